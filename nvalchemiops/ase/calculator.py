@@ -67,7 +67,7 @@ class Calculator(base.Calculator):
         if len(charged) > 1:
             raise ValueError("`terms`: at most one may have charges")
         if number("skin", skin) < 0.0:
-            raise ValueError(f"`skin` must not be negative, got {skin}")
+            raise ValueError(f"`skin` must be non-negative, got {skin}")
         super().__init__()
         self.terms = terms
         self.device = _usable(device)

@@ -20,7 +20,7 @@ MISTAKES = {
         ValueError,
         "at most one may have charges",
     ),
-    "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must not be negative"),
+    "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must be non-negative"),
     "device": (lambda: Calculator(Electrostatics("ewald"), device="abacus"), ValueError, "`device` = 'abacus'"),
     "set": (lambda: rigid_ions().set(skin=1.0), TypeError, "`skin` cannot be set"),
     "potential": (lambda: Pair("lennard", cutoff=3.0), ValueError, "one of 'lennard_jones'"),

@@ -103,7 +103,7 @@ class Domain:
             self.cutoff = checks.check_positive("cutoff", cutoff)
             self.skin = float(skin)
             if not 0.0 <= self.skin < math.inf:
-                raise ValueError(f"`skin` must not be negative, got {skin}")
+                raise ValueError(f"`skin` must be non-negative, got {skin}")
             cell, pbc, n_systems = checks.check_systems(positions, cell, pbc, batch_idx, None)
             lattice = None if cell is None else cell.detach().double().cpu().reshape(-1, 3, 3).numpy()
             found = 1 if batch_idx is None else int(batch_idx.max()) + 1 if batch_idx.numel() else 0
@@ -449,7 +449,7 @@ class Domain:
         if (lattice is None) != (self.cell is None):
             raise ValueError("`cell` must be that of the `domain`")
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
-            raise ValueError("`cell` has changed since the `domain` was made: make it anew")
+            raise ValueError("`cell` has changed since the `domain` was made: make a new one")
         with self._together() as agreement:
             same = agreement.same
             for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):

@@ -66,7 +66,7 @@ def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
     if not isinstance(widths, torch.Tensor):
         number = checks.as_float("widths", widths)
         if not 0.0 <= number < float("inf"):
-            raise ValueError(f"`widths` must not be negative, and finite, got {number}")
+            raise ValueError(f"`widths` must be finite and non-negative, got {number}")
         return torch.full((positions.shape[0],), number, dtype=positions.dtype, device=positions.device)
     if tuple(widths.shape) not in ((), (positions.shape[0],)):
         raise ValueError(
@@ -77,7 +77,7 @@ def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
     if not may_read(widths):
         return torch.where(widths >= 0.0, widths, torch.nan)
     if not bool(((widths >= 0.0) & (widths < torch.inf)).all()):
-        raise ValueError("`widths` must not be negative, and finite")
+        raise ValueError("`widths` must be finite and non-negative")
     return widths
 
 

@@ -416,7 +416,7 @@ def _check_not_negative(polarizabilities: torch.Tensor) -> None:
     rounding = 1e3 * torch.finfo(values.dtype).eps * float(values.abs().max()) if values.numel() else 0.0
     along_axes = values if values.ndim == 1 else torch.linalg.eigvalsh(values)
     if bool((along_axes < -rounding).any()):
-        raise ValueError("`polarizabilities` must not be negative, nor those of tensors along any axis")
+        raise ValueError("`polarizabilities` must be non-negative, for tensors along every axis")
 
 
 def _field_of_atoms(field: torch.Tensor, batch: _Batch, batch_idx: Any, n_atoms: int) -> torch.Tensor:
