@@ -1,12 +1,12 @@
 """The nearest neighbors of each atom among those within the cutoff, selected while they are searched for.
 
-Neighbors have an order: by *level*, the squared distance, and where that decides alone, nothing else; or the squared
-distance in steps, then the number of the neighbor, then its image. A first launch of the kernel looks at all neighbors
-and keeps for each atom the one that comes last among its k first: the *bound* of the atom. Further launches find the
-neighbors up to the bound, by the same arithmetic, and count or write them like any search. So no more than k neighbors
-are ever kept, for the few atoms that are looked at at once.
+Neighbors are ordered by their *level*. This is either the exact squared distance alone; or the squared distance in
+steps, with ties ordered by the number of the neighbor, then by its image. A first launch of the kernel visits all
+neighbors and keeps for each atom the last of its first k neighbors: the *bound* of the atom. Further launches find the
+neighbors up to the bound, by the same arithmetic, and count or write them like any search. At most k neighbors are kept
+at any time, for the few atoms that are processed at once.
 
-The k first are a heap, whose top comes last. On a GPU the first lane of a warp has it.
+The first k neighbors are a heap whose top is the last of them. On a GPU the first lane of a warp holds it.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Suggestions and sizes for callers that plan a search themselves: the searches of this library need none of them."""
+"""Methods and sizes for callers that plan a search themselves; the searches of this library do not need them."""
 
 import inspect
 from typing import Any
@@ -67,19 +67,20 @@ def suggest_neighbor_list_method(
 def estimate_cell_list_sizes(
     cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = 524288, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
-    """How many bins a cell list over the whole cell has, and how many bins a search goes in each direction.
+    """The number of bins of a cell list over the whole cell, and the search radius in bins along each direction.
 
-    For callers that plan memory: the lists of this library need no such numbers, since their bins follow the atoms.
+    For callers that plan memory. The lists of this library do not need these numbers, since their bins follow the
+    atoms.
 
     Parameters
     ----------
     cell : (3, 3), (1, 3, 3) or, for a batch without systems, (0, 3, 3) tensor, length
     pbc : (3,), (1, 3) or (0, 3) bool tensor
-    cutoff : float, length, not negative
+    cutoff : float, length, non-negative
     max_nbins : int, optional
-        Bins in all, at most.
+        Largest total number of bins.
     min_cells_per_dimension : int, optional
-        Bins along each axis, at least, as long as ``max_nbins`` allows.
+        Smallest number of bins along each axis, as far as ``max_nbins`` allows.
 
     Returns
     -------
@@ -119,9 +120,9 @@ def estimate_batch_cell_list_sizes(
 def compute_naive_num_shifts(
     cell: torch.Tensor, cutoff: float, pbc: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """How many images of the cell a test of all pairs of wrapped atoms goes through.
+    """The number of images of the cell that a test of all pairs of wrapped atoms visits.
 
-    For callers that count them once: the lists of this library accept the numbers, but do not need them.
+    For callers that count them once. The lists of this library accept these numbers, but do not need them.
 
     Parameters
     ----------
