@@ -13,8 +13,8 @@ from tests.processes import run_python
 
 MISTAKES = {
     "no terms": (lambda: Calculator(), ValueError, "`terms` are missing"),
-    "no term": (lambda: Calculator("lennard_jones"), TypeError, "'lennard_jones' is no term"),
-    "class": (lambda: Calculator(Pair), TypeError, "is no term"),
+    "no term": (lambda: Calculator("lennard_jones"), TypeError, "'lennard_jones' is not a term"),
+    "class": (lambda: Calculator(Pair), TypeError, "is not a term"),
     "charges twice": (
         lambda: Calculator(Electrostatics("ewald"), Electrostatics("pme")),
         ValueError,
