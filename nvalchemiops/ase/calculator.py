@@ -44,9 +44,9 @@ class Calculator(base.Calculator):
     Notes
     -----
     *Results*: energy, free_energy (the same value), energies, forces; stress for cells with three vectors
-    (dE/dstrain/V, positive for tension); charges and dipole if a term has charges. Units are eV, angstrom and e, the dtype is float64.
-    The dipole ``Σ q x + μ`` uses positions as given: it depends on the images of periodic atoms, and on the origin if
-    the atoms have a net charge.
+    (dE/dstrain/V, positive for tension); charges and dipole if a term has charges. Units are eV, angstrom and e, the
+    dtype is float64. The dipole ``Σ q x + μ`` uses positions as given: it depends on the images of periodic atoms, and
+    on the origin if the atoms have a net charge.
 
     *Stress* costs some 10 %. From the first request on it is computed with all other results.
 

@@ -79,7 +79,7 @@ def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
             continue
         symbols = key if isinstance(key, tuple) else tuple(str(key).split("-"))
         if len(symbols) != 2:
-            raise ValueError(f"`{name}`: {key!r} is no pair of elements, such as ('Mg', 'O') or 'Mg-O'")
+            raise ValueError(f"`{name}`: {key!r} is not a pair of elements, such as ('Mg', 'O') or 'Mg-O'")
         first, second = sorted(_atomic_number(name, symbol) for symbol in symbols)
         value = number(f"{name}:{key}", value)
         if seen.setdefault((first, second), value) != value:
@@ -134,7 +134,7 @@ def _atomic_number(name: str, symbol: Any) -> int:
     if isinstance(symbol, (int, np.integer)) and 0 <= symbol < N_NUMBERS:
         return int(symbol)
     if symbol not in atomic_numbers:
-        raise ValueError(f"`{name}`: {symbol!r} is no chemical symbol")
+        raise ValueError(f"`{name}`: {symbol!r} is not a chemical symbol")
     return atomic_numbers[symbol]
 
 

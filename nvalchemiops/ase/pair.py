@@ -132,7 +132,7 @@ class Parameters:
         ]
         for name in values:
             if name not in known:
-                raise TypeError(f"`{name}` is no parameter of this potential, which has {names(known) or 'none'}")
+                raise TypeError(f"`{name}` is not a parameter of this potential, which has {names(known) or 'none'}")
         for name in known:
             if name not in values:
                 raise ValueError(f"`{name}` is missing: this potential has the parameters {names(known)}")

@@ -74,7 +74,7 @@ class Agreement:
         return self
 
     def must_be_same(self, **values: Any) -> None:
-        """Note values that must be the same on all ranks, by argument name. `described` says what is compared."""
+        """Note values that must be the same on all ranks, by argument name; their `described` texts are compared."""
         for name, value in values.items():
             self.same[f"`{name}`"] = described(value)
 

@@ -108,7 +108,7 @@ class Domain:
             lattice = None if cell is None else cell.detach().double().cpu().reshape(-1, 3, 3).numpy()
             found = 1 if batch_idx is None else int(batch_idx.max()) + 1 if batch_idx.numel() else 0
             if batch_idx is not None and batch_idx.numel() and int(batch_idx.min()) < 0:
-                raise ValueError("`batch_idx` must hold numbers from 0 on")
+                raise ValueError("`batch_idx` must hold non-negative numbers")
             agreement.must_be_same(num_systems=num_systems)
             agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
         of_shapes, of_caller, of_numbers = map(int, agreement.largest[:3])
@@ -120,7 +120,7 @@ class Domain:
         with Agreement(self.group, self.device) as agreement:
             check_grid(grid, self.n_ranks)
             if self.is_batch and batch_idx is None and len(positions):
-                raise ValueError("`batch_idx` is needed for these atoms, too: another rank has it")
+                raise ValueError("`batch_idx` is needed for these atoms: another rank has given it")
             several = 1 if lattice is None else len(lattice)
             if several not in (1, self.n_systems) or (self.n_systems > 1 and not self.is_batch):
                 raise ValueError(
@@ -544,7 +544,7 @@ class Domain:
             agreement.must_be_same(cutoff=cutoff)
             self._must_be_near(positions)
             if cutoff > self.cutoff:
-                raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
+                raise ValueError(f"`cutoff` = {cutoff} is larger than that of the `domain`, {self.cutoff}")
             if cutoff not in self._rows:
                 with torch.inference_mode(False), outside_of_transforms():
                     self._rows[cutoff] = self._search(cutoff + self.skin)

@@ -63,7 +63,7 @@ class Room(NamedTuple):
 
 
 ZERO_CUTOFF = 1e-200
-"""Replaces a cutoff of zero in a search: its square is zero, so that even equal positions are no pair."""
+"""Replaces a cutoff of zero in a search: its square is zero, so that even equal positions are not a pair."""
 
 
 TIE_TOLERANCE = 0.01

@@ -32,12 +32,13 @@ def suggest_neighbor_list_method(
     Parameters
     ----------
     batch_ptr : (n_systems + 1,) int32 tensor
-        First atom of each system, then n_atoms, which is read unless there are ``positions``.
+        First atom of each system, then n_atoms, which is read on the host unless ``positions`` are given.
     cell, pbc, cutoff, positions, batch_idx, cutoff2
-        As in `neighbor_list`. Without ``positions`` only the name depends on them: one for two cutoffs.
+        As in `neighbor_list`; checked if ``positions`` are given. Small systems with ``cutoff2`` get a method for two
+        cutoffs.
     **options
-        Other arguments of `neighbor_list`, and ``positions_dtype``, ``optional_outputs``, ``use_pair_fn`` and those
-        without effect there. They are ignored.
+        Ignored: other arguments of `neighbor_list`, including those without effect there, and ``positions_dtype``,
+        ``optional_outputs`` and ``use_pair_fn``.
 
     Returns
     -------
@@ -127,17 +128,17 @@ def compute_naive_num_shifts(
     Parameters
     ----------
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
-    cutoff : float, length, not negative
+    cutoff : float, length, non-negative
     pbc : (3,) or (n_systems, 3) bool tensor
 
     Returns
     -------
     shift_range_per_dimension : (n_systems, 3) int32 tensor
-        Images in each direction of each axis, 0 along open ones.
+        Number of images in each direction of each axis, 0 along open axes.
     num_shifts_per_system : (n_systems,) int32 tensor
-        Images when each is taken in one of its two directions, with that of the cell itself.
+        Number of images, with one of each pair S and -S, and the cell itself.
     max_shifts_per_system : int
-        The largest of these; 0 without systems.
+        The largest of these numbers; 0 without systems.
 
     Raises
     ------
@@ -158,7 +159,7 @@ def compute_naive_num_shifts(
 
 
 def _lattices(cell: Any, pbc: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cells (n_systems, 3, 3), periodicity, and along periodic axes one over the distance of lattice planes."""
+    """Cells (n_systems, 3, 3), periodicity, and along periodic axes the inverse distance of lattice planes."""
     checks.check_tensor("cell", cell)
     checks.check_place("cell", cell)
     if not cell.is_floating_point() or cell.shape[-2:] != (3, 3):

@@ -1,17 +1,17 @@
-"""Tests whether a neighbor list is still valid: whether atoms moved further than the skin of the list allows.
+"""Tests whether a neighbor list is still valid: whether atoms have moved farther than the skin of the list allows.
 
-A list that was built with ``cutoff + skin`` holds all pairs closer than ``cutoff`` as long as no atom moved further
-than ``skin / 2``. So pass that as ``skin_distance_threshold``, and rebuild the systems for which the answer is True.
-`VerletList` does so by itself.
+A list that was built with ``cutoff + skin`` holds all pairs closer than ``cutoff`` as long as no atom has moved farther
+than ``skin / 2``. Pass ``skin / 2`` as ``skin_distance_threshold``, and rebuild the systems for which the result is
+True. `VerletList` does this automatically.
 
-**The displacement is that of the coordinates as given.** A list's shifts S belong to these coordinates: the neighbor
-is at ``x_j + S @ cell``. If an atom leaves the cell on one side and is put back on the other, it hardly moved, but the
-shifts of its pairs are off by one: the list is stale. The smallest displacement over all images would call it good,
-and forces would be wrong from then on. So ``cell``, ``cell_inv`` and ``pbc`` are accepted and their shapes are checked,
-but they do not soften the test. To be spared a rebuild at every fold, do not wrap positions between rebuilds: the
-lists and all operators of this library take positions anywhere.
+**Displacements are computed from the coordinates as given.** The shifts S of a list belong to these coordinates: the
+neighbor is at ``x_j + S @ cell``. If an atom leaves the cell on one side and is wrapped to the other, it has hardly
+moved, but the shifts of its pairs are off by one, and the list is stale. A test of the smallest displacement over all
+images would accept the list, and forces would be wrong from then on. Therefore ``cell``, ``cell_inv`` and ``pbc`` are
+accepted, and their shapes are checked, but they have no effect on the test. To avoid rebuilds, do not wrap positions
+between them: the lists and all operators of this library accept positions anywhere.
 
-A changed cell makes every list stale as well, which positions do not show: compare the cell yourself, or use
+A change of the cell also makes a list stale, but does not show in positions: compare the cell yourself, or use
 `VerletList`.
 
 Nothing here waits for a GPU, except where stated.

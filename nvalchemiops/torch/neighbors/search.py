@@ -197,7 +197,7 @@ class _CellList:
         return [coordinates, entry, begin, system, grids, search.cutoff, half, target, self.rebuild_flags]
 
     def _places(self, atoms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Positions of the given atoms in ``order``; -1 for numbers that are no atoms."""
+        """Positions of the given atoms in ``order``; -1 for numbers without an atom."""
         n_atoms = order.shape[0]
         known = (atoms >= 0) & (atoms < n_atoms)
         self.fault[grid.BAD_TARGET] |= ~known.all()
@@ -293,8 +293,8 @@ def _new_scratch(size: int = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH) -> Sc
 _scratch = Lent(_new_scratch)
 """Indices and shifts of a small search on a CPU, 4 MiB that each thread keeps.
 
-Memory of that size comes fresh from the system each time, or not, as the allocator sees fit: then a search of a
-thousand atoms would spend a quarter of its time on page faults.
+The allocator may take memory of this size from the system at each call. A search of a thousand atoms would then spend a
+quarter of its time on page faults.
 """
 
 

@@ -1,8 +1,8 @@
 """Derivatives and ``vmap`` of spreading and gathering (`nvalchemiops.kernels.moments`), for meshes and k-vectors.
 
 A *spread* op takes ``moments`` (n_atoms, n_channels, n_moments), ``coordinates`` (n_atoms, 3), arguments of the
-geometry, and the number ``derivatives`` last; it returns ``field``. A *gather* op takes ``field`` in the place of
-``moments``, which it returns. They are each other's derivatives, so one set of formulas serves all such pairs.
+geometry, and the number ``derivatives`` last; it returns ``field``. A *gather* op takes ``field`` instead of
+``moments``, and returns moments. They are each other's derivatives, so one set of formulas serves all pairs of ops.
 """
 
 from collections.abc import Callable, Mapping

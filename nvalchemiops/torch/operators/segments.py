@@ -85,7 +85,7 @@ def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None,
 
 
 def sort_by_system(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Atoms sorted by system, and row pointers of the systems, without a look at values."""
+    """Atoms sorted by system, and row pointers of the systems, without reading values."""
     systems, order = torch.sort(batch_idx, stable=True)
     return order.to(torch.int32), row_pointers(systems, n_systems)
 

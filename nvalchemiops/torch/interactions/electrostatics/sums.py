@@ -1,4 +1,4 @@
-"""Sums of terms as calls of the engine: energies, with first derivatives where they are requested or needed."""
+"""Sums of terms as calls of the engine: energies, with first derivatives if requested or needed."""
 
 from collections.abc import Sequence
 from typing import Any
