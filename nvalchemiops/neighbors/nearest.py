@@ -25,13 +25,13 @@ Distances that are equal in a crystal differ by rounding, 1e-15 relative, which 
 at no fraction of the squared cutoff with a denominator below a million."""
 
 ROWS_PER_THREAD = 512
-"""Rows for which a task on a CPU has the same heaps, one for each atom of a group."""
+"""Number of rows for which a task on a CPU reuses its heaps, one for each atom of a group."""
 
 HEAPS = GROUP
-"""Heaps of a task on a CPU; on a GPU there is one."""
+"""Number of heaps of a task on a CPU; on a GPU there is one."""
 
 MOST_TASKS = 8192
-"""Warps of a GPU that have a heap: about as many as run at once."""
+"""Number of warps of a GPU with a heap: about as many as run at once."""
 
 GUESSES = 4
 """By which a CPU finds out which of the neighbors in a block are too far away to be among the nearest."""
@@ -210,9 +210,9 @@ _SEARCH = search_text(
 
 @kernel_variants(())
 def search_nearest() -> Any:
-    """Kernel that finds the bounds of atoms, and with ``nearest`` zero the neighbors up to them.
+    """Kernel that finds the bounds of atoms, or with ``nearest`` zero the neighbors up to the bounds.
 
-    The arguments are those of `search.search_neighbors`, and more.
+    It has the arguments of `search.search_neighbors`, and more.
     """
     selection: dict[str, Any] = {
         "nearest": wp.int32,  # find the bounds of this many; 0: find neighbors
