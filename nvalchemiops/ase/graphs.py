@@ -198,7 +198,7 @@ def atoms_to_graph(
 
 
 def _bar(total: int, progress: bool | None) -> Any:
-    """A context with a bar for so many structures, or with None."""
+    """A context with a progress bar for this number of structures, or with None."""
     if progress is False or (progress is None and (total < MANY or not sys.stderr.isatty())):
         return contextlib.nullcontext()
     try:

@@ -414,7 +414,7 @@ def multipole_electrostatic_features(
     include_self_interaction: bool = False,
     cache: Any = None,
 ) -> torch.Tensor:
-    """Potentials at atoms, seen through Gaussians of several widths, as a sum over k-vectors alone.
+    """Potentials at atoms, averaged over Gaussians of several widths, as a sum over k-vectors alone.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.runtime.context import may_read, on_host
 
 WORTH_SORTING = 0.9
-"""Points of a mesh, relative to those without, up to which lattice vectors are sorted by their lengths."""
+"""Ratio of mesh points with and without sorting below which lattice vectors are sorted by their lengths."""
 
 
 MOST_SYSTEMS = 512
