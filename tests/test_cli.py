@@ -398,7 +398,7 @@ ENERGY_MISTAKES = {
     ),
     "unknown parameter": (
         ["salt.extxyz", "--potential", "lennard_jones", "--parameters", "sigma=1", "epsilon=1", "alpha=5"],
-        "`alpha` is no parameter",
+        "`alpha` is not a parameter",
     ),
     "no number": (
         ["salt.extxyz", "--potential", "lennard_jones", "--parameters", "sigma=one", "epsilon=1", "cutoff=5"],
@@ -416,7 +416,10 @@ ENERGY_MISTAKES = {
         ["salt.extxyz", "--electrostatics", "ewald"],
         "none are given (in the command by --charges Mg=2,O=-2), and the atoms have no initial charges",
     ),
-    "charges of no element": (["salt.extxyz", "--electrostatics", "ewald", "--charges", "Nx=1"], "'Nx' is no chemical"),
+    "charges of no element": (
+        ["salt.extxyz", "--electrostatics", "ewald", "--charges", "Nx=1"],
+        "'Nx' is not a chemical",
+    ),
     "not periodic": (
         ["water.xyz", "--electrostatics", "pme", "--charges", "O=-1,H=0.5"],
         "'pme' is for periodic atoms; use 'coulomb'",

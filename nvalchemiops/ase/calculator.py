@@ -25,33 +25,33 @@ class Calculator(base.Calculator):
     *terms : Pair, Electrostatics or another `Term`
         Their energies add up.
     skin : float, angstrom, optional
-        Neighbors are searched for up to this much beyond the largest cutoff, and again when an atom has moved by half
-        of it or the cell has changed. The results do not depend on it.
+        Neighbor lists reach to the largest cutoff plus the skin. They are rebuilt when an atom has moved by half of the
+        skin or the cell has changed. Results do not depend on the skin.
     device : str, optional
-        Where to compute, as in ``torch.device``.
+        Device of the computation, as in ``torch.device``.
 
     Attributes
     ----------
     terms : tuple
     searches : int
-        How often neighbors were searched for.
+        Number of neighbor searches so far.
 
     Raises
     ------
     ValueError, TypeError
-        No terms, or an object that is no term; a negative skin; a device that does not exist.
+        No terms, or an object that is not a term; a negative skin; a device that does not exist.
 
     Notes
     -----
-    *Results*: energy, free_energy (the same), energies, forces, for cells of three vectors stress (dE/dstrain/V, so
-    tension is positive), and charges and dipole if a term has charges. In eV, angstrom and e, in float64. The dipole is
-    that of the atoms where they are, ``Σ q x + μ``: periodic atoms have another one for other images, and charged ones
-    for another origin.
+    *Results*: energy, free_energy (the same value), energies, forces; stress for cells with three vectors
+    (dE/dstrain/V, positive for tension); charges and dipole if a term has charges. Units are eV, angstrom and e, the
+    dtype is float64. The dipole ``Σ q x + μ`` uses positions as given: it depends on the images of periodic atoms, and
+    on the origin if the atoms have a net charge.
 
-    *Stress* costs some 10 % and is computed with the rest from when it is first asked for.
+    *Stress* costs some 10 %. From the first request on it is computed with all other results.
 
-    *Parameters* do not change: make a new calculator. One calculator may serve several Atoms objects in turn, at the
-    cost of a search at each turn.
+    *Parameters* are fixed: make a new calculator to change them. One calculator may serve several Atoms objects in
+    turn, with a neighbor search at each change.
     """
 
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012 (ASE's way)
@@ -62,12 +62,12 @@ class Calculator(base.Calculator):
             raise ValueError("`terms` are missing: give a Pair, an Electrostatics, or both")
         for term in terms:
             if not callable(getattr(term, "evaluate", None)) or isinstance(term, type):
-                raise TypeError(f"`terms`: {term!r} is no term, as it has no method `evaluate`")
+                raise TypeError(f"`terms`: {term!r} is not a term, as it has no method `evaluate`")
         charged = [term for term in terms if getattr(term, "has_charges", False)]
         if len(charged) > 1:
             raise ValueError("`terms`: at most one may have charges")
         if number("skin", skin) < 0.0:
-            raise ValueError(f"`skin` must not be negative, got {skin}")
+            raise ValueError(f"`skin` must be non-negative, got {skin}")
         super().__init__()
         self.terms = terms
         self.device = _usable(device)
@@ -83,13 +83,13 @@ class Calculator(base.Calculator):
         return self._lists.searches
 
     def set(self, **changes: Any) -> dict[str, Any]:
-        """Refuse: the parameters of a calculator do not change."""
+        """Raise: the parameters of a calculator are fixed."""
         if changes:
             raise TypeError(f"`{next(iter(changes))}` cannot be set: make a new Calculator")
         return {}
 
     def get_torques(self, atoms: ase.Atoms | None = None) -> np.ndarray:
-        """Torques (n_atoms, 3) on dipoles and quadrupoles, eV; PropertyNotImplementedError without any."""
+        """Torques (n_atoms, 3) on dipoles and quadrupoles, eV; PropertyNotImplementedError if no term has any."""
         self.get_property("forces", atoms)
         if self._torques is None:
             raise base.PropertyNotImplementedError("no term has dipoles or quadrupoles, on which torques act")
@@ -107,7 +107,7 @@ class Calculator(base.Calculator):
         properties: list[str] | None = None,
         system_changes: list[str] = base.all_changes,
     ) -> None:
-        """Compute all results for these atoms, stress only if it was asked for; called by ASE."""
+        """Compute all results for these atoms, stress only if it has been requested; called by ASE."""
         super().calculate(atoms, properties, system_changes)
         atoms = self.atoms
         if atoms is None:
@@ -126,7 +126,7 @@ class Calculator(base.Calculator):
         }
         if wants_stress:
             virial = _total([part.virial for part in parts])
-            # a virial is symmetric but for rounding and the error of a mesh
+            # a virial is symmetric up to rounding and the error of a mesh
             self.results["stress"] = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / atoms.get_volume())
         self._torques = None
         for part in parts:

@@ -22,11 +22,11 @@ UNITS = {"energy": "eV", "forces": "eV/angstrom", "stress": "eV/angstrom^3, in t
 
 
 class _Misuse(Exception):
-    """What the user is told."""
+    """A mistake in the arguments of the command; the message is shown to the user."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print energies as the options of the command say; returns the exit status."""
+    """Print energies according to the options of the command; returns the exit status."""
     try:
         frames = _frames(options.file, options.index)
         quiet_warp()
@@ -107,7 +107,7 @@ def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number or a truth value if it reads like one, otherwise the text."""
+    """A number or a bool if the text is one, otherwise the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -122,7 +122,7 @@ def _value(text: str) -> Any:
 
 
 def _frames(file: str, index: str) -> list[tuple[int, ase.Atoms]]:
-    """The frames that are asked for, each with its number in the file."""
+    """The requested frames, each with its number in the file."""
     chosen = ase.io.formats.string2index(index)
     if isinstance(chosen, str):
         raise _Misuse(f"--index: {index!r} is neither a number nor a slice such as 0:100:10")
@@ -130,7 +130,7 @@ def _frames(file: str, index: str) -> list[tuple[int, ase.Atoms]]:
         read: Any = ase.io.read(file, index=chosen if isinstance(chosen, int) else ":", do_not_split_by_at_sign=True)
     except (IndexError, StopIteration) as error:
         raise _Misuse(f"{file} has no frame {index}") from error
-    except Exception as error:  # readers raise all sorts of things for files that are not theirs
+    except Exception as error:  # readers raise errors of many types for files of other formats
         raise _Misuse(f"cannot read {file}: {str(error) or type(error).__name__}") from error
     if isinstance(chosen, int):
         return [(chosen, read)]
@@ -165,7 +165,7 @@ def _evaluate(
 
 def _compact(facts: dict[str, Any]) -> str:
     """As JSON, with a line for each innermost list, such as the force on an atom."""
-    text = json.dumps(facts, indent=2)  # where a line break is never part of a string
+    text = json.dumps(facts, indent=2)  # strings in it hold no line breaks
     return re.sub(r"\[\n([^][{}]*)\n\s*\]", lambda found: "[" + re.sub(r",\n\s*", ", ", found[1].strip()) + "]", text)
 
 

@@ -27,13 +27,13 @@ class Dispersion:
     Parameters
     ----------
     functional : str, RationalDamping or ZeroDamping
-        Such as "pbe"; or damping parameters of your own, with lengths in bohr.
+        Name of a functional such as "pbe", or your own damping parameters, with lengths in bohr.
     damping : {"bj", "zero", "bjm", "zerom"}, optional
-        Which of the damping functions for a functional, see `damping_parameters`.
+        Damping function for a functional given by name, see `damping_parameters`.
     cutoff, coordination_cutoff, three_body_cutoff, smoothing : float, angstrom, optional
-        By default 60, 40, 20 and 5 bohr, see `DFTD3`. Smoothing None for sharp ends.
+        By default 60, 40, 20 and 5 bohr, see `DFTD3`. With smoothing None the cutoffs are sharp.
     s9 : float, optional
-        Factor of the three-body energy; by default there is none.
+        Factor of the three-body energy; by default this energy is left out.
     parameters : D3Parameters, optional
         By default those of `D3Parameters.load`.
 
@@ -42,7 +42,7 @@ class Dispersion:
     ValueError, TypeError
         A functional without parameters, or another bad argument; when atoms are evaluated, elements without parameters.
     ImportError
-        There are no ``parameters``, and the package that has the published ones is missing.
+        No ``parameters`` are given, and the package with the published ones is not installed.
 
     Examples
     --------
@@ -83,7 +83,7 @@ class Dispersion:
         self._shown = [repr(functional), *shown({"damping": kind, "s9": s9 or None} | lengths)]
 
     def reach(self, _: ase.Atoms) -> float:
-        """The distance from which on pairs do not matter."""
+        """The distance beyond which pairs do not contribute."""
         return self._reach
 
     def evaluate(self, system: System) -> Contribution:

@@ -48,7 +48,7 @@ Charges = Mapping[str, float] | np.ndarray | Callable[[System], Any] | None
 Moments = Mapping[str, Any] | np.ndarray | Callable[[System], Any] | None
 Sources = Mapping[str, np.ndarray]
 Tensors = Mapping[str, Any]
-"""Sources as tensors, by name; an argument for functions whose other arguments are of other types."""
+"""Sources as tensors, by name."""
 Sums = tuple[torch.Tensor, ...]
 
 SHAPES: dict[str, tuple[int, ...]] = {"charges": (), "dipoles": (3,), "quadrupoles": (3, 3), "widths": ()}
@@ -61,49 +61,49 @@ class Electrostatics:
     Parameters
     ----------
     method : str
-        Over all distances, for periodic atoms: "ewald" (the faster one up to some thousand atoms) or "pme". Over
-        pairs: "coulomb", "dsf" (damped shifted force), "wolf", "reaction_field" or "yukawa", with a cutoff; "coulomb"
-        and "yukawa" without a cutoff sum over all pairs of atoms without periodicity.
+        Lattice sums over all distances, for periodic atoms: "ewald" (faster up to some thousand atoms) or "pme". Sums
+        over pairs within a cutoff: "coulomb", "dsf" (damped shifted force), "wolf", "reaction_field" or "yukawa".
+        Without a cutoff "coulomb" and "yukawa" sum over all pairs of atoms that are not periodic.
     charges : dict, array or function, optional
-        By element, ``{"Na": 1.0, "Cl": -1.0}``; an array (n_atoms,); or a function of a `System` that returns an
-        array or a tensor (n_atoms,). By default the initial charges of the atoms. In e.
+        Charges in e: by element, ``{"Na": 1.0, "Cl": -1.0}``; an array (n_atoms,); or a function of a `System` that
+        returns an array or a tensor (n_atoms,). By default the initial charges of the atoms.
     cutoff : float, angstrom, optional
-        For pairs; for sums over all distances it follows from the accuracy.
+        Cutoff of sums over pairs. Lattice sums choose it for the accuracy.
     accuracy : float, optional
-        For sums over all distances: RMS error of the forces to reach, relative to their RMS; 1e-6 by default.
+        For lattice sums: target for the RMS error of the forces, relative to the RMS of the forces; 1e-6 by default.
     slab_correction : bool, optional
-        For sums over all distances: allow one open axis, with vacuum along it.
+        For lattice sums: allow one open axis, with vacuum along it.
     dipoles, quadrupoles : dict, array or function, optional
-        As the charges, for "ewald", "pme" and "coulomb": dipoles (3,) of elements or (n_atoms, 3) in e angstrom, and
-        second moments (3, 3) or (n_atoms, 3, 3) in e angstrom², as for `ewald_summation`. What is no function stays as
-        it is while atoms move.
+        In the same forms as charges, for "ewald", "pme" and "coulomb": dipoles (3,) by element or (n_atoms, 3) in
+        e angstrom, and second moments (3, 3) or (n_atoms, 3, 3) in e angstrom², as for `ewald_summation`. Values that
+        are not functions stay constant while atoms move.
     widths : float, dict or array, optional
         For the same methods: standard deviations of Gaussians in angstrom; zero for points.
     **parameters
-        What else the method needs (``alpha`` for "dsf" and "wolf", ``dielectric``, ``kappa``) or takes (``shifted``,
-        ``r_switch``), as in `nvalchemiops.torch.interactions.pair`.
+        Further parameters that the method requires (``alpha`` for "dsf" and "wolf", ``dielectric``, ``kappa``) or
+        accepts (``shifted``, ``r_switch``), as in `nvalchemiops.torch.interactions.pair`.
 
     Raises
     ------
     ValueError, TypeError
         An argument that is unknown, missing or does not belong to the method; when atoms are evaluated, elements
-        without a charge, or periodicity that the method is not for.
+        without a charge, or a periodicity that the method does not support.
 
     Notes
     -----
     *Charges that depend on the geometry*: if a function returns a tensor with a gradient graph to the positions (and
-    the cell) of its `System`, forces and virial include what follows from the change of charges. Charges that it
-    returns without a graph are constants: forces are then those at fixed charges.
+    the cell) of its `System`, forces and virial include the change of the charges. Charges that it returns without a
+    graph are constants: forces are then those at fixed charges.
 
-    The same holds for dipoles and quadrupoles: those of molecules that turn are functions. `Calculator.get_torques` has
-    the torques on all atoms that have any.
+    The same holds for dipoles and quadrupoles: give those of rotating molecules as functions.
+    `Calculator.get_torques` returns the torques on atoms with dipoles or quadrupoles.
 
     *Charged cells* are neutralised by a uniform background. Lattice sums have conducting boundary conditions.
 
-    *Parameters* of lattice sums follow from the number of atoms and the cell. While only the size of a cell changes,
-    energies are continuous; when its shape does, the sets of k-vectors and pairs change, and energies jump by a small
-    part of the accuracy. Stress is the derivative at constant parameters. With dipoles, quadrupoles or widths they
-    depend on their magnitude, too: of functions, that of the first call.
+    *Parameters* of lattice sums follow from the number of atoms and the cell. With dipoles, quadrupoles or widths they
+    also depend on the magnitude of these; for functions, on that in the first call. Energies are continuous while only
+    the size of the cell changes. When its shape changes, the sets of k-vectors and pairs change, and energies jump by a
+    small part of the accuracy. Stress is the derivative at constant parameters.
 
     Examples
     --------
@@ -160,7 +160,7 @@ class Electrostatics:
                 self._of_atoms[name] = atom_values(name, values, SHAPES[name])
 
     def reach(self, atoms: ase.Atoms) -> float | None:
-        """The distance from which on pairs do not matter; known ahead if no source is a function of the geometry."""
+        """The distance beyond which pairs do not contribute; known if no source is a function of the geometry."""
         for name in self._functions:
             raise ValueError(f"`{name}`: a function of the geometry is for one process")
         return self._sum.reach(atoms, {name: values(atoms) for name, values in self._of_atoms.items()})
@@ -194,7 +194,7 @@ class Electrostatics:
 
 
 class Found(NamedTuple):
-    """Results of a sum, in e and angstrom; gradients by the sources that were asked for, and the virial (3, 3)."""
+    """Results of a sum, in e and angstrom, with gradients by the requested sources, and the virial (3, 3)."""
 
     energies: torch.Tensor
     forces: torch.Tensor
@@ -236,7 +236,7 @@ class SourceSum:
         return self.cutoff
 
     def __call__(self, system: System, sources: Tensors, _: bool, __: Sources) -> Found:
-        """As of `PairSum`, with gradients by all sources."""
+        """As for `PairSum`, with gradients by all sources."""
         near = system.neighbors(self.cutoff)
         if "domain" in near:
             raise ValueError("`dipoles`, `quadrupoles` and `widths`: on several ranks by 'ewald' and 'pme'")
@@ -262,11 +262,11 @@ class Chosen(NamedTuple):
 class LatticeSum:
     """Ewald's sum of charges, dipoles and quadrupoles, with or without a mesh.
 
-    ``of_initial_charges``: the charges are those of the atoms, which may have others in the next call.
+    ``of_initial_charges``: the charges are the initial charges of the atoms, which may change between calls.
     """
 
     LOW_ORDER_ACCURACY = 1e-5
-    """Below this splines of high order are faster, which need a coarser mesh."""
+    """Accuracy below which splines of high order are faster, because they need a coarser mesh."""
 
     def __init__(self, method: str, accuracy: float, slab_correction: bool, of_initial_charges: bool) -> None:
         self.method = method
@@ -277,7 +277,7 @@ class LatticeSum:
         self._chosen: Chosen | None = None
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, whole: Sources) -> Found:
-        """As of `PairSum`, with gradients by dipoles and quadrupoles; ``whole`` are the sources of all atoms."""
+        """As for `PairSum`, with gradients by dipoles and quadrupoles; ``whole`` are the sources of all atoms."""
         self._check_periodicity(system.atoms)
         positions, cell, pbc = system.positions, system.cell, system.atoms.pbc
         assert cell is not None
@@ -289,7 +289,7 @@ class LatticeSum:
         of_moments: Tensors = {f"compute_{name[:-1]}_gradients": name in sources for name in ("dipoles", "quadrupoles")}
         names = [name for name in SHAPES if name in sources and options.get(f"compute_{name[:-1]}_gradients", True)]
         chosen = self._parameters(system.atoms, positions.device, whole)
-        # the sum is periodic along all axes, also where a correction makes up for one
+        # the sum is periodic along all axes, even if a correction accounts for an open one
         near = system.neighbors(chosen.cutoff, (True, True, True))
         if "domain" in near:
             near["cutoff"] = chosen.cutoff
@@ -336,7 +336,7 @@ class LatticeSum:
         return self._parameters(atoms, device, whole).cutoff
 
     def _parameters(self, atoms: ase.Atoms, device: torch.device, whole: Sources) -> Chosen:
-        """Those that are kept, or new ones if the cell has changed, or beside dipoles elements or initial charges."""
+        """The kept parameters, or new ones if the cell has changed; with dipoles, also if elements or charges have."""
         kept, strengths = self._chosen, None
         if len(whole) > 1:
             strengths = (atoms.numbers.tobytes(), whole["charges"].tobytes() if self.of_initial_charges else None)
@@ -347,11 +347,11 @@ class LatticeSum:
 
     def _choose(self, atoms: ase.Atoms, device: torch.device, whole: Sources, made_for: tuple[Any, ...]) -> Chosen:
         cell = torch.tensor(atoms.cell.array, dtype=torch.float64, device=device)
-        positions = cell[:1].expand(len(atoms), 3)  # only how many there are matters
+        positions = cell[:1].expand(len(atoms), 3)  # only their number matters
         order, by_mesh = self.spline_order, self.method == "pme"
         mesh, k_cutoff = None, None
         if len(whole) > 1:
-            # strengths are kept: those of a call that fails must not be
+            # strengths are kept, but not those of a call that fails
             for name, values in {"positions": atoms.positions, **whole}.items():
                 if not np.isfinite(values).all():
                     raise ValueError(f"`{name}` has entries that are NaN or infinite")
@@ -402,7 +402,7 @@ def _initial_charges(atoms: ase.Atoms) -> np.ndarray:
 
 
 def _returned(name: str, values: Any, system: System) -> torch.Tensor:
-    """What a function of the system has returned as sources, checked."""
+    """The sources returned by a function of the system, checked."""
     shape = SHAPES[name]
     if not isinstance(values, torch.Tensor):
         return system.tensor(of_array(name, np.asarray(values), system.atoms, shape))
@@ -414,7 +414,7 @@ def _returned(name: str, values: Any, system: System) -> torch.Tensor:
 def _response(
     system: System, sources: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forces and virial from the change of sources; ``gradients`` are those of the energy by them."""
+    """Forces and virial from the change of sources; ``gradients`` are derivatives of the energy by the sources."""
     leaves = [system.positions, *([] if system.cell is None else [system.cell])]
     found = torch.autograd.grad(sources, leaves, gradients, allow_unused=True)
     filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found)]

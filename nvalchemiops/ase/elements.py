@@ -10,7 +10,7 @@ import numpy as np
 from ase.data import atomic_numbers, chemical_symbols
 
 OTHERS = "*"
-"""The key for all elements, or pairs of elements, that are not named."""
+"""The key for all elements, or pairs of elements, without a key."""
 
 N_NUMBERS = len(chemical_symbols)
 
@@ -41,8 +41,8 @@ def element_table(name: str, values: Mapping[str, Any], shape: tuple[int, ...] =
     Raises
     ------
     ValueError, TypeError
-        A key that is no element, or a value that is no finite number, or no array of numbers of this shape; ``name``
-        and the key are in the message.
+        A key that is not an element, or a value that is not a finite number or an array of finite numbers of this
+        shape. The message contains ``name`` and the key.
     """
     read = number if not shape else functools.partial(_numbers, shape=shape)
     table = np.full((N_NUMBERS, *shape), read(name, values[OTHERS]) if OTHERS in values else np.nan)
@@ -63,7 +63,7 @@ def _numbers(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
 def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
     """Values (n_numbers, n_numbers) by two atomic numbers, symmetric, NaN where none is given.
 
-    A number is that of all pairs.
+    A number holds for all pairs.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
             continue
         symbols = key if isinstance(key, tuple) else tuple(str(key).split("-"))
         if len(symbols) != 2:
-            raise ValueError(f"`{name}`: {key!r} is no pair of elements, such as ('Mg', 'O') or 'Mg-O'")
+            raise ValueError(f"`{name}`: {key!r} is not a pair of elements, such as ('Mg', 'O') or 'Mg-O'")
         first, second = sorted(_atomic_number(name, symbol) for symbol in symbols)
         value = number(f"{name}:{key}", value)
         if seen.setdefault((first, second), value) != value:
@@ -134,7 +134,7 @@ def _atomic_number(name: str, symbol: Any) -> int:
     if isinstance(symbol, (int, np.integer)) and 0 <= symbol < N_NUMBERS:
         return int(symbol)
     if symbol not in atomic_numbers:
-        raise ValueError(f"`{name}`: {symbol!r} is no chemical symbol")
+        raise ValueError(f"`{name}`: {symbol!r} is not a chemical symbol")
     return atomic_numbers[symbol]
 
 

@@ -12,14 +12,14 @@ import torch
 from nvalchemiops.torch.neighbors import neighbor_list
 
 ATOMS_PER_SEARCH = 50_000
-"""Atoms that are searched at once: enough for the speed of a batch, and few beside the graph of all."""
+"""Number of atoms searched at once: enough for the speed of a batch, and few compared with the whole graph."""
 
 MANY = 1000
-"""Structures from which on progress is shown unasked."""
+"""Number of structures from which on progress is shown by default."""
 
 
 class Graph(NamedTuple):
-    """The graph of a batch of structures; the atoms of a structure follow each other.
+    """The graph of a batch of structures; the atoms of each structure are contiguous.
 
     Attributes
     ----------
@@ -40,8 +40,8 @@ class Graph(NamedTuple):
         S of each pair: the image of the cell that j is in.
     distances : (n_pairs,) tensor, angstrom
     vectors : (n_pairs, 3) tensor, angstrom
-        ``positions[j] - positions[i] + S @ cell``. Without gradients: for positions that have some, compute both again
-        by `nvalchemiops.torch.neighbors.formats.list_geometry`.
+        ``positions[j] - positions[i] + S @ cell``. Distances and vectors have no gradients: if positions require
+        gradients, compute both by `nvalchemiops.torch.neighbors.formats.list_geometry`.
     """
 
     positions: torch.Tensor
@@ -61,7 +61,7 @@ class Graph(NamedTuple):
 
         Their attributes are ``pos``, ``z``, ``cell`` (1, 3, 3), ``pbc`` (1, 3), ``edge_index`` (2, n_pairs) int64 with
         the neighbor j in its first row and the atom i in its second one (messages go from j to i), ``shifts``,
-        ``edge_weight`` (distances) and ``edge_vec`` (vectors). They are views of this graph, but for ``edge_index``.
+        ``edge_weight`` (distances) and ``edge_vec`` (vectors). All but ``edge_index`` are views of this graph.
 
         Raises
         ------
@@ -120,8 +120,8 @@ def atoms_to_graph(
     device : optional
         Torch's default device by default.
     progress : bool, optional
-        Show a bar of tqdm, or none. By default there is one for 1,000 structures and more if tqdm is installed and
-        errors are printed to a terminal.
+        Whether to show a progress bar of tqdm. By default for 1,000 structures or more, if tqdm is installed and
+        stderr is a terminal.
 
     Returns
     -------
@@ -130,8 +130,8 @@ def atoms_to_graph(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; something among the atoms that is no ``ase.Atoms``; positions that are not
-        finite; a periodic axis without a cell vector.
+        A bad argument, named in the message; an object in ``atoms`` that is not an ``ase.Atoms``; positions that are
+        not finite; a periodic axis without a cell vector.
     ImportError
         ``progress=True`` without tqdm.
     """
@@ -157,13 +157,13 @@ def atoms_to_graph(
     system = np.repeat(np.arange(len(structures), dtype=np.int32), sizes)
     batch_idx = torch.tensor(system, device=device)
     options: dict[str, Any] = {"nearest": nearest, "ties": ties, "tie_tolerance": tie_tolerance, "symmetric": symmetric}
-    # so many structures at once that a search has about as many atoms, or one that is larger
+    # as many structures at once as hold about this number of atoms, or a single larger structure
     part_of = (batch_ptr[1:] - 1).clip(0) // ATOMS_PER_SEARCH
     ends = np.flatnonzero(np.diff(part_of, append=-1)) + 1
     options |= {"return_neighbor_list": True, "return_distances": True, "return_vectors": True}
 
     def search(begin: int, end: int) -> tuple[torch.Tensor, ...]:
-        """The pairs of the structures from ``begin`` to ``end``, numbers of neighbors in the place of pointers."""
+        """The pairs of the structures from ``begin`` to ``end``, with numbers of neighbors instead of pointers."""
         first, last = int(batch_ptr[begin]), int(batch_ptr[end])
         of_systems = (cell[begin:end], pbc[begin:end], batch_idx[first:last] - begin)
         pairs, ptr, *others = neighbor_list(positions[first:last], cutoff, *of_systems, **options)
@@ -176,7 +176,7 @@ def atoms_to_graph(
             try:
                 found.append(search(begin, end))
             except ValueError:
-                search(0, 0)  # for no structure all other arguments are checked
+                search(0, 0)  # without structures this checks all other arguments
                 for number in range(begin, end):  # name the first that raises by itself
                     try:
                         search(number, number + 1)
@@ -198,7 +198,7 @@ def atoms_to_graph(
 
 
 def _bar(total: int, progress: bool | None) -> Any:
-    """A context with a bar for so many structures, or with None."""
+    """A context with a progress bar for this number of structures, or with None."""
     if progress is False or (progress is None and (total < MANY or not sys.stderr.isatty())):
         return contextlib.nullcontext()
     try:

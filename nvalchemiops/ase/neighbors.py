@@ -28,20 +28,21 @@ def neighbor_list(
         What to return, in this order: ``i`` and ``j`` (the atoms of a pair), ``d`` (distance), ``D`` (vector
         ``positions[j] - positions[i] + S @ cell``), ``S`` (image of j, as integers).
     a : ase.Atoms
-        With any cell and periodicity, wrapped or not.
+        Any cell and periodicity, wrapped or not.
     cutoff : float, dict or sequence of float, angstrom
-        One distance; distances by pairs of elements, ``{("C", "H"): 1.3, (6, 6): 1.85}``, where pairs that are not
-        named are no neighbors; or a radius for each atom: neighbors are those whose spheres overlap.
+        One distance; distances by pairs of elements, ``{("C", "H"): 1.3, (6, 6): 1.85}``, where pairs without a key are
+        not neighbors; or a radius for each atom: two atoms are neighbors if their spheres overlap.
     self_interaction : bool, optional
         Also list each atom as its own neighbor, at distance zero.
     max_nbins : float, optional
-        Accepted because ASE has it. The memory for bins follows from the number of atoms here.
+        Accepted for compatibility with ASE, without effect: the memory for bins follows from the number of atoms.
 
     Returns
     -------
     array or tuple of arrays
-        One array for each quantity, alone if there is one: ``i``, ``j`` int (n_pairs,), ``d`` float (n_pairs,), ``D``
-        float (n_pairs, 3), ``S`` int (n_pairs, 3). Each pair is there from both sides, sorted by i.
+        One array for each quantity, without a tuple if there is one: ``i``, ``j`` int (n_pairs,), ``d`` float
+        (n_pairs,), ``D`` float (n_pairs, 3), ``S`` int (n_pairs, 3). Each pair is listed in both directions, sorted by
+        i.
 
     Raises
     ------
@@ -84,7 +85,7 @@ def _pairs(atoms: ase.Atoms, cutoff: float) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _cutoffs(cutoff: Any, atoms: ase.Atoms) -> tuple[float, Callable[[np.ndarray, np.ndarray], np.ndarray] | None]:
-    """The largest cutoff; and where they differ, the function of i and j that gives those of pairs (n_pairs,)."""
+    """The largest cutoff; if cutoffs differ, also a function of i and j that returns those of pairs (n_pairs,)."""
     numbers = atoms.numbers
     if isinstance(cutoff, Mapping):
         table = pair_table("cutoff", {OTHERS: 0.0, **cutoff})

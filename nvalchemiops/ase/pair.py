@@ -35,17 +35,17 @@ class Pair:
     ----------
     potential : str or PairPotential
         The name of a potential of `nvalchemiops.torch.interactions.pair` ("lennard_jones",
-        "soft_core_lennard_jones", "morse", "buckingham", "born_mayer_huggins", "ziegler_biersack_littmark"), or a
-        potential of your own in eV and angstrom.
+        "soft_core_lennard_jones", "morse", "buckingham", "born_mayer_huggins", "ziegler_biersack_littmark"), or your
+        own potential in eV and angstrom.
     cutoff : float, angstrom, optional
-        Pairs at this distance or farther are left out. Without it all pairs count, for atoms without periodicity.
-        A potential of your own has its cutoff already.
+        Pairs at this distance or farther are left out. Without a cutoff all pairs are summed, for atoms that are not
+        periodic. Your own potential already has its cutoff.
     **parameters
         Each parameter of the potential, and for named potentials their options (``shifted``, ``r_switch``,
         ``mixing`` ...). A parameter is a number; for one that belongs to atoms also a dict by element or an array
         (n_atoms,); for one that belongs to pairs also a dict by pair, ``{"Mg-O": 1.0, "O-O": 2.0}`` with
-        ``("Mg", "O")`` as another spelling. The key ``"*"`` is for all that are not named. Atomic numbers are
-        known to "ziegler_biersack_littmark".
+        ``("Mg", "O")`` as another spelling. The key ``"*"`` holds for all elements or pairs without a key.
+        "ziegler_biersack_littmark" takes atomic numbers from the atoms.
 
     Raises
     ------
@@ -79,7 +79,7 @@ class Pair:
         self.parameters = Parameters(self.potential, values)
 
     def reach(self, _: ase.Atoms) -> float | None:
-        """The distance from which on pairs do not matter."""
+        """The distance beyond which pairs do not contribute."""
         return self.potential.cutoff
 
     def evaluate(self, system: System) -> Contribution:
@@ -94,7 +94,7 @@ class Pair:
 def from_library(
     name: str, make: Callable[..., PairPotential], cutoff: float | None, parameters: Mapping[str, Any]
 ) -> tuple[PairPotential, dict[str, Any]]:
-    """A potential of the library, and those of the parameters that are not options of its function."""
+    """A potential of the library, and the parameters that are not options of its function."""
     known = inspect.signature(make).parameters
     if cutoff is None and known["cutoff"].default is inspect.Parameter.empty:
         raise ValueError(f"`cutoff` is needed for '{name}'")
@@ -109,7 +109,7 @@ def from_library(
 
 
 class Parameters:
-    """Values for the parameters of a potential, as they are given for elements, pairs or atoms.
+    """Values for the parameters of a potential, given by elements, pairs or atoms.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class Parameters:
         ]
         for name in values:
             if name not in known:
-                raise TypeError(f"`{name}` is no parameter of this potential, which has {names(known) or 'none'}")
+                raise TypeError(f"`{name}` is not a parameter of this potential, which has {names(known) or 'none'}")
         for name in known:
             if name not in values:
                 raise ValueError(f"`{name}` is missing: this potential has the parameters {names(known)}")
@@ -141,7 +141,7 @@ class Parameters:
         self._of_pairs = {name: pair_table(name, values[name]) for name in formula.per_pair}
 
     def sum_over(self, system: System, **options: Any) -> Any:
-        """Energies, forces, what else the options ask for, and virial if wanted, of the potential for these atoms.
+        """Energies, forces, further results that the options request, and the virial if wanted, for these atoms.
 
         Raises if the atoms lack a value.
         """
@@ -164,7 +164,7 @@ def names(words: Iterable[str]) -> str:
 
 
 def shown(arguments: Mapping[str, Any]) -> list[str]:
-    """Keyword arguments as they would be written, long arrays in short, without those that are None."""
+    """Keyword arguments as source text, with arrays abbreviated and without those that are None."""
     return [
         f"{name}={f'<array {np.shape(value)}>' if isinstance(value, (np.ndarray, torch.Tensor)) else repr(value)}"
         for name, value in arguments.items()

@@ -1,4 +1,4 @@
-"""`on_ranks`: a calculator whose atoms are divided among the ranks of torch.distributed; rank 0 has them all."""
+"""`on_ranks`: a calculator whose atoms are divided among the ranks of torch.distributed; rank 0 has all atoms."""
 
 import contextlib
 import copy
@@ -19,7 +19,7 @@ from nvalchemiops.torch.distributed.communication import messages_of, tell_from
 Result = TypeVar("Result")
 
 GOES_ON = (ValueError, TypeError, OtherRankError)
-"""Errors that all ranks raise together, after which they can be asked again."""
+"""Errors that all ranks raise together; afterwards the calculator can be called again."""
 
 
 def on_ranks(
@@ -27,19 +27,19 @@ def on_ranks(
 ) -> Result | None:
     """Call ``main(calculator)`` on rank 0, with a calculator whose terms are computed by all ranks.
 
-    A collective call. The other ranks compute until ``main`` returns or raises. They learn elements, charges and cell
-    when these change, and positions at each call; the division is made anew when atoms have moved by half the skin.
+    A collective call. The other ranks compute until ``main`` returns or raises. They receive elements, charges and cell
+    when these change, and positions at each call. Atoms are divided again when one has moved by half of the skin.
 
     Parameters
     ----------
     main : callable
-        Dynamics, an optimizer or anything else with ASE, which rank 0 runs alone.
+        Dynamics, an optimizer or any other use of ASE, which only rank 0 runs.
     *terms, skin, device
-        As for `Calculator`, the same on all ranks but for the device. Terms of this library do; others need a method
-        ``reach(atoms)``, how far they see, and compute energies of the atoms in ``system.positions`` from
-        ``system.neighbors(cutoff)["domain"]``.
+        As for `Calculator`; all but the device must be the same on all ranks. Terms of this library are supported.
+        Other terms need a method ``reach(atoms)``, which returns the distance up to which atoms interact, and must
+        compute energies of the atoms in ``system.positions`` with ``system.neighbors(cutoff)["domain"]``.
     group : torch.distributed.ProcessGroup, optional
-        The ranks; all by default.
+        The ranks to use; all by default.
 
     Returns
     -------
@@ -48,15 +48,16 @@ def on_ranks(
     Raises
     ------
     ValueError, TypeError
-        As for `Calculator`; when atoms are evaluated, terms without a cutoff, charges that are a function, and slabs.
+        As for `Calculator`; when atoms are evaluated, also for terms without a cutoff, charges given by a function, and
+        slabs.
     RuntimeError
         torch.distributed has not been initialised.
     OtherRankError
-        A rank is gone.
+        A rank has ended.
 
     Notes
     -----
-    Each call sends all positions from rank 0, and energies and forces back to it, 56 bytes an atom. Where that takes as
+    Each call sends all positions from rank 0, and energies and forces back to it, 56 bytes per atom. If this takes as
     long as the sums, write the dynamics with a `Domain` instead. Other ranks wait for rank 0 no longer than the timeout
     of ``init_process_group``.
     """
@@ -70,7 +71,7 @@ def on_ranks(
     try:
         result = main(calculator)
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # what `main` raised says more
+        with contextlib.suppress(RuntimeError):  # the error of `main` is more informative
             calculator.tell(None)
             messages_of(group).show(group)  # if it ended in the middle of a call, others wait there
         raise
@@ -85,7 +86,7 @@ class RankCalculator(Calculator):
         super().__init__(*terms, skin=skin, device=device)
         for term in terms:
             if not callable(getattr(term, "reach", None)):
-                raise TypeError(f"`terms`: {term!r} has no method `reach`, which says how far it sees")
+                raise TypeError(f"`terms`: {term!r} has no method `reach`, which returns the range of its interaction")
         self.group = group
         self.skin = float(skin)
         self._first = dist.get_global_rank(group, 0)
@@ -101,11 +102,11 @@ class RankCalculator(Calculator):
         return self._searches
 
     def tell(self, what: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What rank 0 says, on all ranks: what has changed, or None at the end."""
+        """The message of rank 0, on all ranks: what has changed, or None at the end."""
         return tell_from(self._first, what, self.group, self.device)
 
     def serve(self) -> None:
-        """Compute with rank 0 until it says that it has finished."""
+        """Compute with rank 0 until it reports the end."""
         while (told := self.tell(None)) is not None:
             try:
                 with torch.no_grad():
@@ -124,7 +125,7 @@ class RankCalculator(Calculator):
         return self._share(told, atoms.positions)
 
     def _share(self, told: dict[str, Any], positions: np.ndarray | None) -> list[Contribution]:
-        """The contributions to all atoms on rank 0, to none on others."""
+        """The contributions to all atoms on rank 0, and to no atoms on other ranks."""
         self._told |= told
         known = self._told
         if len(told) > 1:
@@ -146,9 +147,9 @@ class RankCalculator(Calculator):
         return gathered
 
     def _divided(self, held: torch.Tensor, cell: torch.Tensor | None) -> tuple[Domain, torch.Tensor]:
-        """The domain of these positions, or an earlier one that is still good; and positions of owned atoms."""
+        """The domain of these positions, or an earlier one that is still valid; and positions of owned atoms."""
         atoms = self._atoms
-        # a method that terms need here alone, which has been checked
+        # a method that terms need only here; its existence has been checked
         reaches = [term.reach(atoms) for term in self.terms]  # type: ignore[attr-defined]
         if None in reaches:
             raise ValueError("`cutoff` is needed on several ranks: without it each atom is a neighbor of all others")
@@ -178,7 +179,7 @@ class _Share(System):
         if cutoff is None:
             raise ValueError("`cutoff` is needed on several ranks")
         if pbc is not None and pbc != periodicity(self.atoms.pbc):
-            raise ValueError("`pbc`: on several ranks all terms have the periodicity of the atoms: no slabs")
+            raise ValueError("`pbc`: on several ranks all terms have the periodicity of the atoms, without slabs")
         return {"domain": self.domain}
 
     def pairs(self, cutoff: float | None) -> NoReturn:

@@ -23,9 +23,9 @@ class Contribution(NamedTuple):
         Needed if `System.wants_virial`.
     charges : (n_atoms,) tensor, e, or None
     dipoles : (n_atoms, 3) tensor, e angstrom, or None
-        Of the atoms, beside those of the charges.
+        Dipoles of the atoms, besides those from charges and positions.
     torques : (n_atoms, 3) tensor, eV, or None
-        On dipoles and quadrupoles.
+        Torques on dipoles and quadrupoles.
     """
 
     energies: torch.Tensor
@@ -37,7 +37,7 @@ class Contribution(NamedTuple):
 
 
 class Term(Protocol):
-    """Part of a potential energy: `Pair`, `Electrostatics`, or any class with this method.
+    """A part of a potential energy: `Pair`, `Electrostatics`, or any class with the method `evaluate`.
 
     A term whose contributions have charges also has an attribute ``has_charges = True``.
     """
@@ -47,14 +47,14 @@ class Term(Protocol):
 
 
 class SharedLists:
-    """The neighbor lists of a calculator, one for each periodicity that a term asks for.
+    """The neighbor lists of a calculator, one for each periodicity that a term requests.
 
-    A list reaches as far as the largest cutoff asked for since the number of atoms has changed, plus the skin.
+    A list reaches to the largest cutoff requested since the number of atoms last changed, plus the skin.
 
     Attributes
     ----------
     searches : int
-        How often neighbors were searched for.
+        Number of neighbor searches so far.
     """
 
     def __init__(self, skin: float) -> None:
@@ -65,7 +65,7 @@ class SharedLists:
         self._current: dict[Periodicity | None, tuple[float, dict[str, Any]]] = {}
 
     def begin(self, n_atoms: int) -> None:
-        """Forget what was found for earlier positions."""
+        """Drop the results for earlier positions."""
         if n_atoms != self._n_atoms:
             self._lists.clear()
             self._n_atoms = n_atoms
@@ -74,7 +74,7 @@ class SharedLists:
     def near(
         self, positions: torch.Tensor, cell: torch.Tensor | None, pbc: Periodicity, cutoff: float
     ) -> dict[str, Any]:
-        """Neighbors at least up to ``cutoff``, as arguments of operators. The same list for all terms of a call."""
+        """Neighbors at least up to ``cutoff``, as arguments of operators. All terms of a call share the list."""
         reach, found = self._current.get(pbc, (0.0, {}))
         if reach >= cutoff:
             return found
@@ -102,12 +102,12 @@ class SharedLists:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """Atoms as terms see them.
+    """The atoms, as the input of terms.
 
     Attributes
     ----------
     atoms : ase.Atoms
-        Not to be changed.
+        Must not be changed.
     positions : (n_atoms, 3) float64 tensor, angstrom
     cell : (3, 3) float64 tensor, angstrom, or None
         None if no axis is periodic. Rows of open axes may be zero.
@@ -123,7 +123,7 @@ class System:
 
     @classmethod
     def of(cls, atoms: ase.Atoms, wants_virial: bool, lists: SharedLists, device: torch.device) -> "System":
-        """The tensors for these atoms. Lists of earlier positions are checked again."""
+        """The system with the tensors of these atoms. Lists of earlier positions are checked again."""
         lists.begin(len(atoms))
         positions, cell = (
             torch.tensor(a, dtype=torch.float64, device=device) for a in (atoms.positions, atoms.cell[:])
@@ -135,19 +135,19 @@ class System:
         return torch.as_tensor(values, dtype=self.positions.dtype, device=self.positions.device)
 
     def of_atoms(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Values (n_atoms, ...) for all atoms, as a tensor for those that this process has: all, but for `on_ranks`."""
+        """Values (n_atoms, ...) of all atoms, as a tensor for the atoms of this process (all, except in `on_ranks`)."""
         return torch.as_tensor(values, dtype=dtype or self.positions.dtype, device=self.positions.device)
 
     def neighbors(self, cutoff: float | None, pbc: Periodicity | None = None) -> dict[str, Any]:
-        """Neighbors of all atoms, by the names that operators of this library give them.
+        """Neighbors of all atoms, by the names of the arguments of operators of this library.
 
         Parameters
         ----------
         cutoff : float or None, angstrom
-            All pairs closer than this are in the list, and others, too: leave out those at this distance or farther.
-            None: all pairs, for atoms without periodicity.
+            The list holds all pairs closer than this, and may hold pairs beyond: leave these out. None: all pairs, for
+            atoms that are not periodic.
         pbc : (bool, bool, bool), optional
-            By default that of the atoms.
+            By default the periodicity of the atoms.
 
         Returns
         -------
@@ -158,20 +158,20 @@ class System:
         Raises
         ------
         ValueError
-            There is no cutoff, but the atoms are periodic.
+            The cutoff is None, but the atoms are periodic.
         """
         axes = periodicity(self.atoms.pbc if pbc is None else pbc)
         if cutoff is not None:
             return self.lists.near(self.positions, self.cell, axes, cutoff)
         if any(axes):
             raise ValueError(
-                "`cutoff` is needed for periodic atoms: without it all pairs are summed, and these have no end "
-                "(for charges there are the methods 'ewald' and 'pme')"
+                "`cutoff` is needed for periodic atoms, which have infinitely many pairs (for charges use the methods "
+                "'ewald' and 'pme')"
             )
         return self.lists.all_pairs(self.positions)
 
     def pairs(self, cutoff: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pairs closer than the cutoff, each from both sides, with gradients to positions and cell.
+        """Pairs closer than the cutoff, each in both directions, with gradients by positions and cell.
 
         Parameters
         ----------
@@ -182,7 +182,7 @@ class System:
         -------
         i, j : (n_pairs,) int64 tensors
         vectors : (n_pairs, 3) tensor, angstrom
-            From i to j, in the image meant.
+            From i to the image of j.
         """
         near = self.neighbors(cutoff)
         matrix, shifts = near["neighbor_matrix"], near.get("neighbor_matrix_shifts")

@@ -1,18 +1,18 @@
-"""Bins that sort atoms by place, in every system of a batch: work and memory follow the atoms, never the volume.
+"""Bins that sort atoms by place, in every system of a batch. Work and memory depend on the atoms, not on the volume.
 
 A system gets three bin coordinates ``u = planes @ x``. Along a periodic axis they count fractions of the cell, which
 is cut into ``bins`` equal parts, as many as fit at a thickness of the cutoff; along an open axis they count cutoffs,
 in a direction orthogonal to all periodic lattice vectors. A pair within the cutoff differs in each by at most
 ``reach = cutoff |planes[a]|`` bins, since ``|planes[a] . d| <= |planes[a]| |d|``.
 
-The bins of a system are kept on a *ring* of slots, ``(t_x + A t_y + B t_z) mod size``, whose size, a power of two,
-is about the number of atoms, however many bins the volume has. Bins that share a slot are far apart: their atoms
-are told from each other by the distance alone. No atom is found twice, since the slots of all bins that one search
-visits in one image of the cell are distinct: they are part of a box of `SEARCHED_BINS` bins along each axis, and A, B
-and size are such that no two bins of a box like that meet. (A small system is one bin on a ring of one slot.)
+The bins of a system are mapped to a *ring* of slots, ``(t_x + A t_y + B t_z) mod size``. Its size, a power of two, is
+about the number of atoms, however many bins the volume has. Bins that share a slot are far apart, so that the distance
+test rejects atoms of the wrong bin. No atom is found twice: all bins that a search visits in one image of the cell are
+part of a box of `SEARCHED_BINS` bins along each axis, and A, B and size are such that the bins of a box of this size
+have distinct slots. (A small system is one bin on a ring of one slot.)
 
-Wrapped atoms lie within the cell along periodic axes. ``x_i = w_i + m_i @ cell`` keeps the whole cells ``m_i`` that
-were taken off, so that images found between wrapped atoms can be told in terms of the positions as given.
+Wrapped atoms lie within the cell along periodic axes. In ``x_i = w_i + m_i @ cell`` the whole cells ``m_i`` that were
+subtracted are kept, so that images between wrapped atoms can be converted to images for the positions as given.
 """
 
 import functools
@@ -29,50 +29,51 @@ NAIVE = 1  # all atoms of a system in one bin
 BINNED = 2
 
 SEARCHED_BINS = 7
-"""Bins along an axis that a search visits in one image, at most: twice a reach of two, and three that it rounds to."""
+"""Largest number of bins along an axis that a search visits in one image: twice a reach of two, plus three."""
 
 SMALLEST_RING = 64
-"""Slots of a ring, at least, unless the system is one bin."""
+"""Smallest number of slots of a ring, unless the system is one bin."""
 
 SMALLEST_SHARED_RING = 512
-"""Slots from which on bins may share a slot: A and B of smaller rings would not keep `SEARCHED_BINS` apart."""
+"""Number of slots from which on bins may share a slot: in smaller rings A and B do not keep `SEARCHED_BINS` apart."""
 
 ROUNDED_UP = 1.2
-"""Bins as thick as this many cutoffs are still good. Thicker ones are made half as thick, and the reach is two."""
+"""Largest thickness of bins, in cutoffs. Thicker bins are halved, and the reach is then two bins."""
 
 ONE_BIN_OPEN = 256
-"""Atoms up to which an open axis is not cut into bins: testing all of them costs no more than looking bins up."""
+"""Number of atoms up to which an open axis is not cut into bins: testing all pairs costs no more than visiting bins."""
 
 ONE_BIN_PERIODIC = 32
-"""The same for periodic axes, where one bin is searched again in each image."""
+"""The same number for periodic axes, where one bin is searched in each image."""
 
 MOST_BINS = 2**20
-"""Bins along a periodic axis, at most: a thicker bin is as good."""
+"""Largest number of bins along a periodic axis; bins get thicker instead."""
 
 MOST_NEIGHBORS = 2.0**31
-"""Atoms in all images that one atom may see: counts are int32."""
+"""Largest number of atoms, in all images, within reach of one atom: counts are int32."""
 
 MOST_CELLS = 2.0**29
-"""Cells that an atom may be away from the one at the origin, so that differences of image numbers fit into int32."""
+"""Largest distance of an atom from the origin, in cells, so that differences of image numbers fit into int32."""
 
 NEAR_CELLS = 1000.0
-"""Cells from the origin within which quotients are rounded to much less than `SLACK`; beyond, atoms fold twice."""
+"""Distance from the origin, in cells, up to which rounding of quotients is much less than `SLACK`; beyond, atoms are
+wrapped twice."""
 
 FARTHEST_BIN = 2.0**30
-"""Where bin coordinates along open axes end: what lies beyond is put into the last bin."""
+"""Largest bin coordinate along open axes: atoms beyond are put into the last bin."""
 
 SLACK = 1e-9
-"""Widening of a search, relative to the size of the numbers: rounding must not hide a bin."""
+"""Widening of a search, relative to the size of the numbers, so that rounding does not hide a bin."""
 
 # entries of the array of faults: nonzero where something was wrong with the input
 BAD_CUTOFF, BAD_POSITIONS, BAD_CELL, BAD_SYSTEM, FAR_AWAY, BAD_TARGET, N_FAULTS = range(7)
 
 SERIAL = 4096
-"""Atoms up to which one launch on one CPU thread prepares a search: more launches would cost more than they save."""
+"""Number of atoms up to which one launch on one CPU thread prepares a search: more launches would not be faster."""
 
 
 def ring_slots(n_atoms: int, n_systems: int, method: int) -> int:
-    """Slots that the rings of all systems take, at most; see `ring_offset`."""
+    """Largest number of slots of the rings of all systems; see `ring_offset`."""
     return 2 * n_atoms + n_systems * (SMALLEST_SHARED_RING if method == BINNED else 1)
 
 

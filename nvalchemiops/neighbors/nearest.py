@@ -1,12 +1,12 @@
 """The nearest neighbors of each atom among those within the cutoff, selected while they are searched for.
 
-Neighbors have an order: by *level*, the squared distance, and where that decides alone, nothing else; or the squared
-distance in steps, then the number of the neighbor, then its image. A first launch of the kernel looks at all neighbors
-and keeps for each atom the one that comes last among its k first: the *bound* of the atom. Further launches find the
-neighbors up to the bound, by the same arithmetic, and count or write them like any search. So no more than k neighbors
-are ever kept, for the few atoms that are looked at at once.
+Neighbors are ordered by their *level*. This is either the exact squared distance alone; or the squared distance in
+steps, with ties ordered by the number of the neighbor, then by its image. A first launch of the kernel visits all
+neighbors and keeps for each atom the last of its first k neighbors: the *bound* of the atom. Further launches find the
+neighbors up to the bound, by the same arithmetic, and count or write them like any search. At most k neighbors are kept
+at any time, for the few atoms that are processed at once.
 
-The k first are a heap, whose top comes last. On a GPU the first lane of a warp has it.
+The first k neighbors are a heap whose top is the last of them. On a GPU the first lane of a warp holds it.
 """
 
 from typing import Any
@@ -25,13 +25,13 @@ Distances that are equal in a crystal differ by rounding, 1e-15 relative, which 
 at no fraction of the squared cutoff with a denominator below a million."""
 
 ROWS_PER_THREAD = 512
-"""Rows for which a task on a CPU has the same heaps, one for each atom of a group."""
+"""Number of rows for which a task on a CPU reuses its heaps, one for each atom of a group."""
 
 HEAPS = GROUP
-"""Heaps of a task on a CPU; on a GPU there is one."""
+"""Number of heaps of a task on a CPU; on a GPU there is one."""
 
 MOST_TASKS = 8192
-"""Warps of a GPU that have a heap: about as many as run at once."""
+"""Number of warps of a GPU with a heap: about as many as run at once."""
 
 GUESSES = 4
 """By which a CPU finds out which of the neighbors in a block are too far away to be among the nearest."""
@@ -210,9 +210,9 @@ _SEARCH = search_text(
 
 @kernel_variants(())
 def search_nearest() -> Any:
-    """Kernel that finds the bounds of atoms, and with ``nearest`` zero the neighbors up to them.
+    """Kernel that finds the bounds of atoms, or with ``nearest`` zero the neighbors up to the bounds.
 
-    The arguments are those of `search.search_neighbors`, and more.
+    It has the arguments of `search.search_neighbors`, and more.
     """
     selection: dict[str, Any] = {
         "nearest": wp.int32,  # find the bounds of this many; 0: find neighbors

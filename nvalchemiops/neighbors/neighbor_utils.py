@@ -8,19 +8,19 @@ ROW_MULTIPLE = 16
 """Rows are a multiple of this many slots, so that each begins at a 64-byte boundary of int32."""
 
 HIGH_DENSITY = 0.2
-"""Atoms in a cubic angstrom that all but the densest solids, such as diamond (0.18), stay below; water has 0.1."""
+"""A density in atoms per cubic angstrom above that of all but the densest solids; diamond has 0.18, water 0.1."""
 
 LEAST_SPARE = 4
 """Least number of slots beyond the longest row in a matrix sized here, unless `estimate_max_neighbors` is less."""
 
 GROWTH = 1.2
-"""Room for a row that did not fit, relative to what it needs: density fluctuates, and each growth costs a search."""
+"""New width for a row that did not fit, relative to its length: density fluctuates, and each growth costs a search."""
 
 
 class NeighborOverflowError(RuntimeError):
-    """An atom has more neighbors than the given size has room for, and there is no answer with more room.
+    """An atom has more neighbors than the given size, and a larger result is not possible.
 
-    There is no memory for a wider matrix, or entries cannot be addressed; or a matrix that lacks neighbors was given.
+    A wider matrix exceeds the memory or the range of int32, or a given matrix lacks neighbors.
 
     Parameters
     ----------
@@ -51,21 +51,22 @@ def estimate_max_neighbors(
     safety_factor: float | None = None,
     max_neighbors_lower_bound: int = 16,
 ) -> int:
-    """Width of a neighbor matrix for atoms of a given density: those in a sphere of radius ``cutoff``.
+    """Width of a neighbor matrix at a given density: the number of atoms in a sphere of radius ``cutoff``.
 
-    A guess for callers that must fix shapes before the atoms are known. `neighbor_list` needs none: without
-    ``max_neighbors`` it counts, and with one that is too small it searches again and returns a wider matrix. Clustered
-    atoms, or a cutoff of few neighbors, exceed the mean; that is what ``safety_factor`` is for.
+    A guess for callers that must fix shapes before the atoms are known. `neighbor_list` does not need it: without
+    ``max_neighbors`` it counts neighbors, and if ``max_neighbors`` is too small, it searches again and returns a wider
+    matrix. Increase ``safety_factor`` for clustered atoms and for cutoffs with few neighbors, where numbers of
+    neighbors exceed the mean.
 
     Parameters
     ----------
-    cutoff : float, length, not negative
+    cutoff : float, length, non-negative
     atomic_density : float, atoms per length³, positive, optional
-        In Å⁻³ water has 0.1, and the default 0.2 exceeds all but the densest solids, such as diamond (0.18).
+        In Å⁻³ water has 0.1 and diamond 0.18; the default 0.2 exceeds all but the densest solids.
     safety_factor : float, positive, optional
         Multiplies the number of neighbors; 1 by default.
     max_neighbors_lower_bound : int, optional
-        The least that is returned, up to rounding.
+        Lower bound of the result, before rounding.
 
     Returns
     -------
@@ -75,7 +76,7 @@ def estimate_max_neighbors(
     Raises
     ------
     ValueError, TypeError
-        An argument that is no number, not finite, not positive or, for ``cutoff``, negative, named in the message.
+        An argument that is not a number, not finite, or not positive (``cutoff``: negative), named in the message.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""The one form of neighbor lists that kernels read, and a kernel that checks a list before it is used.
+"""The form of neighbor lists that kernels read, and a kernel that checks a list before it is used.
 
-The neighbors of atom i are ``index[row_begin[i]] .. index[row_begin[i + 1] - 1]`` in a list of pairs, and in a matrix,
-which comes without ``row_begin``, ``index[i * width] .. index[(i + 1) * width - 1]``. Their images stand in ``shift``,
+The neighbors of atom i are ``index[row_begin[i]] .. index[row_begin[i + 1] - 1]`` in a list of pairs. In a matrix,
+which has no ``row_begin``, they are ``index[i * width] .. index[(i + 1) * width - 1]``. Their images are in ``shift``,
 and entries equal to ``padding`` are skipped.
 """
 
@@ -13,13 +13,13 @@ from nvalchemiops.kernels.lattice import separation
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 NO_PADDING = -(2**31)
-"""Padding of rows that have none: no list may hold it."""
+"""Padding value that means no padding: no list may hold it."""
 
 NOWHERE = 2**31 - 1
-"""Image, along each axis, of itself that is the only neighbor of an atom whose neighbors cannot be known.
+"""Image number, along each axis, that marks an atom whose neighbors cannot be known.
 
-Where nothing is raised, a search lists it for atoms that are nowhere, and those of an unusable cell: an empty row would
-say that there is no interaction, and a vector of zeros that an axis is open. Sums over pairs give NaN for it."""
+If errors are not raised, a search lists an atom with an invalid position or cell as its own only neighbor in this
+image. Sums over pairs give NaN for it. An empty row would instead mean no interaction."""
 
 OUT_OF_RANGE = 1
 OTHER_SYSTEM = 2

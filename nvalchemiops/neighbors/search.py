@@ -1,13 +1,13 @@
-"""The search for neighbors among binned atoms: each atom looks through the bins, and images of bins, within reach.
+"""The search for neighbors among binned atoms: each atom visits the bins, and images of bins, within reach.
 
 One kernel counts and fills, so that both round alike. The displacement between wrapped atoms is computed as
-``(w_j - w_i) + S @ cell``, which changes sign exactly when the pair is looked at from the other side: a full list is
-symmetric to the last bit.
+``(w_j - w_i) + S @ cell``, which changes sign exactly when i and j are exchanged: a full list is symmetric to the last
+bit.
 
 The body is C++, since Warp's language has neither vectors of candidates nor votes among the lanes of a warp. On a GPU
-the lanes of a warp share a row and test as many candidates at once. On a CPU the atoms of a bin, which stand side by
-side in the order of the search, share what they look through: candidates are copied once from all bins within reach
-to a block of memory, and each atom of the bin tests the block in vectors.
+the lanes of a warp share a row, and each tests one candidate at a time. On a CPU the atoms of a bin, which are adjacent
+in the order of the search, share their candidates: these are copied once from all bins within reach to a block of
+memory, and each atom of the bin tests the block in vectors.
 """
 
 from typing import Any, NamedTuple
@@ -24,34 +24,34 @@ NOT_FINITE = 2**31 - 1
 """Count of an atom without known neighbors: its position is not finite or too far away, its cell unusable, or its
 system does not exist.
 
-Where there are images, its row holds the atom itself in the image `NOWHERE`."""
+In a search with images its row holds the atom itself in the image `NOWHERE`."""
 
 ROWS_PER_THREAD = 64
-"""Rows that one task on a CPU goes through: several bins full of atoms that share their candidates."""
+"""Number of rows of a task on a CPU: several bins full of atoms that share their candidates."""
 
 BLOCK = 512
-"""Candidates that are copied at once: as much as stays in the nearest cache."""
+"""Number of candidates that are copied at once: as many as stay in the nearest cache."""
 
 SCRATCH_WIDTH, WIDEST_SCRATCH = 128, 496
-"""Neighbors of an atom that a small search has room for before it counts, of the most and of the fewest rows."""
+"""Slots of a row in a small search that writes before it counts: with the most rows, and with the fewest."""
 
 SCRATCH_ROWS = 2048
-"""Rows up to which a search writes before it counts."""
+"""Number of rows up to which a search writes before it counts."""
 
 
 def scratch_width(n_rows: int) -> int:
-    """Neighbors of an atom that a search of so many rows has room for; with more it searches once again."""
+    """Slots of a row in a search of ``n_rows`` rows that writes before it counts; longer rows cause a second search."""
     lines = min(SCRATCH_ROWS * SCRATCH_WIDTH // max(n_rows, 1), WIDEST_SCRATCH) // 16
     # an odd number of lines of the cache, so that the beginnings of rows do not displace each other
     return max(SCRATCH_WIDTH, 16 * (lines - 1 + lines % 2))
 
 
 GROUP = 32
-"""Atoms that share candidates, at most."""
+"""Largest number of atoms that share candidates."""
 
 
 class Addition(NamedTuple):
-    """Text that a kernel adds to that of the search, which is the same for all of them (`search_text`).
+    """Text that a kernel adds to the text of the search, which all kernels share (`search_text`).
 
     Attributes
     ----------

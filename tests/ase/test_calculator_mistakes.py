@@ -13,14 +13,14 @@ from tests.processes import run_python
 
 MISTAKES = {
     "no terms": (lambda: Calculator(), ValueError, "`terms` are missing"),
-    "no term": (lambda: Calculator("lennard_jones"), TypeError, "'lennard_jones' is no term"),
-    "class": (lambda: Calculator(Pair), TypeError, "is no term"),
+    "no term": (lambda: Calculator("lennard_jones"), TypeError, "'lennard_jones' is not a term"),
+    "class": (lambda: Calculator(Pair), TypeError, "is not a term"),
     "charges twice": (
         lambda: Calculator(Electrostatics("ewald"), Electrostatics("pme")),
         ValueError,
         "at most one may have charges",
     ),
-    "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must not be negative"),
+    "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must be non-negative"),
     "device": (lambda: Calculator(Electrostatics("ewald"), device="abacus"), ValueError, "`device` = 'abacus'"),
     "set": (lambda: rigid_ions().set(skin=1.0), TypeError, "`skin` cannot be set"),
     "potential": (lambda: Pair("lennard", cutoff=3.0), ValueError, "one of 'lennard_jones'"),
@@ -32,11 +32,19 @@ MISTAKES = {
         "`cutoff` is part of the potential",
     ),
     "missing": (lambda: Pair("morse", cutoff=3.0, depth=1.0, r0=1.0), ValueError, "`steepness` is missing"),
-    "unknown": (lambda: Pair("lennard_jones", cutoff=3.0, sigma=1, epsilon=1, size=2), TypeError, "`size` is no param"),
+    "unknown": (
+        lambda: Pair("lennard_jones", cutoff=3.0, sigma=1, epsilon=1, size=2),
+        TypeError,
+        "`size` is not a param",
+    ),
     "text": (lambda: Pair("lennard_jones", cutoff=3.0, sigma="1", epsilon=1), TypeError, "`sigma` must be a number"),
     "nan": (lambda: Pair("lennard_jones", cutoff=3.0, sigma=np.nan, epsilon=1), ValueError, "`sigma` must be finite"),
     "symbol": (lambda: Pair("lennard_jones", cutoff=3.0, sigma={"Axx": 1}, epsilon=1), ValueError, "'Axx'"),
-    "triple": (lambda: Pair("morse", cutoff=3.0, depth={"A-B-C": 1}, steepness=1, r0=1), ValueError, "no pair of elem"),
+    "triple": (
+        lambda: Pair("morse", cutoff=3.0, depth={"A-B-C": 1}, steepness=1, r0=1),
+        ValueError,
+        "not a pair of elem",
+    ),
     "contradiction": (
         lambda: Pair("morse", cutoff=3.0, depth={"Na-Cl": 1.0, "Cl-Na": 2.0}, steepness=1, r0=1),
         ValueError,

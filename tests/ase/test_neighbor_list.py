@@ -128,8 +128,8 @@ def test_mistakes():
         (np.nan, ValueError, "`cutoff` must be finite"),
         ("2.0", TypeError, "`cutoff` must be a number"),
         ([1.0, 1.0], ValueError, r"radii must have shape \(3,\), got \(2,\)"),
-        ({("H", "Oxygen"): 1.0}, ValueError, "'Oxygen' is no chemical symbol"),
-        ({"H": 1.0}, ValueError, "'H' is no pair of elements"),
+        ({("H", "Oxygen"): 1.0}, ValueError, "'Oxygen' is not a chemical symbol"),
+        ({"H": 1.0}, ValueError, "'H' is not a pair of elements"),
     ):
         with pytest.raises(kind, match=message):
             neighbor_list("ij", atoms, cutoff)

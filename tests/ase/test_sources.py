@@ -113,7 +113,7 @@ BAD = {
     "element": ({"dipoles": {"Na": [0.0, 0.0, 0.0]}}, ValueError, "`dipoles` has no value for Cl"),
     "tensor": ({"quadrupoles": {"*": [1.0, 2.0]}}, ValueError, r"`quadrupoles` must hold finite numbers of shape"),
     "returned": ({"dipoles": lambda system: system.positions[:2]}, ValueError, "`dipoles` must return shape"),
-    "negative": ({"widths": -1.0}, ValueError, "`widths` must not be negative"),
+    "negative": ({"widths": -1.0}, ValueError, "`widths` must be finite and non-negative"),
     "function": ({"widths": lambda system: 1.0}, TypeError, "`widths` must be a number"),
     "method": ({"method": "dsf", "dipoles": {"*": [0.0] * 3}, "cutoff": 5.0}, TypeError, "`dipoles` does not belong"),
     "shifted": (

@@ -172,7 +172,7 @@ def atoms_that_move(group: Any) -> None:
         try:
             call()
         except ValueError as error:
-            assert "make it anew" in str(error)
+            assert "make a new domain" in str(error)
         else:
             raise AssertionError("atoms that have moved too far are an error on all ranks")
     # structure factors know no places

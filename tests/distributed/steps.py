@@ -90,7 +90,7 @@ def an_interrupt_while_a_rank_checks_arguments(group: Any) -> None:
         with interrupted(checks, "check_positions"):
             steps(1)
     else:
-        raises(lambda: steps(1), "rank 1 could not go on: KeyboardInterrupt")
+        raises(lambda: steps(1), "rank 1 failed: KeyboardInterrupt")
     steps.check(2, steps(2))
 
 

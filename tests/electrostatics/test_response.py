@@ -339,11 +339,11 @@ BAD = {
     "field shape": ({"external_field": torch.ones(5)}, ValueError, r"`external_field` must have shape \(3,\)"),
     "dtype": ({"external_field": torch.ones(3).double()}, TypeError, "`external_field` must be torch.float32"),
     "polarizability shape": ({"polarizabilities": torch.ones(3, 3)}, ValueError, "`polarizabilities` must have shape"),
-    "negative": ({"polarizabilities": torch.tensor([1.0, -0.1, 1.0])}, ValueError, "must not be negative"),
+    "negative": ({"polarizabilities": torch.tensor([1.0, -0.1, 1.0])}, ValueError, "must be non-negative"),
     "negative along an axis": (
         {"polarizabilities": torch.diag(torch.tensor([1.0, 1.0, -0.1])).expand(3, 3, 3)},
         ValueError,
-        "must not be negative",
+        "must be non-negative",
     ),
     "batch": ({"n_systems": 2}, ValueError, "`batch_idx`"),
     "parameters": ({"parameters": torch.ones(3)}, TypeError, "`parameters` must be a sequence"),

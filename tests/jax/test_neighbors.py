@@ -154,7 +154,7 @@ def test_systems_in_any_order_and_systems_that_do_not_exist():
             assert count(jnp.array(idx), cells).tolist() == counts
             assert jax.jit(count)(jnp.array(idx), cells).tolist() == counts
     for idx, counts in (([0, 0, 2, 2], [1, 1, lost, lost]), ([0, 0, -1, 0], [2, 2, lost, 2])):
-        with pytest.raises(ValueError, match="`batch_idx` must hold the numbers of systems"):
+        with pytest.raises(ValueError, match="`batch_idx` must hold numbers of systems"):
             count(jnp.array(idx), cell)
         assert jax.jit(count)(jnp.array(idx), cell).tolist() == counts
 

@@ -181,7 +181,7 @@ def test_bad_arguments_are_named(function, arguments, error, match):
 @pytest.mark.parametrize("as_list", [False, True])
 def test_systems_that_there_are_not_are_blamed_on_what_is_given(as_list):
     for idx in ([1, 1, 2, 2], [-1, 0, 0, 1], [2, 1, 0, 0]):
-        with pytest.raises(ValueError, match="`batch_idx` must hold the numbers of systems, from 0") as caught:
+        with pytest.raises(ValueError, match="`batch_idx` must hold numbers of systems, from 0") as caught:
             neighbors.neighbor_list(
                 X, 1.0, CELL.expand(2, 3, 3), batch_idx=torch.tensor(idx), return_neighbor_list=as_list
             )

@@ -244,7 +244,7 @@ def test_too_little_room_is_widened(options):
         ({"nearest": 3, "ties": "first"}, "`ties` must be 'keep' or 'index'"),
         ({"ties": "index"}, "`ties` says which neighbors are the nearest"),
         ({"symmetric": True}, "`symmetric` says which neighbors are the nearest"),
-        ({"nearest": 3, "ties": "index", "tie_tolerance": 0.1}, "`tie_tolerance` is that of"),
+        ({"nearest": 3, "ties": "index", "tie_tolerance": 0.1}, "`tie_tolerance` is only for"),
         ({"nearest": 3, "tie_tolerance": -0.1}, "`tie_tolerance` must be finite and non-negative"),
         ({"nearest": 10**9, "ties": "index"}, "`nearest`: the list would have"),
         ({"nearest": 3, "max_neighbors": 10**9}, "`max_neighbors`: the list would have"),

@@ -74,7 +74,7 @@ class Agreement:
         return self
 
     def must_be_same(self, **values: Any) -> None:
-        """Note values that must be the same on all ranks, by argument name. `described` says what is compared."""
+        """Note values that must be the same on all ranks, by argument name; their `described` texts are compared."""
         for name, value in values.items():
             self.same[f"`{name}`"] = described(value)
 
@@ -100,7 +100,7 @@ class Agreement:
             calls = self._tell_counts()
             if here.calls < highest[1]:
                 raise OtherRankError(
-                    f"ranks are out of step: this is {calls}. Who is ahead was interrupted, and waits for the others"
+                    f"ranks are out of step: this is {calls}. The rank that is ahead was interrupted and waits"
                 )
         if highest[2] != lowest[2]:
             raise OtherRankError(
@@ -113,7 +113,7 @@ class Agreement:
             if error is not None:
                 return  # raised by the caller of `__exit__`
             rank = next(rank for rank, text in enumerate(texts) if text is not None)
-            raise OtherRankError(f"{self._rank(rank)} could not go on: {texts[rank]}")
+            raise OtherRankError(f"{self._rank(rank)} failed: {texts[rank]}")
         if highest[3] != lowest[3]:
             self._raise_difference()
         if highest[4] != lowest[4] and (highest[4], lowest[4]) not in here.places:
@@ -127,7 +127,7 @@ class Agreement:
         if not 2.0 * self.largest[0] <= self._skin:
             raise ValueError(
                 f"atoms have moved by {self.largest[0]:g}, more than half of the skin of the `domain`, {self._skin}: "
-                "make it anew"
+                "make a new domain"
             )
 
     def _tell_counts(self) -> str:
@@ -185,7 +185,7 @@ def described(value: Any) -> str:
         if not may_read(value):
             return f"{kind_of(value)} of shape {tuple(value.shape)}"
         if value.numel() > SMALL:
-            return f"{kind_of(value)} of shape {tuple(value.shape)} with check sum {check_sum(value)}"
+            return f"{kind_of(value)} of shape {tuple(value.shape)} with checksum {check_sum(value)}"
         return f"{kind_of(value)} {values_of(value).tolist()}"
     if isinstance(value, np.ndarray):
         return repr(value.tolist()) if value.size <= SMALL else f"{value.shape} {zlib.crc32(value.tobytes())}"

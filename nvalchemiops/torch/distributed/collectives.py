@@ -53,7 +53,7 @@ def group_of(number: int) -> Any:
     """The group of ranks with this number."""
     group = _groups.get(number)
     if group is None:
-        raise RuntimeError("the ranks of this `domain` are no group any more: destroy_process_group was called")
+        raise RuntimeError("the process group of this `domain` no longer exists: destroy_process_group was called")
     return group
 
 
@@ -77,12 +77,14 @@ def refuse_slices(*_: Any) -> Any:
     """The rule for ``torch.func.vmap`` of a collective op: refuse.
 
     A vmap over the same directions on all ranks would be right. In ``jacfwd`` and ``hessian`` each rank maps over
-    directions of its own atoms, and results would be sums of unrelated columns. The op cannot tell the two cases apart.
+    directions for the atoms that it owns, and results would be sums of unrelated columns. The op cannot tell the two
+    cases apart.
     """
     raise NotImplementedError(
-        "torch.func.vmap over a call with a `domain`, as in jacfwd, jacrev of vectors and hessian: each rank has "
-        "directions of its own atoms, which do not belong together. Take one direction of the atoms of all ranks after "
-        "the other, by torch.func.jvp, torch.autograd.grad or torch.autograd.functional.hvp"
+        "torch.func.vmap (used by jacfwd, hessian and jacrev of vectors) cannot map over a call with a `domain`: each "
+        "rank would map over directions of the atoms that it owns, and unrelated directions would be combined. Use one "
+        "direction of the atoms of all ranks at a time, by torch.func.jvp, torch.autograd.grad or "
+        "torch.autograd.functional.hvp"
     )
 
 

@@ -103,12 +103,12 @@ class Domain:
             self.cutoff = checks.check_positive("cutoff", cutoff)
             self.skin = float(skin)
             if not 0.0 <= self.skin < math.inf:
-                raise ValueError(f"`skin` must not be negative, got {skin}")
+                raise ValueError(f"`skin` must be non-negative, got {skin}")
             cell, pbc, n_systems = checks.check_systems(positions, cell, pbc, batch_idx, None)
             lattice = None if cell is None else cell.detach().double().cpu().reshape(-1, 3, 3).numpy()
             found = 1 if batch_idx is None else int(batch_idx.max()) + 1 if batch_idx.numel() else 0
             if batch_idx is not None and batch_idx.numel() and int(batch_idx.min()) < 0:
-                raise ValueError("`batch_idx` must hold numbers from 0 on")
+                raise ValueError("`batch_idx` must hold non-negative numbers")
             agreement.must_be_same(num_systems=num_systems)
             agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
         of_shapes, of_caller, of_numbers = map(int, agreement.largest[:3])
@@ -120,7 +120,7 @@ class Domain:
         with Agreement(self.group, self.device) as agreement:
             check_grid(grid, self.n_ranks)
             if self.is_batch and batch_idx is None and len(positions):
-                raise ValueError("`batch_idx` is needed for these atoms, too: another rank has it")
+                raise ValueError("`batch_idx` is needed for these atoms: another rank has given it")
             several = 1 if lattice is None else len(lattice)
             if several not in (1, self.n_systems) or (self.n_systems > 1 and not self.is_batch):
                 raise ValueError(
@@ -441,7 +441,7 @@ class Domain:
         if (lattice is None) != (self.cell is None):
             raise ValueError("`cell` must be that of the `domain`")
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
-            raise ValueError("`cell` has changed since the `domain` was made: make it anew")
+            raise ValueError("`cell` has changed since the `domain` was made: make a new one")
         with self._together() as agreement:
             same = agreement.same
             for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):
@@ -536,7 +536,7 @@ class Domain:
             agreement.must_be_same(cutoff=cutoff)
             self._must_be_near(positions)
             if cutoff > self.cutoff:
-                raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
+                raise ValueError(f"`cutoff` = {cutoff} is larger than that of the `domain`, {self.cutoff}")
             if cutoff not in self._rows:
                 with torch.inference_mode(False), outside_of_transforms():
                     self._rows[cutoff] = self._search(cutoff + self.skin)

@@ -87,6 +87,6 @@ def check_rows(values: Any, n_rows: int | None) -> None:
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"`values` must be a tensor, got {type(values).__name__}")
     if n_rows is None and values.dtype is torch.bool:
-        raise TypeError("`values` are truth values, of which there is no sum: use `values.int()`")
+        raise TypeError("`values` are bools, which cannot be summed: use `values.int()`")
     if n_rows is not None and values.shape[:1] != (n_rows,):
         raise ValueError(f"`values` must have shape ({n_rows}, ...), a row for each atom, got {tuple(values.shape)}")

@@ -1,6 +1,6 @@
-"""Neighbor lists below the public functions: arguments are checked once, then the search, then the form of the results.
+"""The driver of public neighbor lists: it checks arguments once, searches, and brings results into the requested form.
 
-Callers whose arguments are checked already, such as `rows.build_rows`, call the ops of `search` directly.
+Callers with checked arguments, such as `rows.build_rows`, call the ops of `search` directly.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Systems(NamedTuple):
-    """Atoms, the data of their systems, and which of them have rows, as in `neighbor_list`."""
+    """Atoms, the data of their systems, and the atoms that have rows, as in `neighbor_list`."""
 
     positions: torch.Tensor
     cell: torch.Tensor | None = None
@@ -63,16 +63,16 @@ class Room(NamedTuple):
 
 
 ZERO_CUTOFF = 1e-200
-"""Replaces a cutoff of zero in a search: its square is zero, and no distance is less, not even of equal positions."""
+"""Replaces a cutoff of zero in a search: its square is zero, so that even equal positions are not a pair."""
 
 
 TIE_TOLERANCE = 0.01
-"""Squared distances this far above that of the last of the nearest neighbors are tied with it: that of fairchem's
-graphs ("degeneracy tolerance"), in squared angstrom, in the unit of the positions here."""
+"""Neighbors whose squared distance exceeds that of the last nearest neighbor by this much are tied with it. The value
+is fairchem's "degeneracy tolerance", there in squared angstrom, here in the squared unit of the positions."""
 
 
 def method_number(method: str | None) -> int:
-    """The method of the search kernels; raise unless `neighbor_list` takes this name."""
+    """The method of the search kernels; raise if `neighbor_list` does not know this name."""
     if method is None:
         return AUTOMATIC
     return NAIVE if search_method(method) == "naive" else BINNED
@@ -100,8 +100,8 @@ def build(
 ) -> Tensors:
     """One list, as `neighbor_list` describes it, after all checks.
 
-    ``suffix`` ends the names of ``room`` in messages. ``silent`` is for a width that is a first guess: nothing is said
-    where it is too small.
+    ``suffix`` ends the names of ``room`` in messages. ``silent`` is for a width that is a first guess: no warning is
+    issued if it is too small.
     """
     for name in ("half_fill", "return_neighbor_list", "return_vectors", "return_distances", "check"):
         checks.check_flag(name, getattr(form, name))
@@ -198,12 +198,12 @@ def _check_selection(form: Form) -> tuple[int, float, bool]:
         raise ValueError("`nearest` must be 1 or more, got 0")
     if form.half_fill and not symmetric:
         raise ValueError(
-            "`half_fill` with `nearest`: an atom is not always among the nearest neighbors of its own nearest "
-            "neighbors, so there is no half of the list; with `symmetric` there is"
+            "`half_fill` with `nearest` needs `symmetric`: without it an atom need not be among the nearest neighbors "
+            "of its own nearest neighbors, and the list has no half"
         )
     if ties == "index":
         if tolerance is not None:
-            raise ValueError("`tie_tolerance` is that of `ties` = 'keep'; in the order by index there is none")
+            raise ValueError("`tie_tolerance` is only for `ties` = 'keep'")
         return nearest, -1.0, symmetric
     tolerance = TIE_TOLERANCE if tolerance is None else checks.check_not_negative("tie_tolerance", tolerance)
     return nearest, tolerance, symmetric
@@ -215,8 +215,8 @@ def _say_how_wide(width: int, most: int, in_memory: bool, suffix: str, columns: 
     returned = "the list has them all" if columns is None else f"the matrix returned has {columns} columns"
     filled = "; the memory was filled to the end of its rows" if in_memory else ""
     notify(
-        f"{given}, but an atom has {most} neighbors: {returned}{filled}, and `num_neighbors{suffix}` counts all. Go on "
-        "with what is returned, or give more room",
+        f"{given}, but an atom has {most} neighbors: {returned}{filled}, and `num_neighbors{suffix}` counts all. "
+        "Continue with the returned tensors, or give more columns",
         NeighborListWarning,
         kind=f"narrow rows{suffix}",
     )
@@ -238,7 +238,7 @@ def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor, wid
         if given < needed:
             part = values[:given]
             notify(
-                f"`{name}` has room for {given} of {needed} pairs: what is returned is in new memory, with all of them",
+                f"`{name}` has room for {given} of {needed} pairs: all pairs are returned in new memory",
                 NeighborListWarning,
                 kind=f"short memory, {name}",
             )
@@ -255,10 +255,9 @@ def _search_matrix(
     fill_value: int,
     readable: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, int | None]:
-    """Matrix, counts, shifts, whether a count may mark a row that is empty since its atom is unusable, and the largest.
+    """Matrix, counts, shifts, whether counts may mark atoms without a valid position or cell, and the largest count.
 
-    Where values are ``readable``, a matrix too narrow for a row is replaced by a wider one, and the largest count is
-    read.
+    If values are ``readable``, the largest count is read, and a matrix too narrow for a row is replaced by a wider one.
     """
 
     def new(*shape: int) -> torch.Tensor:
@@ -316,7 +315,7 @@ def _search_matrix(
 def _width(
     n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Tensor, periodic: bool
 ) -> tuple[int | None, bool]:
-    """Columns of the matrix, None if no argument gives them; and whether they are those of the caller's memory."""
+    """Number of columns of the matrix, None if no argument gives it; and whether it is that of the caller's memory."""
     if room.max_neighbors is not None:
         checks.check_count(f"max_neighbors{suffix}", room.max_neighbors)
     width, name = None, ""

@@ -1,12 +1,12 @@
-"""Neighbor lists from one format to another, and their check.
+"""Conversions between formats of neighbor lists, and checks of lists.
 
-Everything here is plain torch: it compiles and runs on any device. A *matrix* has one row of
-``width`` slots per atom, of which the first ``num_neighbors[i]`` count. A *list* has one column (i, j) per pair, sorted
-by i, and ``neighbor_ptr[i]`` is the first pair of atom i. ``shifts`` hold the image S of each neighbor, which
-is at ``r_ij = x_j - x_i + S @ cell``.
+Everything here is plain torch: it compiles and runs on any device. A *matrix* has one row of ``width`` slots per atom,
+and the first ``num_neighbors[i]`` slots of row i hold its neighbors. A *list* has one column (i, j) per pair, sorted by
+i, and ``neighbor_ptr[i]`` is the first pair of atom i. ``shifts`` hold the image S of each neighbor, which is at
+``r_ij = x_j - x_i + S @ cell``.
 
-Arguments whose *values* are wrong raise in eager mode, where that takes one wait for a GPU. Inside ``torch.compile``
-and while a CUDA graph is captured no value can be read, so these checks are left out there.
+In eager mode bad *values* of arguments raise, at the cost of one wait for a GPU. Inside ``torch.compile`` and during
+the capture of a CUDA graph no values can be read, and these checks are left out.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ def get_neighbor_list_from_neighbor_matrix(
 ) -> tuple[torch.Tensor, ...]:
     """The pairs of a neighbor matrix as a list, in the order of the rows.
 
-    A slot is a pair if it is before its row's count *and* differs from ``fill_value``. So entries that an old build
-    left behind a count are never pairs. A slot before the count that equals ``fill_value`` is padding too, as
-    everywhere in this library, even if the number is that of an atom. ``neighbor_ptr`` counts the pairs returned.
+    A slot is a pair if it is before the count of its row *and* differs from ``fill_value``. Entries after the count,
+    left over from an earlier build, are never pairs. A slot before the count that equals ``fill_value`` is padding, as
+    everywhere in this library, even if it is the index of an atom. ``neighbor_ptr`` counts the returned pairs.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def get_neighbor_list_from_neighbor_matrix(
     num_neighbors : (n_atoms,) int32 tensor
     neighbor_shift_matrix : (n_atoms, width, 3) int32 tensor, optional
     fill_value : int, optional
-        The padding of ``neighbor_matrix``. The default is no atom's number, so that the counts alone decide.
+        The padding of ``neighbor_matrix``. By default only the counts decide.
 
     Returns
     -------
@@ -73,13 +73,13 @@ def get_neighbor_list_from_neighbor_matrix(
     ValueError, TypeError
         A bad argument, named in the message.
     NeighborOverflowError
-        A count is larger than the width: pairs are missing in the matrix. (Compiled, the pairs that are there are
-        returned, and ``num_neighbors`` counts all.)
+        A count is larger than the width: pairs are missing in the matrix. Compiled code does not raise, and returns the
+        pairs in the matrix.
 
     Notes
     -----
-    The number of pairs depends on the values, so a GPU is waited for. To compile this with ``fullgraph=True``, set
-    ``torch._dynamo.config.capture_dynamic_output_shape_ops``.
+    The number of pairs depends on the values, so the function waits for a GPU. To compile it with ``fullgraph=True``,
+    set ``torch._dynamo.config.capture_dynamic_output_shape_ops``.
     """
     checks.check_index("neighbor_matrix", neighbor_matrix, None, (None, None))
     fill_value = checks.check_int("fill_value", fill_value)
@@ -118,10 +118,10 @@ def get_neighbor_matrix_from_neighbor_list(
     neighbor_list, neighbor_ptr, shifts
         As for `half_to_full`.
     max_neighbors : int, optional
-        Width of the matrix; by default that of the longest row, which waits for a GPU. If a row is longer, the matrix
-        is as wide as that, and a `NeighborListWarning` says so.
+        Width of the matrix; by default the length of the longest row, which waits for a GPU. If a row is longer than a
+        given width, the matrix is as wide as this row, and a `NeighborListWarning` is issued.
     fill_value : int, optional
-        Padding; n_atoms by default.
+        Padding value; n_atoms by default.
 
     Returns
     -------
@@ -133,8 +133,8 @@ def get_neighbor_matrix_from_neighbor_list(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; compiled also: no ``max_neighbors``. (There a row that is longer is cut,
-        and its count is not.)
+        A bad argument, named in the message. Compiled code also requires ``max_neighbors``; it cuts longer rows, but
+        not their counts.
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     counts = neighbor_ptr.diff().to(torch.int32)
@@ -156,7 +156,7 @@ def get_neighbor_matrix_from_neighbor_list(
     else:
         width = max_neighbors
 
-    # gather form: each slot reads its pair, and padding reads one entry behind the list
+    # gather form: each slot reads its pair, and padding reads one entry past the end of the list
     column = torch.arange(width, dtype=neighbor_ptr.dtype, device=neighbor_ptr.device)
     place = torch.where(slot_mask(counts, width), neighbor_ptr[:-1].unsqueeze(1) + column, n_pairs).reshape(-1)
     padding = n_atoms if fill_value is None else checks.check_int("fill_value", fill_value)
@@ -176,9 +176,9 @@ def half_to_full(
 ) -> tuple[torch.Tensor, ...]:
     """Both directions of each pair of a half list.
 
-    A half list holds of each pair the direction (i, j, S) with i < j, or i = j and the first non-zero entry of S
-    positive. The full list holds (j, i, -S) as well, and its rows are ordered by j for any order of the
-    half list. If that is ordered by j, then S, so is the full list.
+    A half list holds each pair in the direction (i, j, S) with i < j, or i = j and the first non-zero entry of S
+    positive. The full list also holds (j, i, -S). Its rows are sorted by j for any order of the half list, and by j,
+    then S, if the half list is.
 
     Parameters
     ----------
@@ -198,9 +198,8 @@ def half_to_full(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message. A pair that is not the direction that a half list keeps, such as half of
-        those of a full list: they would come out twice. (A pair that is listed twice is not noticed here; see
-        `check_full_list`.)
+        A bad argument, named in the message; or a pair in the direction that a half list does not hold, as in a full
+        list, whose pairs would be duplicated. A pair that is listed twice is not detected here; see `check_full_list`.
     """
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
     if may_read(neighbor_list, wait=True):
@@ -242,8 +241,8 @@ def full_to_half(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message. A list that has not as many pairs in the one direction as in the other,
-        so is not full. (Whether they are the same pairs, `check_full_list` finds out, at more cost.)
+        A bad argument, named in the message; or a list that is not full, since it has different numbers of pairs in the
+        two directions. Whether these are the same pairs is checked by `check_full_list`, at more cost.
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     direction = direction_of(neighbor_list, shifts)
@@ -255,7 +254,7 @@ def full_to_half(
                 f"`neighbor_list` is not a full list: {there} pairs have the direction that a half list keeps, {back} "
                 f"the other one, and {n_pairs - there - back} join an atom with itself. Build it with half_fill=False"
             )
-    # half of a full list is a static size, which `nonzero` does not know
+    # half of a full list has a static size, unlike the result of `nonzero`
     kept = (direction > 0).nonzero_static(size=n_pairs // 2).squeeze(1)
     pairs = neighbor_list.index_select(1, kept).to(torch.int32)
     ptr = row_pointers(pairs[0], n_atoms)
@@ -267,8 +266,8 @@ def full_to_half(
 def transpose_order(neighbor_list: torch.Tensor, n_atoms: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The order in which the pairs of a list are sorted by their second atom.
 
-    For sums over the pairs that an atom is a neighbor in, without an atomic addition: with ``values`` of the pairs,
-    ``torch.segment_reduce(values[order], "sum", offsets=ptr)`` has the sums of each j, as ``index_add`` at j has.
+    Use it to sum values of pairs at their second atoms without atomic additions:
+    ``torch.segment_reduce(values[order], "sum", offsets=ptr)`` gives the same sums for each j as ``index_add``.
 
     Parameters
     ----------
@@ -286,7 +285,7 @@ def transpose_order(neighbor_list: torch.Tensor, n_atoms: int) -> tuple[torch.Te
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; a j that is no atom.
+        A bad argument, named in the message; a j that is not the index of an atom.
     """
     checks.check_index("neighbor_list", neighbor_list, None, (2, None))
     n_atoms = checks.check_count("n_atoms", n_atoms)
@@ -306,11 +305,11 @@ def check_full_list(
     neighbor_matrix_shifts: torch.Tensor | None = None,
     fill_value: int = NO_NEIGHBOR,
 ) -> None:
-    """Raise unless a list or matrix is full: each (i, j, S) once, and with it (j, i, -S) once.
+    """Raise unless a list or matrix is full: it holds each (i, j, S) once, and (j, i, -S) once.
 
-    A gather-form kernel, in which an atom reads its own row and writes its own result, is wrong without a message on
-    any other list. This check is for debugging: it sorts all pairs and waits for a GPU. It knows no positions, so it
-    cannot tell whether *both* directions of a pair are missing.
+    A gather-form kernel, in which an atom reads its own row and writes its own result, is silently wrong on any other
+    list. This check is for debugging: it sorts all pairs and waits for a GPU. It does not use positions, so it cannot
+    detect pairs that are missing in *both* directions.
 
     Parameters
     ----------
@@ -322,8 +321,8 @@ def check_full_list(
     Raises
     ------
     ValueError
-        An index out of range, pairs not sorted by i, pointers that do not fit, an atom that is its own neighbor
-        without an image, a pair listed twice, a pair without its reverse. The message names the first such pair.
+        An index out of range, pairs not sorted by i, inconsistent pointers, an atom that is its own neighbor at shift
+        zero, a pair listed twice, or a pair without its reverse. The message names the first bad pair.
     TypeError
         A bad dtype.
     NeighborOverflowError
@@ -331,7 +330,7 @@ def check_full_list(
     """
     if neighbor_matrix is not None:
         if neighbor_list is not None or neighbor_ptr is not None or shifts is not None:
-            raise ValueError("`neighbor_matrix` and `neighbor_list` are two forms of one thing: give one of them")
+            raise ValueError("`neighbor_matrix` and `neighbor_list` are both given; give one of them")
         if num_neighbors is None:
             raise ValueError("`num_neighbors` is needed with `neighbor_matrix`")
         neighbor_list, neighbor_ptr, *images = get_neighbor_list_from_neighbor_matrix(
@@ -386,7 +385,7 @@ def _number_of_each(keys: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _raise_at(wrong: torch.Tensor, neighbor_list: torch.Tensor, shifts: torch.Tensor | None, fault: str) -> None:
-    """Raise if a pair is wrong; ``fault`` has a place for the first one, (i, j, S)."""
+    """Raise if a pair is wrong; the first one, (i, j, S), is formatted into ``fault``."""
     if wrong.numel() and bool(wrong.any()):
         place = int(wrong.to(torch.uint8).argmax())
         image = (0, 0, 0) if shifts is None else tuple(shifts[place].tolist())
@@ -427,7 +426,7 @@ def _check_rows(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None
 
 
 def _check_entries(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None:
-    """Raise as `_check_rows` does, and for indices that are no atoms."""
+    """Raise as `_check_rows` does, and for indices out of range."""
     _check_rows(neighbor_list, neighbor_ptr)
     n_atoms = neighbor_ptr.shape[0] - 1
     wrong = (neighbor_list < 0) | (neighbor_list >= n_atoms)

@@ -1,8 +1,8 @@
 """Distances and displacements of the pairs of a list or a matrix, differentiable to any order.
 
 One kernel computes them; its derivative, a sum over pairs, consists of torch operations. Under compilers and function
-transforms, which fuse or decompose operations, all of it does. The bits are the same in both forms; for that, torch
-computes the root, which Warp rounds differently.
+transforms, which fuse or decompose operations, the values are also computed by torch operations. Both forms give the
+same bits. To this end torch computes the square root, which Warp rounds differently.
 """
 
 from typing import Any, NamedTuple
@@ -37,11 +37,11 @@ class Pairs(NamedTuple):
     second : (n_pairs,) or (n_rows, width) tensor
     shifts : (n_pairs, 3) or (n_rows, width, 3) tensor or None
     counts : (n_rows,) tensor or None
-        Slots of a matrix from this one on are padding.
+        Number of slots of each row of a matrix before its padding.
     width : int
-        Of a matrix; 0 for a list.
+        Width of a matrix; 0 for a list.
     padding : int
-        Entries of ``second`` that are padding, in any place.
+        Entries of ``second`` with this value are padding, at any place in a row.
     """
 
     cell: torch.Tensor | None
@@ -55,7 +55,7 @@ class Pairs(NamedTuple):
     padding: int = NO_PADDING
 
     def as_int32(self) -> "Pairs":
-        """The same as kernels take it: all indices int32, one dimension of slots."""
+        """The same for kernels: all indices in int32, and one dimension of slots."""
         indices = [None if t is None else checks.as_int32(t) for t in self[1:7]]
         system, target, first, second, shifts, counts = indices
         assert second is not None
@@ -63,7 +63,7 @@ class Pairs(NamedTuple):
         return Pairs(self.cell, system, target, first, second.reshape(-1), shifts, counts, self.width, self.padding)
 
     def occupied(self, n_rows: int) -> torch.Tensor:
-        """Mask (n_rows, width) of the slots of a matrix that are no padding."""
+        """Mask (n_rows, width) of the slots of a matrix that are not padding."""
         mask = self.second.reshape(n_rows, self.width) != self.padding
         return mask if self.counts is None else mask & slot_mask(self.counts, self.width)
 
@@ -78,9 +78,8 @@ def list_geometry(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the pairs of a list.
 
-    Differentiable in ``positions`` and ``cell`` to any order. The derivatives of a distance of zero (atoms on top of
-    each other) are zero.
-    On a GPU torch sums gradients in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
+    Differentiable in ``positions`` and ``cell`` to any order. A distance of zero (atoms on top of each other) has zero
+    derivatives. On a GPU torch sums gradients in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
 
     Parameters
     ----------
@@ -90,13 +89,13 @@ def list_geometry(
     shifts : (n_pairs, 3) int32 tensor, optional
         S of each pair; together with ``cell``.
     cell : (3, 3), (1, 3, 3) or (n_systems, 3, 3) tensor, length, optional
-        Rows are lattice vectors. One cell is that of all systems. Rows along which no pair is shifted may hold
-        anything, also NaN.
+        Rows are lattice vectors. A single cell holds for all systems. Rows along which no pair is shifted may hold any
+        values, even NaN.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order; needed with more than one cell.
     target_indices : (n_rows,) int32 tensor, optional
-        For a list whose first row numbers rows, such as that of a matrix with ``target_indices``: row r is that of
-        atom ``target_indices[r]``. (A list that `neighbor_list` returns has numbers of atoms already.)
+        For a list whose first row holds indices of rows, converted from a matrix with ``target_indices``: row r belongs
+        to atom ``target_indices[r]``. Not needed for a list from `neighbor_list`, which holds indices of atoms.
 
     Returns
     -------
@@ -134,24 +133,24 @@ def matrix_geometry(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the slots of a neighbor matrix.
 
-    As `list_geometry`, with static shapes. In padding both are exactly zero, and so are all derivatives, for any
-    index and shift there.
+    As `list_geometry`, with static shapes. In padding distances, displacements and all derivatives are exactly zero,
+    for any index and shift there.
 
     Parameters
     ----------
     positions, cell, batch_idx
         As for `list_geometry`.
     neighbor_matrix : (n_rows, width) int32 tensor
-        Without rows there are no pairs, for any number of atoms.
+        A matrix without rows has no pairs, for any number of atoms.
     num_neighbors : (n_rows,) int32 tensor, optional
-        Slots from this one on are padding. Without it ``fill_value`` alone decides.
+        Number of slots of each row before its padding. Without it ``fill_value`` alone decides.
     shifts : (n_rows, width, 3) int32 tensor, optional
         S of each neighbor; together with ``cell``.
     target_indices : (n_rows,) int32 tensor, optional
-        Row r is that of atom ``target_indices[r]``. Without it n_rows is n_atoms.
+        Row r belongs to atom ``target_indices[r]``. Without it n_rows is n_atoms.
     fill_value : int, optional
-        Slots equal to it are padding too, even if the number is that of an atom. Without ``num_neighbors`` the default
-        is n_atoms, otherwise there is none.
+        Slots with this value are also padding, even if it is the index of an atom. By default n_atoms without
+        ``num_neighbors``, and no value with it.
 
     Returns
     -------
@@ -211,7 +210,7 @@ def slot_mask(counts: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def distances_and_vectors(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distances, in the shape of ``pairs.second``, and vectors; for arguments that are checked."""
+    """Distances, in the shape of ``pairs.second``, and vectors; for checked arguments."""
     if is_eager():
         distances, vectors = measure_pairs(positions, *pairs.as_int32())
         # NaN for an index without an atom, for which torch raises an error; not checked on a GPU
@@ -343,7 +342,7 @@ def _in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torc
             cell = cell.index_select(0, pairs.system.to(torch.int64).index_select(0, i))
         vectors = _displaced(vectors, pairs.shifts, cell if occupied is None else cell.unsqueeze(1))
     if occupied is not None:
-        # also where the atom's own position is NaN, and where old shifts follow the count
+        # even if the position of the atom is NaN, or old shifts follow the count
         vectors = vectors.masked_fill(~occupied.unsqueeze(-1), 0.0)
     return _length(vectors), vectors
 

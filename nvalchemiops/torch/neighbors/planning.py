@@ -1,4 +1,4 @@
-"""Suggestions and sizes for callers that plan a search themselves: the searches of this library need none of them."""
+"""Methods and sizes for callers that plan a search themselves; the searches of this library do not need them."""
 
 import inspect
 from typing import Any
@@ -32,12 +32,13 @@ def suggest_neighbor_list_method(
     Parameters
     ----------
     batch_ptr : (n_systems + 1,) int32 tensor
-        First atom of each system, then n_atoms, which is read unless there are ``positions``.
+        First atom of each system, then n_atoms, which is read on the host unless ``positions`` are given.
     cell, pbc, cutoff, positions, batch_idx, cutoff2
-        As in `neighbor_list`. Without ``positions`` only the name depends on them: one for two cutoffs.
+        As in `neighbor_list`; checked if ``positions`` are given. Small systems with ``cutoff2`` get a method for two
+        cutoffs.
     **options
-        Other arguments of `neighbor_list`, and ``positions_dtype``, ``optional_outputs``, ``use_pair_fn`` and those
-        without effect there. They are ignored.
+        Ignored: other arguments of `neighbor_list`, including those without effect there, and ``positions_dtype``,
+        ``optional_outputs`` and ``use_pair_fn``.
 
     Returns
     -------
@@ -67,19 +68,20 @@ def suggest_neighbor_list_method(
 def estimate_cell_list_sizes(
     cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = 524288, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
-    """How many bins a cell list over the whole cell has, and how many bins a search goes in each direction.
+    """The number of bins of a cell list over the whole cell, and the search radius in bins along each direction.
 
-    For callers that plan memory: the lists of this library need no such numbers, since their bins follow the atoms.
+    For callers that plan memory. The lists of this library do not need these numbers, since their bins follow the
+    atoms.
 
     Parameters
     ----------
     cell : (3, 3), (1, 3, 3) or, for a batch without systems, (0, 3, 3) tensor, length
     pbc : (3,), (1, 3) or (0, 3) bool tensor
-    cutoff : float, length, not negative
+    cutoff : float, length, non-negative
     max_nbins : int, optional
-        Bins in all, at most.
+        Largest total number of bins.
     min_cells_per_dimension : int, optional
-        Bins along each axis, at least, as long as ``max_nbins`` allows.
+        Smallest number of bins along each axis, as far as ``max_nbins`` allows.
 
     Returns
     -------
@@ -119,24 +121,24 @@ def estimate_batch_cell_list_sizes(
 def compute_naive_num_shifts(
     cell: torch.Tensor, cutoff: float, pbc: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """How many images of the cell a test of all pairs of wrapped atoms goes through.
+    """The number of images of the cell that a test of all pairs of wrapped atoms visits.
 
-    For callers that count them once: the lists of this library accept the numbers, but do not need them.
+    For callers that count them once. The lists of this library accept these numbers, but do not need them.
 
     Parameters
     ----------
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
-    cutoff : float, length, not negative
+    cutoff : float, length, non-negative
     pbc : (3,) or (n_systems, 3) bool tensor
 
     Returns
     -------
     shift_range_per_dimension : (n_systems, 3) int32 tensor
-        Images in each direction of each axis, 0 along open ones.
+        Number of images in each direction of each axis, 0 along open axes.
     num_shifts_per_system : (n_systems,) int32 tensor
-        Images when each is taken in one of its two directions, with that of the cell itself.
+        Number of images, with one of each pair S and -S, and the cell itself.
     max_shifts_per_system : int
-        The largest of these; 0 without systems.
+        The largest of these numbers; 0 without systems.
 
     Raises
     ------
@@ -157,7 +159,7 @@ def compute_naive_num_shifts(
 
 
 def _lattices(cell: Any, pbc: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cells (n_systems, 3, 3), periodicity, and along periodic axes one over the distance of lattice planes."""
+    """Cells (n_systems, 3, 3), periodicity, and along periodic axes the inverse distance of lattice planes."""
     checks.check_tensor("cell", cell)
     checks.check_place("cell", cell)
     if not cell.is_floating_point() or cell.shape[-2:] != (3, 3):

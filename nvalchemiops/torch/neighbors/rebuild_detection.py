@@ -1,17 +1,17 @@
-"""Tests whether a neighbor list is still valid: whether atoms moved further than the skin of the list allows.
+"""Tests whether a neighbor list is still valid: whether atoms have moved farther than the skin of the list allows.
 
-A list that was built with ``cutoff + skin`` holds all pairs closer than ``cutoff`` as long as no atom moved further
-than ``skin / 2``. So pass that as ``skin_distance_threshold``, and rebuild the systems for which the answer is True.
-`VerletList` does so by itself.
+A list that was built with ``cutoff + skin`` holds all pairs closer than ``cutoff`` as long as no atom has moved farther
+than ``skin / 2``. Pass ``skin / 2`` as ``skin_distance_threshold``, and rebuild the systems for which the result is
+True. `VerletList` does this automatically.
 
-**The displacement is that of the coordinates as given.** A list's shifts S belong to these coordinates: the neighbor
-is at ``x_j + S @ cell``. If an atom leaves the cell on one side and is put back on the other, it hardly moved, but the
-shifts of its pairs are off by one: the list is stale. The smallest displacement over all images would call it good,
-and forces would be wrong from then on. So ``cell``, ``cell_inv`` and ``pbc`` are accepted and their shapes are checked,
-but they do not soften the test. To be spared a rebuild at every fold, do not wrap positions between rebuilds: the
-lists and all operators of this library take positions anywhere.
+**Displacements are computed from the coordinates as given.** The shifts S of a list belong to these coordinates: the
+neighbor is at ``x_j + S @ cell``. If an atom leaves the cell on one side and is wrapped to the other, it has hardly
+moved, but the shifts of its pairs are off by one, and the list is stale. A test of the smallest displacement over all
+images would accept the list, and forces would be wrong from then on. Therefore ``cell``, ``cell_inv`` and ``pbc`` are
+accepted, and their shapes are checked, but they have no effect on the test. To avoid rebuilds, do not wrap positions
+between them: the lists and all operators of this library accept positions anywhere.
 
-A changed cell makes every list stale as well, which positions do not show: compare the cell yourself, or use
+A change of the cell also makes a list stale, but does not show in positions: compare the cell yourself, or use
 `VerletList`.
 
 Nothing here waits for a GPU, except where stated.
@@ -49,14 +49,14 @@ def neighbor_list_needs_rebuild(
     Parameters
     ----------
     reference_positions : (n_atoms, 3) tensor, float32 or float64, length
-        Positions that the list was built from. A copy: a tensor that the integrator moves shows no displacement. If
-        they are those of another number of atoms, the answer is True.
+        Positions from which the list was built. This must be a copy: a tensor that the integrator updates in place
+        shows no displacement. The result is True if the number of atoms differs.
     current_positions : (n_atoms, 3) tensor of the same dtype, length
-        Not folded since then, or the answer is True (see above).
-    skin_distance_threshold : float, length, not negative
+        If atoms have been wrapped since then, the result is True (see above).
+    skin_distance_threshold : float, length, non-negative
         Half of the skin. With zero every change counts.
     update_reference_positions : bool, optional
-        Copy the current positions into ``reference_positions``, in place, if the answer is True and they fit.
+        If the result is True and the shapes agree, copy the current positions into ``reference_positions`` in place.
     cell, cell_inv : (3, 3) or (1, 3, 3) tensor, optional
         Checked, but without effect (see above).
     pbc : (3,) or (1, 3) bool tensor, optional
@@ -65,7 +65,7 @@ def neighbor_list_needs_rebuild(
     Returns
     -------
     (1,) bool tensor
-        True also if a position is NaN or infinite, so that the build that follows can report it. Not differentiable.
+        True also if a position is NaN or infinite, so that the following build reports it. Not differentiable.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def batch_neighbor_list_needs_rebuild(
     *,
     num_systems: int | None = None,
 ) -> torch.Tensor:
-    """For each system, whether some atom is further than the threshold from where it was when the list was built.
+    """For each system, whether an atom has moved farther than the threshold since the list was built.
 
     Parameters
     ----------
@@ -101,28 +101,27 @@ def batch_neighbor_list_needs_rebuild(
     batch_idx : (n_atoms,) int32 tensor
         System of each atom, in any order.
     update_reference_positions : bool, optional
-        Copy the current positions of those systems whose answer is True into ``reference_positions``, in place, if
-        they fit.
+        Copy the current positions of systems with the result True into ``reference_positions`` in place, if the shapes
+        agree.
     cell, cell_inv : (3, 3) or (n_systems, 3, 3) tensor, optional
-        Checked, but without effect (see above), except for the number of systems. A single one is that of
-        all systems.
+        Checked, but without effect (see above), except for the number of systems. A single cell holds for all systems.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         Likewise.
     num_systems : int, optional
-        Number of systems. By default that of ``cell``, ``cell_inv`` or ``pbc``, and without these the largest entry of
-        ``batch_idx`` plus one, which waits for a GPU.
+        Number of systems. By default it is taken from ``cell``, ``cell_inv`` or ``pbc``; without these it is the
+        largest entry of ``batch_idx`` plus one, which waits for a GPU.
 
     Returns
     -------
     (n_systems,) bool tensor
-        The result is that of `neighbor_list_needs_rebuild` for each system by itself; False for one without atoms.
-        True for all if the reference has another number of atoms, whose systems are not known.
+        The result of `neighbor_list_needs_rebuild` for each system; False for systems without atoms. True for all if
+        the reference has another number of atoms, since their systems are not known.
 
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; compiled also: the number of systems is unknown. An entry of
-        ``batch_idx`` outside of the systems (on a GPU a device-side assertion).
+        A bad argument, named in the message; an entry of ``batch_idx`` out of range (on a GPU a device-side assertion);
+        in compiled code, an unknown number of systems.
     """
     positions, batch = (reference_positions, current_positions), (batch_idx, num_systems)
     return stale_systems(*positions, skin_distance_threshold, update_reference_positions, (cell, cell_inv, pbc), batch)
@@ -131,10 +130,10 @@ def batch_neighbor_list_needs_rebuild(
 def cell_list_needs_rebuild(
     current_positions: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor, **without_effect: Any
 ) -> torch.Tensor:
-    """Whether the bins of an earlier cell list cannot be used again: always True.
+    """Whether the bins of an earlier cell list cannot be reused: always True.
 
-    This library keeps no bins between two calls, so there is never an old cell list that is still good. The answer
-    makes clients build one.
+    This library keeps no bins between calls, so an earlier cell list is never valid. The result makes clients build a
+    new one.
 
     Parameters
     ----------
@@ -175,7 +174,7 @@ def batch_cell_list_needs_rebuild(
     pbc: torch.Tensor,
     **without_effect: Any,
 ) -> torch.Tensor:
-    """For each system, whether the bins of an earlier cell list cannot be used again: always True.
+    """For each system, whether the bins of an earlier cell list cannot be reused: always True.
 
     See `cell_list_needs_rebuild`.
 
@@ -191,8 +190,8 @@ def batch_cell_list_needs_rebuild(
     Returns
     -------
     (n_systems,) bool tensor
-        Without ``cell`` and ``pbc`` for all systems, n_systems is the largest entry of ``batch_idx`` plus one, which
-        waits for a GPU.
+        If ``cell`` and ``pbc`` do not give the number of systems, it is the largest entry of ``batch_idx`` plus one,
+        which waits for a GPU.
 
     Raises
     ------
@@ -214,7 +213,7 @@ def stale_systems(
     lattice: tuple[Any, Any, Any] = (None, None, None),
     batch: Any = None,
 ) -> torch.Tensor:
-    """Whether an atom of each system (n_systems,) is further than the threshold from its reference.
+    """For each system (n_systems,), whether an atom is farther than the threshold from its reference position.
 
     ``lattice`` is cell, its inverse and pbc; ``batch`` is ``batch_idx`` and ``num_systems``, None for one system.
     """

@@ -21,20 +21,20 @@ from nvalchemiops.torch.runtime.context import may_read, slices_of, values_of
 NO_PADDING = core.NO_PADDING
 
 EDGE = 1e-5
-"""Pairs that are closer to the cutoff than this, relative to it, are not missed: float32 places them on either side."""
+"""Pairs this close to the cutoff, relative to it, may be missing: rounding in float32 puts them on either side."""
 
 
 class GivenNeighbors(NamedTuple):
     """Neighbors as arguments of a public function: a list of pairs, a matrix, or neither.
 
-    Public functions make it by its name, not by ``_replace``: torch 2.11 loses what that returns at graph breaks.
+    Public functions call its constructor, not ``_replace``: torch 2.11 loses the result of the latter at graph breaks.
 
     Attributes
     ----------
     half_list : bool
         The list or matrix has each pair once.
     shifts_name, fill_name : str
-        What ``shifts`` and ``fill_value`` are called there, for messages.
+        Names of the arguments for ``shifts`` and ``fill_value``, for messages.
     """
 
     neighbor_list: torch.Tensor | None = None
@@ -57,11 +57,11 @@ class Rows(NamedTuple):
         First slot of the row of each atom, then n_slots; None for rows of equal width.
     neighbors : (n_slots,) int32 tensor
     shifts : (n_slots, 3) int32 tensor or None
-        None without periodicity.
+        None for systems that are not periodic.
     width : int
-        Of the rows of a matrix.
+        Width of the rows of a matrix.
     padding : int
-        Entries of ``neighbors`` that are no neighbors, even if it is the number of an atom.
+        Entries of ``neighbors`` with this value are skipped, even if it is the index of an atom.
     first : (n_slots,) int32 tensor or None
         First atom of each pair as given with a list; kernels check it against ``pointers``.
     """
@@ -77,23 +77,23 @@ class Rows(NamedTuple):
 def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, check: bool = False) -> Rows | None:
     """The rows of a list or matrix, a half one expanded; or None if neither is given.
 
-    A matrix without rows, and a list without pairs whose pointers are a single 0, say that there are no pairs, for any
-    number of atoms.
+    A matrix without rows, or a list without pairs whose pointers are a single 0, means no pairs for any number of
+    atoms.
 
     Parameters
     ----------
     given : GivenNeighbors
     positions : (n_atoms, 3) tensor
     periodic : bool
-        Whether there is a cell; then there must be shifts. Without one shifts must be zero, and are left out; where
-        they cannot be read they stay, and go with a `cell_without_images`.
+        Whether there is a cell, which requires shifts. Without a cell shifts must be zero, and are left out; if they
+        cannot be read, they are kept, to be used with `cell_without_images`.
     check : bool
         Raise unless the list is full, and a half list half. Sorts all pairs and reads values.
 
     Raises
     ------
     ValueError, TypeError
-        Both formats are given, or parts without the list that they belong to; shapes, dtypes, devices.
+        Both formats are given, or parts without their list; bad shapes, dtypes or devices.
     """
     has_list, has_matrix = given.neighbor_list is not None, given.neighbor_matrix is not None
     if has_list and has_matrix:
@@ -154,7 +154,7 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
 
 
 def cell_without_images(rows: Rows, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
-    """Cells of zeros for rows whose shifts could not be read: a neighbor in another image gives NaN. Or None."""
+    """Cells of zeros for rows whose shifts could not be read, where neighbors in other images give NaN; else None."""
     return None if rows.shifts is None else positions.new_zeros((n_systems, 3, 3))
 
 
@@ -165,14 +165,14 @@ def build_rows(
     batch_idx: torch.Tensor | None,
     pbc: torch.Tensor | None = None,
 ) -> Rows:
-    """Rows of all neighbors closer than ``cutoff``, for arguments that are checked, but for ``pbc``.
+    """Rows of all neighbors closer than ``cutoff``, for arguments that are checked except for ``pbc``.
 
     The entries of ``batch_idx`` may be in any order.
     """
     if pbc is not None:
         _, pbc, _ = checks.check_systems(positions, cell, pbc, batch_idx, None)
     order = None
-    # whether it ascends is read where that needs no wait
+    # whether it ascends is read if that needs no wait
     if batch_idx is not None and not (may_read(batch_idx) and bool((batch_idx[1:] >= batch_idx[:-1]).all())):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         positions = positions.index_select(0, order)
@@ -191,7 +191,7 @@ def build_rows(
 
 
 def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
-    """A full list of the pairs in ``rows``, without padding where values are read."""
+    """A full list of the pairs in ``rows``, without padding if values are read."""
     _, neighbors, shifts, width, padding, first = rows
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
@@ -212,17 +212,16 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
 def _both_directions(
     first: torch.Tensor, neighbors: torch.Tensor, shifts: torch.Tensor | None, padding: int, n_atoms: int
 ) -> Rows:
-    """A full list of the pairs in a half list, with its padding, so that nothing is read.
+    """A full list of the pairs in a half list, including its padding, so that nothing is read.
 
-    A pair that is not the direction that a half list keeps gets a neighbor that does not exist, for which kernels give
-    NaN.
+    A pair in the direction that a half list does not hold gets an invalid neighbor, for which kernels give NaN.
     """
     absent = NO_PADDING + 1
     is_pair = neighbors != padding
     is_kept = direction_of(torch.stack([first, neighbors]), shifts) > 0
     has_reverse = is_pair & (neighbors >= 0) & (neighbors < n_atoms)
     there = torch.where(is_pair, torch.where(is_kept, neighbors, n_atoms), absent)
-    # padding stays in the row of its atom, or one row would have all of it
+    # padding stays in the row of its atom; otherwise one row would collect all padding
     row = torch.cat([torch.where(has_reverse, neighbors, first).flip(0), first])
     column = torch.cat([torch.where(has_reverse, first, absent).flip(0), there])
     last = torch.where(column < 0, n_atoms + 1, column.clamp(max=n_atoms)).to(torch.int64)
@@ -254,7 +253,7 @@ def check_reach(
     if n_listed == n_found:
         return
     reach = f"its farthest pair is at {float(listed.max()):g}" if listed.numel() else "it is empty"
-    advice = f"{reach}, and it must reach to the cutoff" if n_listed < n_found else "some of its pairs are no neighbors"
+    advice = f"{reach}, and it must reach to the cutoff" if n_listed < n_found else "some pairs are not neighbors"
     if pbc is None and cell is not None:
         advice += "; give `pbc` as well if an axis is open"
     raise ValueError(f"`{name}` has {n_listed} pairs within `cutoff` = {cutoff:g}, but there are {n_found}: {advice}")
@@ -340,8 +339,8 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
     if bool((balance.sum(1) != 0).any()):
         notify(
             "`neighbor_list` or `neighbor_matrix` is not full: a sum needs both (i, j, S) and (j, i, -S) of each pair "
-            "(half_fill=False, and enough columns), but takes the pairs that are there; if it holds each pair once, "
-            "say half_list=True",
+            "(half_fill=False, and enough columns). The pairs in it are summed as they are; if it holds each pair "
+            "once, give half_list=True",
             NeighborListWarning,
         )
     return reach

@@ -1,4 +1,4 @@
-"""The neighbor search as torch ops: a list, a matrix somewhat wider than needed, a matrix of given width.
+"""The neighbor search as torch ops: a list, a matrix with spare columns, a matrix of given width.
 
 All geometry is computed in float64, for positions of either dtype.
 """
@@ -28,31 +28,31 @@ from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.types import inner_shape
 
 MAX_SLOTS = 2**31 - 1
-"""Entries that a list may have: rows are addressed with int32."""
+"""Largest number of entries of a list: rows are addressed with int32."""
 
 SEARCH_LANES = 32
-"""Threads of a GPU that share a row: one warp, which the search counts on."""
+"""Threads of a GPU that share a row: one warp, as the search requires."""
 
 MOST_SPARE_SLOTS = 2**22
-"""Slots, in addition to a few for each atom, up to which a search by bins that is chosen by name may go."""
+"""Largest number of slots, besides a few for each atom, of a search by bins that is chosen by name."""
 
 FAULTS = {
     grid.BAD_POSITIONS: "`positions` has entries that are NaN or infinite",
     grid.BAD_SYSTEM: (
-        "`batch_idx` and `batch_ptr` must describe the same systems, one after the other: `batch_idx` not negative, "
-        "not decreasing and below the number of systems, `batch_ptr` rising from 0 to the number of atoms"
+        "`batch_idx` and `batch_ptr` must describe the same contiguous systems: `batch_idx` must be non-negative, "
+        "ascending and below the number of systems, and `batch_ptr` must rise from 0 to the number of atoms"
     ),
     grid.BAD_CELL: (
-        "`cell` is singular: along periodic axes its lattice vectors must be finite, not zero and linearly independent"
+        "`cell` is singular: its lattice vectors along periodic axes must be finite, non-zero and linearly independent"
     ),
     grid.BAD_CUTOFF: "`cutoff` is too large for `cell`: more images of an atom than a list can hold",
     grid.FAR_AWAY: "`positions`: an atom is more cells away than image numbers can hold; wrap positions first",
-    grid.BAD_TARGET: "`target_indices` has entries that are no atoms",
+    grid.BAD_TARGET: "`target_indices` has entries that are not indices of atoms",
 }
 
-BAD_NUMBERS = "`batch_idx` must hold the numbers of systems, from 0 to one less than there are"
+BAD_NUMBERS = "`batch_idx` must hold numbers of systems, from 0 to the number of systems minus 1"
 BAD_POINTERS = "`batch_ptr` must rise from 0 to the number of atoms"
-"""Faults where one of the two is given."""
+"""Messages if only one of the two is given."""
 
 
 class Search(NamedTuple):
@@ -61,9 +61,9 @@ class Search(NamedTuple):
     Attributes
     ----------
     nearest : int
-        So many of the neighbors; 0: all of them.
+        Number of nearest neighbors to list; 0: all neighbors.
     tie_tolerance : float, squared length
-        Those at the last distance that are kept; negative: exactly ``nearest``, by index.
+        Neighbors this far above the last squared distance are kept; negative: exactly ``nearest``, by index.
     """
 
     positions: torch.Tensor
@@ -91,7 +91,7 @@ class Search(NamedTuple):
 
 
 class _Destination(NamedTuple):
-    """Where neighbors are written, and what else the kernels need for it; by default nowhere."""
+    """Memory for neighbors, with further arguments of the kernels; empty by default."""
 
     neighbors: torch.Tensor | None = None
     shifts: torch.Tensor | None = None
@@ -150,7 +150,7 @@ class _CellList:
             n_systems = count_systems(batch_idx)
         system = checks.as_int32(batch_idx)
         if n_systems is None:
-            # numbered anew: there are no more systems with atoms than atoms. Negative numbers stay, and are found
+            # renumbered: no more systems can have atoms than there are atoms. Negative numbers stay, and are found
             n_systems = max(n_atoms, 1)
             numbers, order = torch.sort(batch_idx)
             steps = torch.diff(numbers, prepend=numbers[:1]).sign()
@@ -197,7 +197,7 @@ class _CellList:
         return [coordinates, entry, begin, system, grids, search.cutoff, half, target, self.rebuild_flags]
 
     def _places(self, atoms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Positions of the given atoms in ``order``; -1 for numbers that are no atoms."""
+        """Positions of the given atoms in ``order``; -1 for numbers without an atom."""
         n_atoms = order.shape[0]
         known = (atoms >= 0) & (atoms < n_atoms)
         self.fault[grid.BAD_TARGET] |= ~known.all()
@@ -219,12 +219,12 @@ class _CellList:
 
     @property
     def _steps(self) -> float:
-        """Steps that squared distances are compared in; 0: they are compared as they are."""
+        """Steps in which squared distances are compared; 0: they are compared exactly."""
         cutoff, by_index = self.search.cutoff, self.search.tie_tolerance < 0.0
         return nearest_kernels.STEPS / max(cutoff * cutoff, 1e-290) if by_index else 0.0
 
     def _find_bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Level (n_atoms,) and, in the order by index, neighbor and image (n_atoms, 4) that are each atom's last."""
+        """Level (n_atoms,) of the last neighbor of each atom; in the order by index also its number and image."""
         search, by_index = self.search, self.search.tie_tolerance < 0.0
         n_atoms = search.positions.shape[0]
         binned = list(self.binned)
@@ -293,13 +293,13 @@ def _new_scratch(size: int = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH) -> Sc
 _scratch = Lent(_new_scratch)
 """Indices and shifts of a small search on a CPU, 4 MiB that each thread keeps.
 
-Memory of that size comes fresh from the system each time, or not, as the allocator sees fit: then a search of a
-thousand atoms would spend a quarter of its time on page faults.
+The allocator may take memory of this size from the system at each call. A search of a thousand atoms would then spend a
+quarter of its time on page faults.
 """
 
 
 def count_systems(batch_idx: torch.Tensor) -> int | None:
-    """Number of systems by the entries, which are read; None if there are far more than atoms, or none."""
+    """Number of systems from the entries, read on the host; None if there are far more than atoms, or none."""
     n_atoms = batch_idx.shape[0]
     n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
     return n_systems if 1 <= n_systems <= 2 * n_atoms + 1000 else None
@@ -308,7 +308,7 @@ def count_systems(batch_idx: torch.Tensor) -> int | None:
 def raise_faults(fault: torch.Tensor, search: Search, rebuild_flags: torch.Tensor | None = None) -> None:
     """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device.
 
-    That atoms of a system do not follow each other is none, unless pointers say so.
+    Systems whose atoms are not contiguous are a fault only if ``batch_ptr`` is given.
     """
     found = all_values_of(fault).reshape(-1, grid.N_FAULTS).any(0).tolist()
     if not any(found):
@@ -326,7 +326,7 @@ def raise_faults(fault: torch.Tensor, search: Search, rebuild_flags: torch.Tenso
 
 
 def overflow(count: torch.Tensor, width: int, search: Search) -> NeighborOverflowError:
-    """The error for rows that need more than ``width`` entries, for which there is no memory. Waits for the device."""
+    """The error for rows that need more than ``width`` entries without memory for them. Waits for the device."""
     system = None
     if all_values_of(count) is count:  # else one of the slices of a vmap, and it is not known which
         systems = _systems_of_rows(search)
@@ -410,7 +410,7 @@ def neighbor_pairs(
     tie_tolerance: float,
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
+    """The list format. Waits for the device to learn the number of pairs, and raises for bad input."""
     return neighbor_rows(Search.of(locals()))
 
 
@@ -441,7 +441,7 @@ def neighbor_rows(
 
 
 def _searched(search: Search, filled: Callable[..., tuple[torch.Tensor, ...]]) -> Any:
-    """A list or a matrix, by a plan where searches repeat. Waits for the device and raises for faulty input.
+    """A list or a matrix, by a plan if searches repeat. Waits for the device and raises for bad input.
 
     Parameters
     ----------
@@ -484,7 +484,7 @@ class _Counting:
         self.search, self.lend = search, lend
 
     def __call__(self, at: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Counts, and what is read of them."""
+        """Counts, and the numbers read from them."""
         bins = _CellList(self.search if at is None else _at(self.search, at))
         found = bins.count(self.lend)
         # a plan keeps the bins, but no tensors of the caller
@@ -538,8 +538,8 @@ def neighbor_matrix(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The matrix format.
 
-    With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without,
-    the matrix is somewhat wider than needed; then it waits for the device, and raises for faulty input.
+    With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without a
+    width the matrix has spare columns; the search then waits for the device, and raises for bad input.
     """
     search = Search.of(locals())
     n_rows = search.n_rows

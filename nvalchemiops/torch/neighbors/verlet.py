@@ -1,4 +1,4 @@
-"""`VerletList`: a neighbor list for dynamics and relaxations, searched again only when necessary."""
+"""`VerletList`: a neighbor list for dynamics and relaxations that is rebuilt only when necessary."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,33 +29,33 @@ class _BuiltList(NamedTuple):
 
 
 class VerletList:
-    """A neighbor list with a skin, which stays good while atoms move less than half of it.
+    """A neighbor list with a skin, which stays valid until an atom has moved by half of the skin.
 
-    The list is built with ``reach = cutoff + skin``, so it holds all pairs closer than ``cutoff`` until an atom is
-    further than ``skin / 2`` from where it was. Then the pairs of its system are searched for again. In a batch each
-    system has its own turn, and the others keep their rows. A system is also searched again when its cell changes at
-    all (along periodic axes) or its pbc does, and everything is when the number of atoms or systems, ``batch_idx``,
-    ``batch_ptr``, a dtype or a device changes. Positions may be wrapped between calls, but each fold of an atom makes
-    the shifts of its pairs stale and costs a search; leave them unwrapped where you can.
+    The list is built with ``reach = cutoff + skin``. It holds all pairs closer than ``cutoff`` until an atom has moved
+    farther than ``skin / 2`` since the last search. The list of its system is then rebuilt; in a batch the other
+    systems keep their rows. A system is also rebuilt when its pbc or a lattice vector along a periodic axis changes.
+    All systems are rebuilt when the number of atoms or systems, ``batch_idx``, ``batch_ptr``, a dtype or a device
+    changes. Positions may be wrapped between calls, but an atom that is moved to another image makes the shifts of its
+    pairs stale and causes a search: leave positions unwrapped if you can.
 
-    The distances of pairs change from call to call, so leave out those beyond the cutoff, with
-    `nvalchemiops.torch.neighbors.formats.list_geometry` or ``matrix_geometry`` for example; pair operators with a
-    ``cutoff`` do so by themselves.
+    The list also holds pairs beyond the cutoff. Pair operators with a ``cutoff`` leave them out. Otherwise compare the
+    current distances with the cutoff, for example from `nvalchemiops.torch.neighbors.formats.list_geometry` or
+    ``matrix_geometry``.
 
     Parameters
     ----------
-    cutoff : float, length, not negative
-    skin : float, length, not negative
-        With zero every change of a coordinate costs a search. Large skins make long lists, small ones many searches;
+    cutoff : float, length, non-negative
+    skin : float, length, non-negative
+        With zero every change of a coordinate causes a search. Large skins give long lists, small skins many searches;
         0.1 to 0.3 of the cutoff is usual.
     half_fill : bool, optional
         List each pair once, as in `neighbor_list`.
     fill_value : int, optional
         Padding of the matrix; n_atoms by default.
     max_neighbors : int, optional
-        Initial width of the matrix. A longer row widens it to a fifth more than the row needs.
+        Initial width of the matrix. If a row does not fit, the matrix grows to a fifth more than the row needs.
     return_neighbor_list : bool, optional
-        Return lists of pairs instead of matrices. Their lengths differ from search to search.
+        Return lists of pairs instead of matrices. Their lengths differ between searches.
     method : str, optional
         As in `neighbor_list`.
 
@@ -64,25 +64,24 @@ class VerletList:
     reach : float
         ``cutoff + skin``.
     max_neighbors : int or None
-        Present width of the matrix; None before the first search if it was not given.
+        Current width of the matrix; None before the first search if it was not given.
     num_calls, num_builds : int
-        Number of calls, and of calls in which some system was searched.
+        Number of calls, and of calls that rebuilt a system.
     rebuilt : (n_systems,) bool tensor or None
-        Which systems the last call searched.
+        Which systems the last call rebuilt.
 
     Raises
     ------
     ValueError, TypeError
-        A number that is negative or not finite, a method that `neighbor_list` does not take; named in the message.
+        A number that is negative or not finite, or a method unknown to `neighbor_list`; named in the message.
 
     Notes
     -----
-    *Returned tensors are never changed afterwards*: a search writes to new memory. Graphs that autograd keeps stay
-    valid across searches, and so do lists that you store. While nothing is searched, the same tensors are returned.
-    Do not write to them.
+    *Returned tensors are never changed afterwards*: a search writes to new memory. Autograd graphs and stored lists
+    stay valid across searches. Calls without a search return the same tensors: do not write to them.
 
-    Each call waits for a GPU once, to learn whether to search. Inside ``torch.compile`` the call is a graph break:
-    call it outside, and compile the function that takes the matrix, whose shapes change only when it is widened.
+    Each call waits for a GPU once, to learn whether a search is needed. Inside ``torch.compile`` the call is a graph
+    break: call it outside, and compile the function that takes the matrix, whose shapes change only when it is widened.
 
     Examples
     --------
@@ -117,7 +116,7 @@ class VerletList:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the list, so that the next call searches everything, and count from zero. The width is kept."""
+        """Drop the list, so that the next call rebuilds all systems, and reset the counters. The width is kept."""
         self.num_calls = 0
         self.num_builds = 0
         self.rebuilt: torch.Tensor | None = None
@@ -132,12 +131,12 @@ class VerletList:
         batch_idx: torch.Tensor | None = None,
         batch_ptr: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The list for these positions, searched again for systems where it is stale.
+        """The list for these positions, rebuilt for systems where it is stale.
 
         Parameters
         ----------
         positions, cell, pbc, batch_idx, batch_ptr
-            As in `neighbor_list`. They may need gradients, and may be changed in place between calls.
+            As in `neighbor_list`. They may require gradients, and may be changed in place between calls.
 
         Returns
         -------
@@ -148,8 +147,8 @@ class VerletList:
         Raises
         ------
         ValueError, TypeError
-            As in `neighbor_list`, and for numbers of systems far beyond that of atoms that follow from ``batch_idx``
-            alone. The list that is kept does not change.
+            As in `neighbor_list`; also if entries of ``batch_idx`` imply far more systems than atoms. The kept list
+            does not change.
         """
         self.num_calls += 1
         if self._kept is not None and _is_unchanged(self._kept, positions, cell, pbc, batch_idx, batch_ptr, self.skin):
@@ -177,7 +176,7 @@ class VerletList:
             return self._kept.result
 
     def _build(self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None) -> _BuiltList:
-        """The list of the flagged systems, with that of the others as it was, or of all; as wide as needed."""
+        """A list with the flagged systems rebuilt, or all without flags; the matrix is as wide as needed."""
         padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
         room = Room(ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors)
         if flags is not None and old is not None:
@@ -206,7 +205,7 @@ class VerletList:
 def _is_unchanged(
     kept: _BuiltList, positions: Any, cell: Any, pbc: Any, batch_idx: Any, batch_ptr: Any, skin: float
 ) -> bool:
-    """Whether the list of one system is known to be good, for plain tensors on a CPU; False where `_stale` decides."""
+    """Whether the list of one system is known to be valid, for plain tensors on a CPU; False if `_stale` decides."""
     old = kept.systems
     if skin == 0.0 or batch_idx is not None or batch_ptr is not None or kept.system is not None:
         return False
@@ -224,9 +223,9 @@ def _is_unchanged(
 
 
 def _stale(kept: _BuiltList, given: Systems, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which systems (n_systems,) are no longer those that the list was built for, and whether all are others.
+    """Which systems (n_systems,) need a new list, and whether atoms are assigned to systems differently than before.
 
-    That is so where atoms are divided into systems in another way. Does not wait.
+    Does not wait for a GPU.
     """
     old = kept.systems
     batch = None if kept.system is None else (kept.system, kept.n_systems)
@@ -245,7 +244,7 @@ def _stale(kept: _BuiltList, given: Systems, threshold: float) -> tuple[torch.Te
 
 
 def _numbering(systems: Systems) -> tuple[torch.Tensor | None, int]:
-    """System of each atom, None if there is one, and the number of systems; of arguments that were checked."""
+    """System of each atom, None if there is one, and the number of systems; for checked arguments."""
     positions, cell, pbc, batch_idx, batch_ptr, *_ = systems
     if batch_ptr is not None:
         return batch_idx_of(batch_ptr, positions.shape[0]).to(torch.int64), batch_ptr.shape[0] - 1
@@ -268,12 +267,12 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], systems: Systems) ->
 
 
 def _layout(systems: Systems) -> tuple[Any, ...]:
-    """Shapes, dtypes and devices: where they differ, no list can be kept."""
+    """Shapes, dtypes and devices: if they change, the list cannot be kept."""
     return tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in systems)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph, and out of the wrappers of ``torch.func.grad`` and its like."""
+    """The tensor without its graph and without wrappers of transforms such as ``torch.func.grad``."""
     if not isinstance(tensor, torch.Tensor):
         return tensor  # `neighbor_list` raises for it
     if is_mapped(tensor):

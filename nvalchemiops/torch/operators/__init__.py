@@ -1,1 +1,1 @@
-"""Torch ops that know no physics, in families closed under differentiation; kernels: `nvalchemiops.kernels`."""
+"""Generic torch ops without physics, in families closed under differentiation; kernels: `nvalchemiops.kernels`."""

@@ -45,7 +45,7 @@ def _tables(
 
 
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
-    """Arguments of as many copies of all systems."""
+    """Arguments for this many copies of all systems."""
     n_atoms = inputs["coordinates"].shape[0] // n_copies
 
     def numbered(values: torch.Tensor, step: int) -> torch.Tensor:
@@ -82,15 +82,15 @@ def fourier_spread(
     Parameters
     ----------
     moments : (n_atoms, n_channels, n_moments) float64 tensor
-        Numbered by `nvalchemiops.kernels.moments.components`; one without derivatives.
+        Numbered as in `nvalchemiops.kernels.moments.components`; one moment without derivatives.
     coordinates : (n_atoms, 3) float64 tensor
         Fractional coordinates.
     order : (n_atoms,) int32 tensor, optional
-        Atoms sorted by system, unless they are.
+        Atoms sorted by system; not needed if they are already sorted.
     atom_begin : (n_systems + 1,) int32 tensor
         Row pointers of the systems in this order.
     points : (n_points, 3) int32 tensor
-        Miller indices, not negative, sorted by system; those with equal first two indices should be neighbors.
+        Non-negative Miller indices, sorted by system. Points with equal first two indices should be contiguous.
     point_begin : (n_systems + 1,) int32 tensor
         Row pointers of the systems among the points.
     derivatives : int
@@ -140,7 +140,7 @@ def fourier_gather(
     Parameters
     ----------
     field : (n_channels, n_points, 4, 2) float64 tensor
-        As `fourier_spread` returns it.
+        As from `fourier_spread`.
     coordinates, order, atom_begin, points, point_begin
         As for `fourier_spread`.
     derivatives : int
@@ -170,5 +170,5 @@ def fourier_gather(
 
 
 def _size(work: int, begin: torch.Tensor) -> int:
-    """Work of a row, of all that for the systems of ``begin``, in powers of two: rows take different times."""
+    """Work of a row relative to the total for the systems of ``begin``, in powers of two: rows take different times."""
     return int(work // max(begin.shape[0] - 1, 1)).bit_length()

@@ -67,7 +67,7 @@ def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int)
 
 
 def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # torch's determinants of several cells round by their strides, by which results are not kept
+    # torch rounds determinants of several cells depending on their strides, which are not part of the keys of results
     cell = cell.contiguous()
     # without a wait for a GPU: for a singular cell results are infinite or NaN
     volume = _determinants(cell)
@@ -86,10 +86,10 @@ def volumes_of(cell: torch.Tensor) -> torch.Tensor:
 def _determinants(cell: torch.Tensor) -> torch.Tensor:
     """Determinants (...) of (..., 3, 3), with their derivatives by products.
 
-    Torch differentiates the derivative of a determinant by singular values where a mode or a transform sees it: wrong
-    where two of them are equal, as those of a cubic cell. Elsewhere it reads values to decide how.
+    Under a mode or a transform, torch differentiates the derivative of a determinant by singular values, which is wrong
+    if two of them are equal, as for a cubic cell. Otherwise it reads values to choose a method.
     """
-    # what is traced here may be differentiated later on
+    # a graph traced here may be differentiated later
     values = torch.linalg.det(cell.detach()) if layout(cell.device.type).reads and is_eager(cell) else None
     if values is not None and not is_differentiated(cell):
         return values
@@ -104,7 +104,7 @@ def _determinants(cell: torch.Tensor) -> torch.Tensor:
     trusted=True,
 )
 def shortest_vectors(cell: torch.Tensor) -> torch.Tensor:
-    """The shortest lattice vectors that are a basis of each lattice, as integer combinations of those given.
+    """The shortest lattice vectors that form a basis of each lattice, as integer combinations of the given vectors.
 
     Parameters
     ----------
@@ -142,21 +142,21 @@ def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: boo
     pbc = np.ones((n_systems, 3), dtype=bool)
     if may_be_open:
         pbc = np.asarray(lattice.any(2))
-    kernels.unit_vectors(lattice, pbc)  # raises for what is no lattice
+    kernels.unit_vectors(lattice, pbc)  # raises for invalid lattices
     return not pbc.all()
 
 
 def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tensor:
-    """The cells (n_systems, 3, 3), NaN in the place of those that `check_cells` would refuse if it could read them.
+    """The cells (n_systems, 3, 3), with NaN for cells that `check_cells` would reject if it could read them.
 
-    With ``may_be_open``, those that `check_vectors` would refuse: vectors of zeros are open axes.
+    With ``may_be_open``, those that `check_vectors` would reject: vectors of zeros are open axes.
     """
     if may_read(cell):
         return cell
     rows = cell.detach().to(torch.float64)
     squares = rows.square().sum(-1)
     volume = torch.linalg.det(rows)
-    # each of these is False for NaN; what is infinite becomes NaN
+    # each of these is False for NaN; infinite values become NaN
     usable = volume.square() >= kernels.SMALLEST_VOLUME_RATIO**2 * squares.prod(-1)
     usable = usable & (squares.sum(-1) * 0.0 == 0.0)
     if may_be_open:
@@ -169,7 +169,7 @@ def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tens
 
 
 def one_or_nan(usable: torch.Tensor) -> torch.Tensor:
-    """One where True, NaN where False; without a constant NaN in the graph, which exported programs may not hold."""
+    """One where True, NaN where False; without a NaN constant in the graph, which exported programs cannot hold."""
     number = usable.to(torch.float64)
     return number / number
 
@@ -211,7 +211,7 @@ def _whole_numbers(values: torch.Tensor | np.ndarray, name: str) -> list[Any]:
 
 
 def mesh_and_order(mesh_dimensions: Any, order: int) -> tuple[tuple[int, int, int], int]:
-    """The mesh as three ints, and the order; a lower one, with a warning, if the mesh has fewer points."""
+    """The mesh as three ints, and the order; if the mesh has too few points, a lower order and a warning."""
     mesh = check_mesh(mesh_dimensions, LOWEST_ORDER)
     fitting = min(order, *mesh)
     if fitting < order and may_read():
@@ -223,7 +223,7 @@ def mesh_and_order(mesh_dimensions: Any, order: int) -> tuple[tuple[int, int, in
 
 
 LOWEST_ORDER = 2
-"""Of splines that have a derivative."""
+"""Lowest order of splines that have a derivative."""
 
 
 def check_spline_order(spline_order: Any, lowest: int = LOWEST_ORDER) -> int:

@@ -37,12 +37,12 @@ def mesh_columns(
     mesh_dimensions: Sequence[int],
     spline_order: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Atoms sorted by the column of mesh cells of the first point of their stencils.
+    """Atoms sorted by the column of mesh cells that holds the first point of their stencil.
 
     Parameters
     ----------
     coordinates : (n_atoms, 3) float64 tensor
-        In mesh spacings.
+        Coordinates in units of mesh spacings.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     n_systems : int
@@ -53,7 +53,7 @@ def mesh_columns(
     -------
     order : (n_atoms,) int32 tensor
     column_begin : (n_systems * n_x * n_y + 2,) int32 tensor
-        Row pointers of the columns in this order, the last one twice.
+        Row pointers of the columns in this order; the last entry is repeated.
     """
     n_x, n_y, n_z = mesh_dimensions
     if min(n_x, n_y, n_z) < spline_order:
@@ -71,7 +71,7 @@ def mesh_columns(
 
 
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
-    """Arguments of as many copies of all systems."""
+    """Arguments for this many copies of all systems."""
     n_atoms, batch_idx = inputs["coordinates"].shape[0] // n_copies, inputs["batch_idx"]
     if batch_idx is None:
         batch_idx = torch.zeros(n_atoms, dtype=torch.int32, device=inputs["coordinates"].device)
@@ -110,12 +110,12 @@ def mesh_spread(
     spline_order: int,
     derivatives: int,
 ) -> torch.Tensor:
-    """Values of atoms spread to a mesh.
+    """Spread values of atoms to a mesh.
 
     Parameters
     ----------
     moments : (n_atoms, n_channels, n_moments) tensor
-        Numbered by `nvalchemiops.kernels.moments.components`; one without derivatives.
+        Numbered as in `nvalchemiops.kernels.moments.components`; one moment without derivatives.
     coordinates, batch_idx, n_systems, mesh_dimensions, spline_order
         As for `mesh_columns`.
     order, column_begin : tensors
@@ -197,8 +197,8 @@ def _rows(of_atoms: torch.Tensor) -> int:
 
 def spline_transform(n: int, order: int, half: bool, device: torch.device) -> torch.Tensor:
     """b(m) at the frequencies of an axis with n points, float64."""
-    # M_p(j) of the centred spline for j = 0, 1, ... as long as it is not zero, of the recurrence in terms of
-    # x = j + p/2, exact but for the last division
+    # M_p(j) of the centred spline for j = 0, 1, ... while it is non-zero, by the recurrence in terms of x = j + p/2,
+    # exact but for the last division
     values = []
     for j in range((order + 1) // 2):
         x = j + order / 2

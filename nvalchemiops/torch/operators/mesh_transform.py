@@ -1,9 +1,10 @@
 """Fourier transforms of meshes by torch, with bits that do not depend on the load of the machine.
 
-torch's transforms round differently for some shapes and numbers of threads: tiny meshes, and several at once. So tiny
-ones take one thread, which is faster anyway, and several those of the caller. A single mesh has the same bits on any
-number (`test_a_single_mesh_has_the_same_bits_on_any_number_of_threads`), and takes one thread on a busy machine, as all
-operations inside a sum. Either transform is the derivative of the other one, up to weights of planes.
+For tiny meshes, and for several meshes at once, the rounding of torch's transforms depends on the number of threads.
+Tiny meshes therefore take one thread, which is also faster, and several meshes take the number of threads of the
+caller. A single larger mesh has the same bits on any number of threads
+(`test_a_single_mesh_has_the_same_bits_on_any_number_of_threads`), and takes one thread on a busy machine, as all
+operations inside a sum do. Each transform is the derivative of the other one, up to weights of planes.
 """
 
 import math
@@ -19,11 +20,11 @@ from nvalchemiops.torch.runtime.recorder import current_recorder
 AXES = (-3, -2, -1)
 
 TINY = 2**12
-"""Points of meshes, in all, up to which a transform takes one thread. The largest with other bits on two had 2,744."""
+"""Total mesh points up to which a transform takes one thread. The largest mesh with other bits on two had 2,744."""
 
 
 def weights_of_planes(n: int, like: torch.Tensor) -> torch.Tensor:
-    """How often (n // 2 + 1, 1) a plane counts in a sum over the whole mesh, whose other half has the conjugates."""
+    """Multiplicity (n // 2 + 1, 1) of each plane in a sum over the whole mesh, whose other half has the conjugates."""
     plane = torch.arange(n // 2 + 1, device=like.device).unsqueeze(1)
     return torch.where((plane == 0) | (2 * plane == n), 1.0, 2.0).to(like.dtype)
 
@@ -38,7 +39,7 @@ def _values_pullback(n: int, grad_values: torch.Tensor) -> torch.Tensor:
 
 
 def _of_slices(op: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, int]]:
-    """The rule for ``vmap``: slices are more meshes."""
+    """The rule for ``vmap``: slices are additional meshes."""
     return lambda info, in_dims, given, *n: (op()(given.movedim(in_dims[0] or 0, 0), *n), 0)
 
 
@@ -54,7 +55,7 @@ def _of_slices(op: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., t
 def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
     """Fourier transform (..., n_x, n_y, n_z // 2 + 1, 2) of real meshes (..., n_x, n_y, n_z), real and imaginary parts.
 
-    The half of it that ``torch.fft.rfftn`` gives.
+    The same half of the transform as from ``torch.fft.rfftn``.
     """
     return _transformed(lambda: torch.view_as_real(torch.fft.rfftn(values, dim=AXES)), values, values.shape[:-3])
 
@@ -69,7 +70,7 @@ def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
 def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
     """Real meshes (..., n_x, n_y, n) from half of their Fourier transform, without a division by the number of points.
 
-    What ``torch.fft.irfftn`` with ``norm="forward"`` gives.
+    The same result as from ``torch.fft.irfftn`` with ``norm="forward"``.
     """
     shape = (*spectrum.shape[-4:-2], n)
     parts = torch.view_as_complex(spectrum)
@@ -79,7 +80,7 @@ def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _transformed(transform: Callable[[], torch.Tensor], given: torch.Tensor, meshes: Sequence[int]) -> torch.Tensor:
-    """``transform()`` of as many meshes as the product of ``meshes``."""
+    """``transform()`` for a number of meshes that is the product of ``meshes``."""
     if (recorder := current_recorder()) is not None:
         return recorder.compute(lambda: _threaded(transform, given, meshes), given)
     return _threaded(transform, given, meshes)

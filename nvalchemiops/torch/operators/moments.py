@@ -1,8 +1,8 @@
 """Derivatives and ``vmap`` of spreading and gathering (`nvalchemiops.kernels.moments`), for meshes and k-vectors.
 
 A *spread* op takes ``moments`` (n_atoms, n_channels, n_moments), ``coordinates`` (n_atoms, 3), arguments of the
-geometry, and the number ``derivatives`` last; it returns ``field``. A *gather* op takes ``field`` in the place of
-``moments``, which it returns. They are each other's derivatives, so one set of formulas serves all such pairs.
+geometry, and the number ``derivatives`` last; it returns ``field``. A *gather* op takes ``field`` instead of
+``moments``, and returns moments. They are each other's derivatives, so one set of formulas serves all pairs of ops.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ Arguments = dict[str, Any]
 
 
 def derivative_by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` by coordinates; ``gathered`` has one more order."""
+    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` by coordinates; ``gathered`` has one order more."""
     n_moments = moments.shape[-1]
     if n_moments == 1:
         return (moments * gathered[..., 1:4]).sum(1).to(torch.float64)
@@ -84,13 +84,13 @@ def fold(
     op : callable
         Returns the op.
     channel : (int, int)
-        Dimension of the channels in the first argument, and in the result: 0 or 1. The other one of these two is that
-        of atoms, points or systems.
+        Dimension of the channels, 0 or 1, in the first argument and in the result. The other of the two dimensions is
+        that of atoms, points or systems.
     repeat : callable
-        Maps the arguments by name, and a number of slices, to the arguments for as many copies of all systems;
-        coordinates and the first argument are repeated already.
+        Maps the arguments by name, and a number of slices, to the arguments for this many copies of all systems.
+        Coordinates and the first argument are already repeated.
     derived : tuple of str, optional
-        Arguments that follow from the coordinates: ``repeat`` finds them again.
+        Arguments that follow from the coordinates, and are recomputed by ``repeat``.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:

@@ -12,7 +12,7 @@ from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
 
 FEW = 64 * BLOCK
-"""Up to this many atoms in all, the systems are not divided among threads."""
+"""Total number of atoms up to which the systems are not divided among threads."""
 
 
 def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
@@ -29,13 +29,13 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     elif batch_idx is not None:
         check_system_numbers(batch_idx, n_systems)
     warps = layout(values.device.type).warps
-    # Blocks of rows, for many atoms on a CPU; on a GPU blocks of these blocks as well, until the largest system that
-    # there may be is one.
+    # Blocks of rows, for many atoms on a CPU; on a GPU also blocks of these blocks, until the largest possible system
+    # is a single block.
     block = rows_of_a_block(n_columns) if warps else BLOCK
     most, n_rows, level = n_atoms, n_atoms, 0
     while most > (block if warps else FEW):
         most = -(-most // block) if warps else 0
-        # each system has at most one block that is not full, and a number for it; one system alone needs no numbers
+        # each system has at most one partial block, and a number for it; a single system needs no numbers
         n_rows = -(-n_rows // block) if begin is None else n_rows // block + n_systems
         first = None
         if begin is not None and not warps:
@@ -51,7 +51,7 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
 
 
 def check_system_numbers(batch_idx: torch.Tensor, n_systems: int) -> None:
-    """Raise unless all these systems are there, if that can be read without waiting."""
+    """Raise for numbers of systems out of range, if values can be read without waiting."""
     if not layout(batch_idx.device.type).reads:
         return
     if batch_idx.shape[0] <= FEW and n_systems > 1:
@@ -85,13 +85,13 @@ def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None,
 
 
 def sort_by_system(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Atoms sorted by system, and row pointers of the systems, without a look at values."""
+    """Atoms sorted by system, and row pointers of the systems, without reading values."""
     systems, order = torch.sort(batch_idx, stable=True)
     return order.to(torch.int32), row_pointers(systems, n_systems)
 
 
 def row_pointers(index: torch.Tensor, n: int) -> torch.Tensor:
-    """Row pointers (n + 1,) of an ascending ``index``: the first place of each of 0, 1, ... n, or of the next."""
+    """Row pointers (n + 1,) of an ascending ``index``: the first place of an entry of at least 0, 1, ... n."""
     numbers = torch.arange(n + 1, dtype=index.dtype, device=index.device)
     return torch.searchsorted(index.contiguous(), numbers, out_int32=True)
 
@@ -130,7 +130,7 @@ def system_sums(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
 
 
 def totals(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
-    """The same as `system_sums`, at less cost for one system, where torch chooses the order of the sum."""
+    """The same as `system_sums`, at less cost for one system: there torch chooses the order of the sum."""
     return values.sum(0, keepdim=True) if n_systems == 1 else system_sums(values, batch_idx, n_systems)
 
 
@@ -142,7 +142,7 @@ def totals(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int)
 def spread_systems(per_system: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> torch.Tensor:
     """For each atom the value (n_atoms, ...) of its system in ``per_system`` (n_systems, ...).
 
-    The transpose of `system_sums`, and unlike indexing itself with a reproducible derivative on a GPU.
+    The transpose of `system_sums`. Unlike plain indexing it has a reproducible derivative on a GPU.
     """
     if batch_idx is None:
         return per_system.expand(n_atoms, *per_system.shape[1:]).clone()

@@ -59,13 +59,13 @@ def coulomb_energy(
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
         Channels do not interact with each other.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, or None
-        None without periodicity.
+        None for systems that are not periodic.
     cutoff : float, length
         Pairs at this distance or farther are left out.
     alpha : float or (n_systems,) tensor, 1/length, optional
-        Damping. 0 (the default): none.
+        Damping; 0, the default, for the bare interaction.
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
-        As for `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built.
+        As for `nvalchemiops.torch.interactions.pair.PairPotential`. If no neighbors are given, a list is built.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     domain : Domain, optional
@@ -73,9 +73,9 @@ def coulomb_energy(
     dipoles : (n_atoms, 3) or (n_atoms, n_channels, 3) tensor, charge length, optional
     quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
     widths : float or (n_atoms,) tensor, length, optional
-        Further sources, as for `ewald_summation`: the energy is that of moments in each other's potential
-        ``erfc(α r) / r``. For Gaussians without damping it is ``erf(a r) / r`` with ``a = 1 / sqrt(2 (s_i² + s_j²))``;
-        with damping the short-range part of that, ``erf(a r) / r - erf(α r) / r``.
+        Further sources, as for `ewald_summation`. Points interact by ``erfc(α r) / r``. Gaussians interact by
+        ``erf(a r) / r`` with ``a = 1 / sqrt(2 (s_i² + s_j²))``, or with damping by the short-range part of this,
+        ``erf(a r) / r - erf(α r) / r``.
 
     Returns
     -------
@@ -169,7 +169,7 @@ def _sum(
     request: PairRequest,
     num_systems: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Sum a formula of charges ``q`` and, optionally, damping ``alpha``; by a plan where it repeats."""
+    """Sum a formula of charges ``q`` and, optionally, damping ``alpha``; by a plan if the call repeats."""
     domain = atoms.domain
     by_system = request.by_system or formula.global_parameters != ()
 
@@ -195,7 +195,7 @@ def _sum(
 def _moments(
     atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
-    """Energies of moments, Gaussians or several charges, and what is requested; without ``alpha`` bare."""
+    """Energies of moments, Gaussians or several charges, and the requested derivatives; bare without ``alpha``."""
     domain = atoms.domain
 
     def system_of(here: System, near: GivenNeighbors) -> PairSystem:
@@ -238,12 +238,12 @@ def _moments(
 def coulomb_of_sources(
     atoms: System, given: GivenNeighbors, cutoff: float | None, *, compute_virial: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Bare Coulomb energies of sources, with all first derivatives; without a cutoff of all pairs given.
+    """Bare Coulomb energies of sources, with all first derivatives; without a cutoff all given pairs are summed.
 
     Returns
     -------
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
-        Gradients by the sources that there are; the virial if requested, as from `ewald_summation`.
+        Gradients by the sources that the system has; the virial if requested, as from `ewald_summation`.
     """
     request = PairRequest(True, ("charges", "dipoles", "quadrupoles"), compute_virial)
     return _moments(atoms, NO_CUTOFF if cutoff is None else cutoff, None, given, request)
@@ -253,7 +253,7 @@ _reach = functools.partial(checks.check_positive, "cutoff")
 
 
 def _damping(alpha: Any) -> Any:
-    """Alpha; raise unless it is finite and not negative, or where a tensor cannot be read, let it be NaN instead."""
+    """Alpha. Raise unless it is finite and non-negative; if a tensor cannot be read, replace bad values by NaN."""
     if not isinstance(alpha, torch.Tensor):
         allowed = 0.0 <= checks.as_float("alpha", alpha) < math.inf
     elif not may_read(alpha):
@@ -262,7 +262,7 @@ def _damping(alpha: Any) -> Any:
         numbers = on_host(alpha)
         allowed = bool(((numbers >= 0.0) & (numbers < math.inf)).all())
     if not allowed:
-        raise ValueError("`alpha` must not be negative, and finite")
+        raise ValueError("`alpha` must be finite and non-negative")
     return alpha
 
 
@@ -296,19 +296,20 @@ def dsf_coulomb(
     positions : (n_atoms, 3) tensor, float32 or float64, length
     charges : (n_atoms,) tensor, charge
     cutoff : float, length
-        Where energies and forces of pairs become zero.
+        Distance at which energies and forces of pairs become zero.
     alpha : float or (n_systems,) tensor, 1/length, optional
         Damping; 0 gives shifted forces without damping.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
-        As for `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built.
+        As for `nvalchemiops.torch.interactions.pair.PairPotential`. If no neighbors are given, a list is built.
     compute_forces, compute_virial : bool, optional
     num_systems : int, optional
-        Taken from the cell by default, without one from the largest entry of ``batch_idx``, which is read.
+        By default the number of cells; without a cell it follows from the largest entry of ``batch_idx``, which is read
+        on the host.
     device : torch.device or str, optional
-        Compared with the device of the tensors.
+        Must be the device of the tensors.
     domain : Domain, optional
         The system is divided among ranks, as for `ewald_summation`.
 

@@ -1,6 +1,6 @@
-"""The driver of all Ewald sums: checks arguments once, chooses missing parameters, makes the terms and adds them up.
+"""The driver of all Ewald sums: it checks arguments once, chooses missing parameters, and adds up the terms.
 
-The long-range part is an argument: a `LongRange`, made of the arguments of a public function for the checked system.
+The long-range part is a `LongRange`, made from the arguments of a public function and the checked system.
 """
 
 import functools
@@ -36,7 +36,7 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
     """The sum of all terms; over all pairs if there is no periodic axis."""
     atoms, options = asked.atoms, asked.options
     if torch.compiler.is_compiling() and isinstance(atoms.cell, torch.Tensor):
-        if isinstance(options.alpha, float):  # a tensor, since each number would be another graph
+        if isinstance(options.alpha, float):  # a tensor, since each number would be compiled as another graph
             alpha = per_system("alpha", options.alpha, atoms.cell.reshape(-1, 3, 3).shape[0], atoms.cell.device)
             asked = asked._replace(options=options._replace(alpha=alpha))
         if asked.request.hybrid:
@@ -64,11 +64,11 @@ def is_listed(neighbors: GivenNeighbors) -> bool:
 
 
 Terms = Callable[[EwaldSum], tuple[Any, ...]]
-"""Gives the terms of a sum, the system that was checked, and perhaps more."""
+"""A function that returns the terms of a sum, the checked system, and possibly more."""
 
 
 def _sum(name: str, terms_of: Terms, asked: EwaldSum, along: bool) -> tuple[torch.Tensor, ...]:
-    """The sum of terms, by a plan where it repeats; first derivatives may come ``along``."""
+    """The sum of terms, by a plan if the call repeats; first derivatives may come ``along`` with the energies."""
 
     def prepare(here: EwaldSum) -> engine.Body:
         terms, system, *_ = terms_of(here)
@@ -87,9 +87,9 @@ SOURCES = ("charges", "dipoles", "quadrupoles")
 def _described(
     name: str, prepare: Callable[[EwaldSum], engine.Body], asked: EwaldSum, along: bool
 ) -> engine.Call | None:
-    """The call of a sum, whose arguments are checked by ``prepare``; None if they are to be checked before.
+    """The call of a sum whose arguments ``prepare`` checks; None if they must be checked beforehand.
 
-    Neighbors are given, or none are needed.
+    Neighbors are given or not needed.
     """
     method, given, atoms, neighbors, request, options = asked
     if atoms.domain is not None or not asked.is_constant or (neighbors and not is_listed(neighbors)):
@@ -100,7 +100,7 @@ def _described(
         names = ("positions", *[name for name in SOURCES if getattr(atoms, name) is not None], "cell")
         inputs = tuple([getattr(atoms, name) for name in names])
     for value in inputs:
-        # what is wrong raises there
+        # bad arguments raise there
         if not isinstance(value, torch.Tensor) or value.dtype is not inputs[0].dtype or value.ndim == 0:
             return None
         if value is not inputs[-1] and value.shape[0] != inputs[0].shape[0]:
@@ -134,7 +134,7 @@ def _described(
 
 
 def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[Any, float | None, Rows | None, float]:
-    """What is given of alpha, cutoff, neighbors and accuracy; with a domain the rest must be the ``same`` on ranks."""
+    """The given alpha, cutoff, neighbors and accuracy, checked; with a domain, ``same`` must agree on all ranks."""
     alpha, accuracy, cutoff = asked.options[:3]
     accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
@@ -153,7 +153,7 @@ def split(
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
     if not long_range.is_given:
         long_range = long_range.chosen(system, alpha, found.target)
-    # the list of a domain goes further, by a skin
+    # the list of a domain reaches to cutoff + skin
     return long_range, alpha, found.rows, None if system.domain is None else found.cutoff
 
 
@@ -193,7 +193,7 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
 
 
 def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The sum where these systems (n_systems,) are open, and the others periodic."""
+    """The sum of a batch in which the systems marked by ``is_open`` (n_systems,) are open, the others periodic."""
     atoms, request, options = asked.atoms, asked.request, asked.options
     check_gradients(request, atoms)
     if atoms.domain is not None:
@@ -208,14 +208,14 @@ def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Te
         return results
     energies, *others = results
     for value in (atoms.cell, options.alpha):
-        # also where no system is periodic, energies have derivatives by these, of zero
+        # even if no system is periodic, energies have derivatives by these tensors, which are zero
         if isinstance(value, torch.Tensor) and value.requires_grad:
             energies = energies + value.reshape(-1)[:0].sum().to(energies)
     return (energies, *others)
 
 
 def _over_all_pairs(asked: EwaldSum, n_systems: int) -> tuple[torch.Tensor, ...]:
-    """The sum where all systems are open."""
+    """The sum of a batch in which all systems are open."""
     options = asked.options
     system = open_system(asked.atoms, options.exclusions, options.exclusion_factors, n_systems)
     keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
@@ -254,7 +254,7 @@ def check_dielectric(surface_dielectric: Any) -> float | None:
 
 
 def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielectric: float | None = None) -> None:
-    """Raise for another potential with sources beside charges, or with a surface."""
+    """Raise if a potential other than Coulomb's is combined with sources besides charges, or with a surface."""
     if potential is COULOMB:
         return
     if not system.of_points:
@@ -264,7 +264,7 @@ def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielect
 
 
 def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: Any) -> None:
-    """Raise if functions of a potential hold tensors by which a rank has its share of the gradient alone."""
+    """Raise if functions of a potential hold tensors whose gradient on each rank would be only a share."""
     if system.domain is None or potential.is_constant or not torch.is_grad_enabled():
         return
     splitting = given_alpha(alpha, system).detach().unsqueeze(1)
@@ -273,15 +273,15 @@ def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: 
     values += [] if potential.slope is None else [potential.slope(k2, splitting)]
     if any(map(has_shares_of_gradients, values)):
         raise ValueError(
-            "`potential` holds a tensor that requires a gradient, of which each rank would have its share: with a "
-            "`domain` let its functions use `domain.replicated(tensor)`, or detach it"
+            "`potential` holds a tensor that requires a gradient, and each rank would have only a share of this "
+            "gradient: with a `domain` let its functions use `domain.replicated(tensor)`, or detach it"
         )
 
 
 def long_range_part(asked: EwaldSum) -> Tensors:
     """The long-range term and the self energies.
 
-    With ``self_interaction`` and without widths, that of the long-range part is kept.
+    With ``self_interaction`` and without widths, the self energy of the long-range part is kept.
     """
     return one_or_several(_sum("long-range part", _long_range_terms, asked, asked.is_constant))
 
@@ -366,6 +366,6 @@ def _pairs_alone(n_charges: int) -> Formula:
 
 
 def given_neighbors(*values: Any) -> GivenNeighbors:
-    """List or matrix as the public sums take them: the fields up to ``half_list``, in their order."""
+    """Neighbors from the arguments of the public sums: the fields up to ``half_list``, in their order."""
     fields: Any = (*values, "neighbor_shifts", "mask_value")
     return GivenNeighbors(*fields)

@@ -53,82 +53,86 @@ def ewald_summation(
     self_interaction: bool = False,
     surface_dielectric: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Coulomb energy of point charges that repeat in three directions, by Ewald's sum.
+    """Coulomb energy of point charges in systems that are periodic in three directions, by Ewald's sum.
 
-    Atom i has the energy ``q_i φ_i / 2``, with its share of the self interaction and of the uniform background that
-    neutralises a charged cell (energy ``-π Q² / (2 α² V)``, which makes the total independent of α).
+    Atom i has the energy ``q_i φ_i / 2``. This includes its share of the self interaction and of the uniform background
+    that neutralises a charged cell (energy ``-π Q² / (2 α² V)``, which makes the total independent of α).
 
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
-        Inside the cell or not.
+        Atoms may lie outside the cell.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
-        Channels do not interact with each other; they share the work that depends on positions only.
+        Channels do not interact with each other. They share the work that depends on positions alone.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
-        Rows are lattice vectors, in either handedness. None where ``pbc`` is False: such systems need no cell.
+        Rows are lattice vectors, left-handed or right-handed. May be None if ``pbc`` is False along all axes.
     alpha : float or (n_systems,) tensor, 1/length, optional
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
     k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length, optional
-        K-vectors of the cell, as from `generate_k_vectors_ewald_summation`. They say which ones are used; their
-        values are computed from the cell again, so that its gradients are complete. Of k and -k one is enough.
+        K-vectors of the cell, as from `generate_k_vectors_ewald_summation`. Their Miller indices select the terms of
+        the sum; their values are recomputed from the cell, so that gradients by the cell are complete. One vector of
+        each pair k and -k is enough.
     k_cutoff : float or (n_systems,) tensor, 1/length, optional
-        Use all k-vectors up to this length. By default what ``accuracy`` needs at this alpha.
+        Use all k-vectors up to this length. By default the length that ``accuracy`` needs at this alpha.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
-        Full list of pairs (2, n_pairs) sorted by the first atom, the first pair of each atom (n_atoms + 1,),
-        images (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`. All pairs in it are summed.
-        Without neighbors given they are built.
+        Full list of pairs (2, n_pairs) sorted by the first atom, index of the first pair of each atom (n_atoms + 1,),
+        and periodic images (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`. All pairs in the list
+        are summed. If no neighbors are given, a list is built.
     neighbor_matrix, neighbor_matrix_shifts, mask_value : optional
-        The same as matrix (n_atoms, width), (n_atoms, width, 3), and the value of padding (n_atoms by default).
+        The neighbors as a matrix (n_atoms, width), images (n_atoms, width, 3), and the padding value (n_atoms by
+        default).
     compute_forces, compute_charge_gradients, compute_virial : bool, optional
         Return forces ``-dE/dR`` at fixed charges, ``dE/dq``, and ``-dE/dstrain``.
     accuracy : float, optional
-        RMS error of the forces to aim at, relative to their RMS. Without ``alpha`` it is typically met within a factor
-        of 3; very small systems do better, nearly cancelling forces and some virials worse.
+        Target for the RMS error of the forces, relative to the RMS of the forces. Without ``alpha`` it is typically met
+        within a factor of 3. Errors are smaller for very small systems, and larger for nearly cancelling forces and
+        some virials.
     hybrid_forces : bool, optional
-        Results depend on positions, cell and alpha as on constants: gradients flow through the charges alone. For
-        charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
+        Treat positions, cell and alpha as constants: gradients flow through the charges alone. If the charges depend on
+        the geometry, the total force is the sum of the explicit forces and minus the gradient of this energy.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         True along all axes, or with ``slab_correction`` along all but one. In a system without any periodic axis all
-        pairs are summed, whatever neighbors are given; in compiled graphs, which cannot read this, it is NaN, and
-        transforms of ``torch.func`` refuse it.
+        pairs are summed, and given neighbors are ignored. Compiled graphs cannot read ``pbc``: there the results of
+        such a system are NaN. Transforms of ``torch.func`` raise an error for it.
     slab_correction : bool, optional
         Add `compute_slab_correction` for systems with an open axis.
     miller_bounds : (int, int, int), optional
-        Use the box of k-vectors up to these Miller indices. Shapes then depend on nothing else.
+        Use the box of k-vectors up to these Miller indices. Their number then does not depend on the cell.
     miller_indices : (n_k, 3) int tensor or WaveVectors, optional
-        Use these k-vectors. `WaveVectors` are prepared by `prepare_wave_vectors`; then nothing is read on the host.
+        Use these k-vectors. With `WaveVectors` from `prepare_wave_vectors` no values are read on the host.
     energy_reduction : {"atom", "system"}, optional
         Energies per atom (n_atoms,), or summed over systems (n_systems,).
     cutoff : float, length, optional
-        Reach of the given list (all pairs closer than this are in it), or to which the list is built.
+        Cutoff of the given list, which must hold all pairs closer than this, or of the list that is built.
     half_list : bool, optional
         The list has each pair once.
     exclusions : (2, n_pairs) int tensor, optional
-        Pairs of atoms, each once, whose nearest images do not interact.
+        Pairs of atoms, each listed once, whose nearest images do not interact.
     exclusion_factors : (n_pairs,) tensor, optional
-        Factors of their interaction, zero by default.
+        Scale the interaction of the excluded pairs by these factors, zero by default.
     potential : LongRangePotential, optional
-        Another interaction, such as `power_law(6)` for dispersion. Parameters are then required: error models are for
-        the Coulomb potential only.
+        Another interaction, such as `power_law(6)` for dispersion. Parameters are then required, because the error
+        models hold for the Coulomb potential only.
     domain : Domain, optional
         The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank owns,
-        and results by systems are complete on all ranks.
+        and results per system are complete on all ranks.
     dipoles : (n_atoms, 3) or (n_atoms, n_channels, 3) tensor, charge length, optional
-        With the channels of the charges.
+        With channels if the charges have channels.
     quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
-        Second moments ``∫ ρ x x^T``, of which the symmetric traceless part counts: 2/3 of Buckingham's Θ.
+        Second moments ``∫ ρ x x^T``. Only the symmetric traceless part is used, which is 2/3 of Buckingham's Θ.
     widths : float or (n_atoms,) tensor, length, optional
-        Standard deviations of Gaussian charge distributions, of all moments of an atom alike; zero for points.
+        Standard deviations of Gaussian charge distributions, the same for all moments of an atom; zero for points.
     compute_dipole_gradients, compute_quadrupole_gradients : bool, optional
-        Return ``dE/dμ`` (minus the field) and ``dE/dQ`` (half the gradient of minus the field, symmetric and
-        traceless). Torques follow: ``-(μ x dE/dμ)_a - 2 Σ ε_abc (Q dE/dQ)_bc``.
+        Return ``dE/dμ`` (minus the field) and ``dE/dQ`` (minus half the gradient of the field, symmetric and
+        traceless). The torque is ``-(μ x dE/dμ)_a - 2 Σ ε_abc (Q dE/dQ)_bc``.
     self_interaction : bool, optional
-        Keep the energy of each Gaussian with itself. Needs positive ``widths``.
+        Include the energy of each Gaussian with itself. Needs positive ``widths``.
     surface_dielectric : float, optional
-        Dielectric constant of what surrounds a sphere of many cells: adds ``2π/((2ε + 1) V) M²`` with the dipole
-        ``M = Σ q x + μ`` of the cell, positions as they are given. By default a conductor, without this term.
+        Dielectric constant ε of the medium around a sphere of many cells. Adds ``2π/((2ε + 1) V) M²`` with the dipole
+        ``M = Σ q x + μ`` of the cell, from the positions as given. By default the medium is a conductor, for which this
+        term vanishes.
 
     Returns
     -------
@@ -138,10 +142,10 @@ def ewald_summation(
     charge_gradients : tensor like ``charges``, charge/length, if requested
     dipole_gradients, quadrupole_gradients : tensors like ``dipoles`` and ``quadrupoles``, if requested
     virial : (n_systems, 3, 3) tensor, charge²/length, if requested
-        At fixed Cartesian dipoles and quadrupoles, with which it is not symmetric.
+        At fixed Cartesian dipoles and quadrupoles. With these sources it is not symmetric.
 
-    The dtype follows ``positions``. All are differentiable to any order in positions, charges, dipoles, quadrupoles,
-    cell and alpha.
+    The dtype is that of ``positions``. All results are differentiable to any order in positions, charges, dipoles,
+    quadrupoles, cell and alpha.
 
     Raises
     ------
@@ -152,21 +156,23 @@ def ewald_summation(
     -----
     AccuracyWarning
         Without ``alpha``, the given k-vectors and the reach of the list together miss the accuracy by more than a
-        factor of 2: the message says which error to expect, as `estimate_errors` does.
+        factor of 2. The message states the expected error, as from `estimate_errors`.
     NeighborListWarning
-        Without ``alpha`` and ``cutoff``, the list does not hold both directions of each pair. What it holds is summed.
+        Without ``alpha`` and ``cutoff``, the list does not hold both directions of each pair. The pairs in it are
+        summed.
 
     Notes
     -----
-    Without ``alpha``: a list whose reach (``cutoff``, else its largest distance) covers the ``real_space_cutoff`` of
-    `estimate_ewald_parameters` leads to the alpha of that estimate with these charges; with a shorter one alpha grows
-    until ``accuracy`` is met at that reach. If given k-vectors are too few for this alpha, it is smaller: the largest
-    for which they suffice if the list reaches far enough, else that at which both parts miss the accuracy by the same
-    factor. The reach of a list is at least its largest distance, so say ``cutoff`` for small molecules in
-    large cells: it saves k-vectors. With ``alpha`` given, the reach of the list is not checked.
+    Without ``alpha`` it is chosen as follows. The reach of a list is ``cutoff``, or without it the largest distance in
+    the list. If the reach covers the ``real_space_cutoff`` of `estimate_ewald_parameters`, alpha is that of this
+    estimate with these charges. With a shorter list, alpha grows until ``accuracy`` is met at the reach of the list. If
+    k-vectors are given and too few for this alpha, a smaller one is used: the largest alpha for which they suffice, if
+    the list reaches far enough; otherwise the alpha at which both parts miss the accuracy by the same factor. For small
+    molecules in large cells the largest distance in the list may be much shorter than its cutoff: give ``cutoff``,
+    which saves k-vectors. With ``alpha`` given, the reach of the list is not checked.
 
-    Which k-vectors there are depends on the cell, which is read on the host, unless ``miller_bounds`` are given; so
-    are sizes of systems where alpha or neighbors are left open. Inside ``torch.compile`` give alpha or ``cutoff``.
+    The set of k-vectors depends on the cell, which is read on the host unless ``miller_bounds`` are given. Sizes of
+    systems are read on the host if alpha or neighbors are not given. Inside ``torch.compile`` give alpha or ``cutoff``.
 
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.reciprocal`,
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
@@ -219,14 +225,14 @@ def ewald_real_space(
     alpha : float or (n_systems,) tensor, 1/length
         Splitting parameter.
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, half_list
-        As for `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built, to
+        As for `nvalchemiops.torch.interactions.pair.PairPotential`. If no neighbors are given, a list is built to
         ``cutoff``.
     mask_value : int, optional
-        The value of padding; n_atoms by default.
+        The padding value; n_atoms by default.
     batch_idx, compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction
         As for `ewald_summation`.
     cutoff : float, length, optional
-        Pairs at this distance or farther are left out. By default all pairs in the list count.
+        Pairs at this distance or farther are left out. By default all pairs in the list are summed.
     dipoles, quadrupoles, widths, compute_dipole_gradients, compute_quadrupole_gradients, domain
         As for `ewald_summation`.
 
@@ -268,7 +274,7 @@ def ewald_reciprocal_space(
     self_interaction: bool = False,
     domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Reciprocal part of the Ewald sum, with self energies and background: all that `ewald_real_space` leaves out.
+    """Reciprocal part of the Ewald sum, with self energies and background: all terms but `ewald_real_space`.
 
     Parameters
     ----------

@@ -1,17 +1,19 @@
-"""The electrostatic potential at atoms with its derivatives, seen through Gaussians, as models feed it back.
+"""The electrostatic potential at atoms and its derivatives, averaged over Gaussians: features for models.
 
-A receiver of standard deviation s at atom i sees the potential ``∫ φ(x) g_s(x - x_i) dx``, and derivatives by x_i. So
-sources of widths s_j act by ``erf(a r)/r`` with ``a = 1/√(2 (s² + s_j²))``. That is divided as in Ewald's sum: the
-long-range part ``erf(α r)/r`` is the same for all receivers, and evaluated once; the rest is a sum over pairs for each.
+A receiver of standard deviation s at atom i has the potential ``∫ φ(x) g_s(x - x_i) dx``, with derivatives by x_i. A
+source of width s_j therefore acts by ``erf(a r)/r`` with ``a = 1/√(2 (s² + s_j²))``. This is split as in Ewald's sum:
+the long-range part ``erf(α r)/r`` is the same for all receivers and evaluated once; the short-range part is a sum over
+pairs for each receiver.
 
-The long-range part includes what an atom sees of itself, which is for moments (q, μ, Q) with ``b_n = 2a/√π (2a²)^n /
-(2n + 1)`` the potential ``b_0 q``, the gradient ``b_1 μ`` and second derivatives ``b_2 Q - b_1 q``, with α for a. In a
-periodic system the average potential is zero, so that in a charged cell receivers see ``2π/V Σ_j q_j (s² + s_j²)`` more
-than points in points do (`nvalchemiops.torch.interactions.electrostatics.terms.moments`).
+The long-range part includes the potential of the atom itself, which is subtracted. For moments (q, μ, Q) and with
+``b_n = 2a/√π (2a²)^n / (2n + 1)`` at a = α, it has the potential ``b_0 q``, the gradient ``b_1 μ`` and the second
+derivatives ``b_2 Q - b_1 q``. In a periodic system the average potential is zero. In a charged cell the potential of
+Gaussians is therefore larger than that of points, by ``2π/V Σ_j q_j (s² + s_j²)``
+(`nvalchemiops.torch.interactions.electrostatics.terms.moments`).
 
-Exclusions, slabs and surfaces add the gradients of their energies by charges, dipoles and quadrupoles, which is what
-points see. The potential of the slab correction is a polynomial of second order along the normal, of which a Gaussian
-sees ``s²/2`` times the second derivative besides.
+Exclusions, slabs and surfaces add the gradients of their energies by charges, dipoles and quadrupoles, which are the
+potential at a point and its derivatives. The potential of the slab correction is a polynomial of second order along the
+normal: its average over a Gaussian is larger by ``s²/2`` times its second derivative.
 """
 
 import math
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class Potentials(NamedTuple):
-    """Potentials at atoms, for each receiver; channels are there if the charges have them.
+    """Potentials at atoms, for each receiver, with channels if the charges have channels.
 
     Attributes
     ----------
@@ -102,46 +104,47 @@ def electrostatic_potential(
     exclusion_factors: torch.Tensor | None = None,
     domain: "Domain | None" = None,
 ) -> Potentials:
-    """Potential, gradient and second derivatives at all atoms, seen through Gaussian receivers.
+    """Potential, gradient and second derivatives at all atoms, averaged over Gaussian receivers.
 
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
-        Periodic along all vectors. Without one systems are open, and pairs are summed directly.
+        Periodic along all vectors. Without a cell the systems are open, and pairs are summed directly.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     dipoles, quadrupoles, widths
         Other sources, as for `ewald_summation`.
     receiver_widths : sequence of float or (n_receivers,) tensor, length, optional
-        Standard deviations of Gaussian receivers, zero for points. By default one receiver with the width of the source
-        of the atom: then ``(q φ + μ·∇φ + Q:∇∇φ/2) / 2`` is the energy of the atom.
+        Standard deviations of Gaussian receivers, zero for points. By default there is one receiver, with the width of
+        the source of each atom: then ``(q φ + μ·∇φ + Q:∇∇φ/2) / 2`` is the energy of the atom.
     derivatives : {0, 1, 2}, optional
         How many derivatives of the potential to return.
     self_interaction : bool, optional
-        Let an atom see its own Gaussian. Needs positive widths of sources or receivers.
+        Include the potential of the source of the atom itself. Needs positive widths of sources or receivers.
     method : {"ewald", "pme"}, optional
         Long-range part of periodic systems.
     alpha, k_cutoff, mesh_dimensions, spline_order, accuracy
-        As for `ewald_summation` and `particle_mesh_ewald`. Splines need two orders more than there are derivatives.
+        As for `ewald_summation` and `particle_mesh_ewald`. The spline order must exceed ``derivatives`` by at least
+        two.
     cutoff : float, length, optional
-        Reach of the list. By default of an open system: all pairs.
+        Reach of the list. Open systems by default have no cutoff: all pairs are summed.
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
         As for `ewald_summation`.
     pbc, slab_correction, surface_dielectric
         As for `ewald_summation`: the potential is the gradient of the energy with these terms. They need a ``cell``.
         In systems without a periodic axis all pairs are summed.
     exclusions, exclusion_factors
-        As for `ewald_summation`: pairs of atoms that do not see each other's nearest image, or with a factor.
+        As for `ewald_summation`: pairs of atoms whose nearest images do not interact, or are scaled by a factor.
     domain : Domain, optional
-        The system is divided among ranks, as for `ewald_summation`. Open systems need a ``cutoff`` then.
+        The system is divided among ranks, as for `ewald_summation`. Open systems then need a ``cutoff``.
 
     Returns
     -------
     Potentials
-        In the dtype of the positions; differentiable to any order in positions, sources, cell and alpha, with a mesh as
-        often as splines are.
+        In the dtype of the positions. Differentiable in positions, sources, cell and alpha: to any order, or on a mesh
+        as often as the splines are.
 
     Raises
     ------
@@ -177,7 +180,7 @@ ENERGIES = SumRequest(Derivatives(), "atom")
 
 
 class _Seen(NamedTuple):
-    """Widths of receivers, and how many derivatives they see."""
+    """Widths of receivers, and the number of derivatives of the potential."""
 
     receiver_widths: Any
     derivatives: int
@@ -214,7 +217,7 @@ def _of_one_kind(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
 
 
 def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[torch.Tensor, ...]:
-    """The same, each time anew."""
+    """The potentials of `_of_one_kind`, without a plan."""
     atoms, options, domain = asked.atoms, asked.options, asked.atoms.domain
     excluded, dielectric = (options.exclusions, options.exclusion_factors), options.surface_dielectric
     if atoms.cell is None:
@@ -269,7 +272,7 @@ def reciprocal_potential(
     derivatives: int = 1,
     self_interaction: bool = False,
 ) -> Potentials:
-    """The same as a sum over k-vectors alone, for Gaussians of one width: pairs of a receiver have one alpha."""
+    """`electrostatic_potential` by k-vectors alone, for sources of one width: each receiver then has one alpha."""
     atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
     seen = tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths
 
@@ -298,11 +301,11 @@ def reciprocal_potential(
 
 
 def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem) -> tuple[Rows, float | None]:
-    """Neighbors, and their reach where they are to end sooner than the list."""
+    """Neighbors, and the cutoff of their sum if it is shorter than the reach of the list."""
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     if system.domain is not None:
         if cutoff is None:
-            raise ValueError("`cutoff` is needed for an open system with a `domain`: neighbors are found by it")
+            raise ValueError("`cutoff` is needed for an open system with a `domain`: it sets the range of the search")
         system.domain._splitting(system.positions, None, cutoff, neighbors)
         return system.rows_within(cutoff), cutoff
     rows = rows_of(neighbors, system.positions, periodic=False)
@@ -316,7 +319,7 @@ Receiver = torch.Tensor | None
 
 
 def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
-    """Receivers, each with whether atoms see themselves; raise unless they are Gaussians then."""
+    """Receivers, each with whether the self interaction is kept; raise if it is kept for points."""
     with together(system.domain):
         must_be_same(system.domain, receiver_widths=values, self_interaction=self_interaction)
         if isinstance(values, torch.Tensor) and system.domain is not None:
@@ -337,7 +340,7 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
             of_points = [number == 0.0 and widths is None for number in numbers]
             found = [None if p else torch.full_like(positions[:, 0], s) for s, p in zip(numbers, of_points)]
         if not found or is_wrong:
-            raise ValueError("`receiver_widths` must not be empty, nor negative, and finite")
+            raise ValueError("`receiver_widths` must hold one or more finite, non-negative numbers")
         for receiver in found:
             if not keeps:
                 break
@@ -365,7 +368,7 @@ def _widest(system: ChargedSystem, receivers: list[tuple[Receiver, bool]]) -> Ch
 
 
 def _padded(system: ChargedSystem, derivatives: int) -> ChargedSystem:
-    """The system with moments of this order at least."""
+    """The system with moments padded to at least this order."""
     missing = max(count(derivatives) - system.moments.shape[-1], 0)
     return system._replace(moments=torch.nn.functional.pad(system.moments, (0, missing)))
 
@@ -378,7 +381,7 @@ def _of_term(term: Term, system: ChargedSystem, derivatives: int) -> torch.Tenso
 
 
 def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> torch.Tensor:
-    """The potential of the slab correction, seen by Gaussians of other widths than those of the sources."""
+    """The potential of the slab correction, averaged over Gaussians of other widths than those of the sources."""
     found = _of_term(SlabTerm(), system, 2)
     beyond = torch.zeros_like(found[..., 0])
     for sign, widths in ((0.5, receiver), (-0.5, system.widths)):
@@ -389,7 +392,7 @@ def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> tor
 
 
 def _of_exclusions(system: ChargedSystem, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
-    """What the long-range part has of excluded pairs, taken off."""
+    """Minus the long-range potential of excluded pairs."""
     term = exclusion_term(COULOMB, system, alpha)
     return _of_rows(system, term.rows, term.exclusions, term.radial(False), alpha, None, None, derivatives)
 
@@ -402,7 +405,7 @@ def _of_pairs(
     derivatives: int,
     cutoff: float | None,
 ) -> torch.Tensor:
-    """The same of the pairs, what is beyond the long-range part if there is an alpha."""
+    """The potential of the pairs; with an alpha, without their long-range part."""
     positions, widths = system.positions, system.widths
     gaussians = widths is not None or receiver is not None
     formula = (moment_interaction if alpha is None else moment_short_range)(gaussians)
@@ -435,7 +438,7 @@ def _of_rows(
 def _own_part(
     system: ChargedSystem, alpha: torch.Tensor | None, receiver: Receiver, derivatives: int, keeps: bool
 ) -> torch.Tensor:
-    """What an atom sees of itself, if it does, without what the long-range part has of it."""
+    """The potential of the atom itself, if it is kept, minus its share in the long-range part."""
     found = system.moments.new_zeros((*system.moments.shape[:2], count(derivatives)), dtype=torch.float64)
     if keeps:
         square = _square(receiver, system)
@@ -447,7 +450,7 @@ def _own_part(
 
 
 def _own_potential(system: ChargedSystem, a: torch.Tensor, derivatives: int) -> torch.Tensor:
-    """Derivatives (n_atoms, n_channels, count) of the potential ``erf(a r)/r`` of an atom at its place."""
+    """Derivatives (n_atoms, n_channels, count) of the potential ``erf(a r)/r`` of an atom at its own position."""
     moments = system.moments.to(torch.float64)
     b0, b1, b2 = ((2.0 / math.sqrt(math.pi) * a * (2.0 * a.square()) ** n / (2 * n + 1)) for n in range(3))
     columns = [b0[:, None, None] * moments[..., :1]]
@@ -483,7 +486,7 @@ def _squared(widths: torch.Tensor) -> torch.Tensor:
 
 
 def _potentials(parts: list[torch.Tensor], system: ChargedSystem, derivatives: int) -> tuple[torch.Tensor, ...]:
-    """The fields of `Potentials` that there are, from results of receivers (n_atoms, n_channels, count)."""
+    """The fields of `Potentials` up to this derivative, from results of receivers (n_atoms, n_channels, count)."""
     found = torch.stack(parts, 1).to(system.positions.dtype)
     found = found if system.has_channels else found.squeeze(2)
     results = [found[..., 0]]

@@ -1,4 +1,4 @@
-"""K-vectors of periodic systems: which ones a sum uses, and lists of them for callers."""
+"""K-vectors of periodic systems: the choice for a sum, and lists for callers."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ _POINTS = [
 
 
 class WaveVectors(NamedTuple):
-    """K-vectors of all systems, four of them a point (`nvalchemiops.kernels.fourier`), the origin among them.
+    """K-vectors of all systems, origin included, in groups of four per point (`nvalchemiops.kernels.fourier`).
 
     Attributes
     ----------
@@ -40,11 +40,11 @@ class WaveVectors(NamedTuple):
     point_begin : (n_systems + 1,) int32 tensor
     point_system : (n_points,) int32 tensor
     weights : (n_points, 4) float64 tensor
-        How often each k-vector counts in a sum over all of them; k and -k are one entry.
+        Multiplicity of each k-vector in a sum over all; k and -k share an entry.
     cell : (n_systems, 3, 3) float64 tensor, length, or None
-        For which `prepare_wave_vectors` chose them.
+        The cell for which `prepare_wave_vectors` chose the k-vectors.
     k_cutoff : (n_systems,) float64 tensor, 1/length, or None
-        Up to which length.
+        The length up to which it chose them.
     """
 
     points: torch.Tensor
@@ -61,14 +61,14 @@ class WaveVectors(NamedTuple):
         return largest.scatter_reduce(0, numbers, self.points.to(torch.float64), "amax")
 
     def complete_up_to(self, cell: torch.Tensor) -> torch.Tensor | None:
-        """The length (n_systems,) up to which no k-vector of this cell is missing, if that is known."""
+        """The length (n_systems,) up to which all k-vectors of this cell are included, if that is known."""
         if self.cell is None or self.k_cutoff is None:
             return None
         change = torch.linalg.inv_ex(self.cell).inverse @ cell
         return self.k_cutoff / torch.linalg.matrix_norm(change, 2)
 
     def check(self, cell: torch.Tensor) -> None:
-        """Raise if they are for another number of systems; warn if they do not cover ``k_cutoff`` in this cell."""
+        """Raise if prepared for another number of systems; warn if ``k_cutoff`` is not covered in this cell."""
         n_systems = self.point_begin.shape[0] - 1
         if cell.shape[0] != n_systems:
             raise ValueError(
@@ -94,12 +94,12 @@ class WaveVectors(NamedTuple):
 
 
 MOST_STRETCH = 1.1
-"""Stretch of a cell in any direction from which on a warning says that prepared k-vectors are incomplete. The error of
-a sum at 1e-6 has then grown tenfold."""
+"""Stretch of a cell, in any direction, beyond which a warning says that prepared k-vectors are incomplete. At this
+stretch the error of a sum at 1e-6 has grown tenfold."""
 
 ELSEWHERE = (
-    "If this should not be another cell: what was prepared may come from another process, by buffers that "
-    "DistributedDataParallel makes equal, or by a state dict"
+    "If the cell should be the same: prepared data may come from another process, through buffers that "
+    "DistributedDataParallel synchronises, or from a state dict"
 )
 """The end of messages about data that were prepared for another cell."""
 
@@ -108,19 +108,19 @@ ELSEWHERE = (
 def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """K-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
 
-    Only the origin for a system whose cell is singular or whose length is not positive: its results are NaN.
+    A system with a singular cell, or a length that is not positive, gets only the origin: its results are NaN.
     """
     return _points_within(on_host(cell).astype(np.float64), k_cutoff)
 
 
 @warp_custom_op("nvalchemiops::chosen_points", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
 def chosen_points(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`points_within` for cells in steps: the k-vectors stay the same while the cell changes a little."""
+    """`points_within` for cells rounded in steps: the k-vectors stay the same during small changes of the cell."""
     return _points_within(core.in_steps(on_host(cell).astype(np.float64)), k_cutoff)
 
 
 def _points_within(lattice: np.ndarray, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    # longer ones have too many vectors, whose number must not overflow before it is checked
+    # clipped so that the number of k-vectors does not overflow before it is checked
     lengths = on_host(k_cutoff).astype(np.float64).clip(None, 1e60)
     return _joined(_within([c.tobytes() for c in lattice], lengths.tolist()), k_cutoff.device)
 
@@ -149,14 +149,14 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
 _Points = tuple[np.ndarray, np.ndarray]
 
 MOST_KEPT = 256
-"""Cells, with a length each, whose k-vectors are kept: in a batch, some systems stay as they are."""
+"""How many pairs of a cell and a length have their k-vectors kept: in a batch, some systems stay the same."""
 
 _kept: Kept[_Points] = Kept(MOST_KEPT)
 
 
 @eager
 def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
-    """Points and weights of each system: those from before, and the others together."""
+    """Points and weights of each system: kept ones are reused, all others are computed together."""
     keys = list(zip(cells, lengths))
     found: dict[Any, Any] = {key: _kept.find(key) for key in keys}
     new = [key for key, points in found.items() if points is None]
@@ -169,7 +169,7 @@ def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
 
 
 def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
-    """Points and weights of each system; only the origin where the cell or the length cannot be used."""
+    """Points and weights of each system; only the origin if the cell or the length is not valid."""
     known = lengths > 0.0
     try:
         unit_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
@@ -180,7 +180,7 @@ def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
     points, weights, begin = core.points_within(lattice[known], lengths[known])
     if len(begin) == 2 and known.all():
         return [(points, weights)]
-    # copies, or each would hold the memory of all
+    # copies: views would keep the memory of all systems alive
     each = iter([(points[i:j].copy(), weights[i:j].copy()) for i, j in itertools.pairwise(begin)])
     return [next(each) if is_known else core.points_of_indices(np.zeros((0, 3), np.int64)) for is_known in known]
 
@@ -206,19 +206,19 @@ def _joined(lists: Sequence[_Points], device: torch.device) -> tuple[torch.Tenso
 def generate_ewald_miller_indices(
     cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
 ) -> torch.Tensor:
-    """Miller indices of a box of k-vectors that holds all those up to ``k_cutoff``, one of each k and -k.
+    """Miller indices of a box that holds all k-vectors up to ``k_cutoff``, one of each pair k and -k.
 
     Parameters
     ----------
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
     k_cutoff : float or (n_systems,) tensor, 1/length
     miller_bounds : (int, int, int), optional
-        Largest index along each axis, instead of those that follow from ``k_cutoff``. Then nothing is read on the host.
+        Largest index along each axis. By default it follows from ``k_cutoff``, and values are read on the host.
 
     Returns
     -------
     (n_k, 3) int64 tensor
-        The same for all systems of a batch. The first index that is not zero is positive; the origin is not among them.
+        The same for all systems of a batch. The first non-zero index of each row is positive; the origin is left out.
 
     Raises
     ------
@@ -248,7 +248,7 @@ def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tens
     Returns
     -------
     (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length
-        Rows k with ``k @ cell[a] = 2 π n_a``. One system has no leading dimension.
+        Rows k with ``k @ cell[a] = 2 π n_a``. There is no leading dimension for one system.
 
     Raises
     ------
@@ -265,16 +265,15 @@ def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tens
 def generate_k_vectors_ewald_summation(
     cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
 ) -> torch.Tensor:
-    """K-vectors (n_k, 3) or (n_systems, n_k, 3), 1/length, for `ewald_summation`: those of Miller indices.
+    """K-vectors (n_k, 3) or (n_systems, n_k, 3), 1/length, for `ewald_summation`.
 
-    The result of `k_vectors_from_miller_indices` for that of `generate_ewald_miller_indices`, which has the same
-    arguments.
+    Calls `generate_ewald_miller_indices`, which has the same arguments, then `k_vectors_from_miller_indices`.
     """
     return k_vectors_from_miller_indices(cell, generate_ewald_miller_indices(cell, k_cutoff, miller_bounds))
 
 
 _SQUARE_AT_ORIGIN = 1e-12
-"""In 1/length², where 0 would make NaN of what callers divide by it, and of their gradients: as clients know it."""
+"""Value of k² at the origin, 1/length². Callers divide by k², and 0 would give NaN in values and gradients."""
 
 
 def generate_k_vectors_pme(
@@ -287,13 +286,13 @@ def generate_k_vectors_pme(
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
     mesh_dimensions : (int, int, int)
     reciprocal_cell : (3, 3) or (n_systems, 3, 3) tensor, 1/length, optional
-        ``2 π`` times the inverse of the cell, if it is known.
+        ``2 π`` times the inverse of the cell; by default it is computed.
 
     Returns
     -------
     k_vectors : ([n_systems,] n_x, n_y, n_z // 2 + 1, 3) tensor, 1/length
     k_squared : ([n_systems,] n_x, n_y, n_z // 2 + 1) tensor, 1/length²
-        Not zero but 1e-12 at the origin, so that callers may divide by it.
+        At the origin 1e-12 instead of zero, so that callers may divide by it.
     """
     lattice = check_cells_alone(cell)
     dimensions = check_mesh(mesh_dimensions)
@@ -324,9 +323,9 @@ def generate_k_squared_pme(
 def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> WaveVectors:
     """Choose the k-vectors up to a length once, for repeated calls: ``miller_indices`` of `ewald_summation`.
 
-    They are kept as integers, so that the cell may change, and energies are continuous in it. Reads values on the host.
-    Where it is longer by more than a tenth in some direction, k-vectors up to ``k_cutoff`` are missing: on a CPU an
-    `AccuracyWarning` says so.
+    They are kept as integers, so that energies are continuous when the cell changes. Reads values on the host. If the
+    cell later becomes longer by more than a tenth in some direction, k-vectors up to ``k_cutoff`` are missing: on a CPU
+    the sum then issues an `AccuracyWarning`.
 
     Parameters
     ----------
@@ -378,7 +377,7 @@ def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
     except TypeError:
         raise TypeError(f"`miller_bounds` must be three whole numbers, got {miller_bounds!r}") from None
     if len(bounds) != 3 or min(bounds) < 0:
-        raise ValueError(f"`miller_bounds` must be three numbers from 0 on, got {bounds}")
+        raise ValueError(f"`miller_bounds` must be three non-negative integers, got {bounds}")
     _check_number("miller_bounds", bounds)
     return bounds
 
@@ -387,7 +386,7 @@ def _check_number(name: str, bounds: Any) -> None:
     """Raise if a box of Miller indices holds more than `MOST_VECTORS` vectors; ``name`` is the argument to blame."""
     n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
     if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
-        raise ValuesError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it in this cell")
+        raise ValuesError(f"`{name}`: this cell has {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it, which is too many")
 
 
 def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:

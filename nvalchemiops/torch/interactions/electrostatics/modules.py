@@ -20,7 +20,7 @@ from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, System, long_a
 
 
 def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | None:
-    """A positive number, or one for each system, as a tensor (1,) or (n_systems,); None is chosen in each call."""
+    """A positive number, or one for each system, as a tensor (1,) or (n_systems,); None if each call chooses it."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
@@ -30,16 +30,16 @@ def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | 
 
 
 def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
-    """Raise if the potential of a saved module was another one; two without an exponent cannot be told apart."""
+    """Raise if the saved module had another potential; two potentials without an exponent cannot be told apart."""
     if potential.exponent != exponent:
         saved, here = ("user-defined" if p is None else f"1/r^{p}" for p in (exponent, potential.exponent))
         raise ValueError(f"`potential` is {here}, but {saved} in the state dict")
 
 
 def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
-    """The value that data were prepared for; raise if the module's parameter has changed since.
+    """The value for which data were prepared; raise if the parameter of the module has changed since.
 
-    Where values cannot be read, NaN in the place of an error.
+    If values cannot be read, a changed one becomes NaN instead.
     """
     value = per_system(name, value, prepared.shape[0], prepared.device)  # callers may have set a number
     if may_read(value) and torch.equal(values_of(value), prepared):
@@ -54,7 +54,7 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
 
 
 class _ConfiguredSum(ExactModule):
-    """Base of both modules: alpha, the reach of lists, the accuracy, the potential, and what is prepared for a cell."""
+    """Base of both modules: alpha, the reach of lists, the accuracy, the potential, and data prepared for a cell."""
 
     alpha: torch.Tensor | None
     _trainable: tuple[str, ...] = ("alpha",)
@@ -76,7 +76,7 @@ class _ConfiguredSum(ExactModule):
         return None if self._prepared is None else self._prepared.cell
 
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
-        """The sum of tensors, by the function that the module configures."""
+        """Call the function that the module configures."""
         raise NotImplementedError
 
     @engine.with_own_plans
@@ -89,28 +89,28 @@ class _ConfiguredSum(ExactModule):
         neighbors: Neighbors | None = None,
         **options: Any,
     ) -> Any:
-        """Evaluate the sum, for a system and its neighbors or for tensors one by one.
+        """Evaluate the sum, for a system and its neighbors or for separate tensors.
 
         Parameters
         ----------
         positions : System, or (n_atoms, 3) tensor
-            A system without a cell is not periodic: its sum is over all pairs, as with ``pbc=False``.
-        charges : tensor, or Neighbors with a system
-        cell : tensor, without a system
+            A system without a cell is not periodic: all pairs are summed, as with ``pbc=False``.
+        charges : tensor, or Neighbors after a System
+        cell : tensor, only without a System
         neighbors : Neighbors, optional
-            With a system: those that are summed. Without them they are built.
+            With a System: the neighbors to sum. By default a list is built.
         **options
             Other arguments of the function that the module configures.
 
         Returns
         -------
         Results
-            For a system, with names; for tensors what the function returns.
+            For a system, results by name; for tensors, the results of the function.
 
         Raises
         ------
         ValueError
-            Neighbors that do not reach as far as the ``cutoff`` that belongs to ``alpha``.
+            The neighbors do not reach to the ``cutoff`` that belongs to ``alpha``.
         """
         if not isinstance(positions, System):
             if neighbors is not None:
@@ -141,12 +141,12 @@ class EwaldSummation(_ConfiguredSum):
     Parameters
     ----------
     alpha : float or (n_systems,) tensor, 1/length, optional
-        Without it each call chooses one, and k-vectors, for ``accuracy``.
+        By default each call chooses alpha and k-vectors for ``accuracy``.
     k_cutoff : float or (n_systems,) tensor, 1/length, optional
     cutoff : float, length, optional
-        Reach of the lists in calls, or to which lists are built.
+        Cutoff of the lists that calls give or build.
     accuracy : float, optional
-        RMS error of the forces to aim at, relative to their RMS.
+        Target for the RMS error of the forces, relative to the RMS of the forces.
     potential : LongRangePotential, optional
 
     Raises
@@ -161,12 +161,12 @@ class EwaldSummation(_ConfiguredSum):
 
     Notes
     -----
-    The k-vectors of each call follow from its cell, until `prepare` fixes them as integers: then energies are
-    continuous when the cell changes, as in dynamics at constant pressure, and nothing is read on the host. A cell that
-    is longer by more than a tenth in some direction gets an `AccuracyWarning` on a CPU: prepare again.
+    The k-vectors of each call follow from its cell, until `prepare` fixes their Miller indices. Energies are then
+    continuous when the cell changes, as in dynamics at constant pressure, and nothing is read on the host. If the cell
+    has become longer by more than a tenth in some direction, an `AccuracyWarning` on a CPU asks to prepare again.
 
-    A state dict restores all parameters and what is prepared, or loading raises. Other processes of
-    ``DistributedDataParallel`` may have modules with other parameters: no buffers are synchronised.
+    Loading a state dict restores all parameters and the prepared data, or raises. Under ``DistributedDataParallel``
+    processes may have modules with different parameters: no buffers are synchronised.
 
     Examples
     --------
@@ -238,18 +238,18 @@ class ParticleMeshEwald(_ConfiguredSum):
     Parameters
     ----------
     alpha : float or (n_systems,) tensor, 1/length, optional
-        Without it each call chooses one for ``accuracy``.
+        By default each call chooses alpha for ``accuracy``.
     mesh_dimensions : (int, int, int), optional
-        Without them each call chooses a mesh for ``accuracy``.
+        By default each call chooses a mesh for ``accuracy``.
     spline_order : int, optional
     cutoff, accuracy, potential
-        As for `EwaldSummation`, and so are the attributes and errors.
+        As for `EwaldSummation`, with the same attributes and errors.
 
     Notes
     -----
-    `prepare` keeps what depends on the cell, for calls at the same cell.
+    `prepare` keeps tensors that depend on the cell, for calls at the same cell.
 
-    State dicts and ``DistributedDataParallel``: as for `EwaldSummation`.
+    For state dicts and ``DistributedDataParallel`` see `EwaldSummation`.
 
     Examples
     --------
@@ -309,13 +309,13 @@ class ParticleMeshEwald(_ConfiguredSum):
         return cls(found.alpha, found.mesh_dimensions, spline_order, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor) -> "ParticleMeshEwald":
-        """Keep what depends on this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
+        """Compute and keep tensors that depend on this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
         if self.alpha is None or self.mesh_dimensions is None:
             raise ValueError(
                 "`prepare` needs `alpha` and `mesh_dimensions`: give them, or let `ParticleMeshEwald.estimate` choose"
             )
         if self.alpha.requires_grad:
-            raise ValueError("`alpha` is trained: what is prepared would not follow it")
+            raise ValueError("`alpha` is trained: prepared data would not follow it")
         self._prepared = prepare_mesh(
             cell, self.alpha, self.mesh_dimensions, self.spline_order, potential=self.potential
         )

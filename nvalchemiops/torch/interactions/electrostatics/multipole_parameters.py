@@ -56,23 +56,23 @@ def estimate_multipole_ewald_parameters(
 ) -> MultipoleEwaldParameters:
     """Parameters that balance the two parts of Ewald's sum (Kolafa and Perram 1992).
 
-    With ``η = (V² / (N R))^(1/6) / √(2π)``, and R the ratio of costs, cutoffs are ``√(-2 ln accuracy)`` times η and
-    1/η, and ``1/α² = 2 η² - 4 σ²``.
+    With ``η = (V² / (N R))^(1/6) / √(2π)`` and the cost ratio R, the cutoffs are ``√(-2 ln accuracy)`` times η and 1/η,
+    and ``1/α² = 2 η² - 4 σ²``.
 
     Parameters
     ----------
     positions, cell, batch_idx, sigma
         As for `multipole_electrostatic_energy`; sigma may be a tensor (n_systems,).
     accuracy : float, optional
-        Of energies, relative.
+        Relative error of the energies.
     cost_ratio : float, optional
-        Cost of a pair, in that of a k-vector for an atom.
+        Cost of a pair, relative to the cost of one k-vector for one atom.
 
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; Gaussians so wide, or a cell so small, that there is nothing to divide:
-        use `multipole_electrostatic_energy`.
+        A bad argument, named in the message; or Gaussians too wide, or a cell too small, for a sum in two parts. Use
+        `multipole_electrostatic_energy` there.
     """
     alpha, eta, reach = _balance(positions, cell, sigma, batch_idx, accuracy, cost_ratio)
     return MultipoleEwaldParameters(alpha, sigma, reach * eta, reach / eta)
@@ -89,7 +89,7 @@ def estimate_multipole_pme_parameters(
     spline_order: int = 5,
     fft_padding_fraction: float = 0.25,
 ) -> MultipolePMEParameters:
-    """The same for a mesh, whose dimensions are those of `estimate_pme_mesh_dimensions` at this splitting.
+    """Parameters as from `estimate_multipole_ewald_parameters`, with a mesh from `estimate_pme_mesh_dimensions`.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def estimate_multipole_pme_parameters(
 def _balance(
     positions: Any, cell: Any, sigma: Any, batch_idx: Any, accuracy: Any, cost_ratio: Any
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Alpha, η, and the factor of cutoffs."""
+    """Alpha, η, and the factor ``√(-2 ln accuracy)`` of the cutoffs."""
     checks.check_positions(positions, finite=False)
     cells = checks.check_lattice(cell, positions).detach().to(torch.float64).reshape(-1, 3, 3)
     n_systems = cells.shape[0]

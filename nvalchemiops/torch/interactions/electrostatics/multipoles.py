@@ -1,16 +1,16 @@
 """Functions of packed multipole moments with the names and conventions of nvalchemi-toolkit-ops 0.5.0.
 
-Moments of an atom are a row of real spherical components: the charge, the dipole in the order (y, z, x), and the
+The moments of an atom are a row of real spherical components: the charge, the dipole in the order (y, z, x), and the
 quadrupole as
 
     (2 Q_xz, 2 Q_xy, √3 Q_yy, 2 Q_yz, Q_zz - Q_xx) / √15
 
-with the traceless second moments Q of `ewald_summation`. All atoms have one Gaussian width, ``sigma``, and lengths
-and charges are in angstrom and e, so that energies are in eV, in float64 for any dtype. ``alpha`` divides Gaussians
-that are broadened by 1/2α: that of `ewald_summation` is ``1/√(4 σ² + 1/α²)``.
+with the traceless second moments Q of `ewald_summation`. All atoms have the same Gaussian width, ``sigma``. Lengths are
+in angstrom, charges in e and energies in eV; results are in float64 for inputs of any dtype. ``alpha`` is the splitting
+parameter of Gaussians that are broadened by 1/2α; it corresponds to ``1/√(4 σ² + 1/α²)`` in `ewald_summation`.
 
-These are fronts of `ewald_summation`, `particle_mesh_ewald`, `ewald_reciprocal_space` and `electrostatic_potential`,
-which have widths and channels for each atom, exclusions, and results beyond energies.
+These functions call `ewald_summation`, `particle_mesh_ewald`, `ewald_reciprocal_space` and `electrostatic_potential`,
+which also support a width for each atom, channels, exclusions, and results beyond energies.
 """
 
 import math
@@ -48,9 +48,9 @@ def pack_multipole_moments(
     charges : (n_atoms,) tensor, charge
     dipoles : (n_atoms, 3) tensor, charge length, optional
     quadrupoles : (n_atoms, 3, 3) tensor, charge length², optional
-        Second moments, of which the symmetric traceless part is packed. Needs ``dipoles``.
+        Second moments. The symmetric traceless part is packed. Needs ``dipoles``.
     trace_atol : float, optional
-        A larger trace is worth a warning.
+        Warn of traces larger than this.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def pack_multipole_moments(
     Raises
     ------
     ValueError, TypeError
-        Quadrupoles without dipoles; shapes that do not fit.
+        Quadrupoles without dipoles, or inconsistent shapes.
 
     Warns
     -----
@@ -157,7 +157,7 @@ def _refuse(cache: Any) -> None:
 
 
 def _valid_k_vectors(k_vectors: Any, counts: Any) -> torch.Tensor | None:
-    """K-vectors in float64, those that do not count being zero."""
+    """K-vectors in float64; those beyond the counts are set to zero."""
     if counts is not None:
         is_padded = isinstance(k_vectors, torch.Tensor) and k_vectors.ndim == 3
         if not is_padded or tuple(counts.shape) != (k_vectors.shape[0],):
@@ -173,7 +173,7 @@ def _valid_k_vectors(k_vectors: Any, counts: Any) -> torch.Tensor | None:
 
 
 def _energies(function: Callable[..., Any], system: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Energies in eV, by a sum of Cartesian sources."""
+    """Energies in eV, by a function for Cartesian sources."""
     return COULOMB_EV_ANGSTROM * function(**system, **options)
 
 
@@ -206,15 +206,15 @@ def multipole_electrostatic_energy(
     k_cutoff : float, 1/angstrom, optional
         Length of the longest k-vectors.
     k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, optional
-        K-vectors of the cell, instead. Values are computed from the cell again.
+        K-vectors of the cell, instead of ``k_cutoff``. Their values are recomputed from the cell.
     valid_k_counts : (n_systems,) int32 tensor, optional
-        How many of the ``k_vectors`` (n_systems, n_k, 3) of each system count.
+        For each system, how many of its ``k_vectors`` (n_systems, n_k, 3) are used.
     source_overlap_constants : optional
-        Accepted without effect: self energies have a formula.
+        Accepted without effect: self energies are computed by a formula.
     normalize : optional
-        Only 0, ``"multipoles"``: moments are those of the charge density.
+        Must be 0 or ``"multipoles"``: moments are those of the charge density.
     include_self_interaction : bool, optional
-        Keep the energy of each Gaussian with itself.
+        Include the energy of each Gaussian with itself.
 
     Returns
     -------
@@ -258,7 +258,7 @@ def multipole_ewald_summation(
     half_neighbor_list: bool = False,
     cache: Any = None,
 ) -> torch.Tensor:
-    """Energies of Gaussian moments by Ewald's sum, without those of Gaussians with themselves.
+    """Energies of Gaussian moments by Ewald's sum, without the energy of each Gaussian with itself.
 
     Parameters
     ----------
@@ -267,21 +267,21 @@ def multipole_ewald_summation(
     idx_j, neighbor_ptr, unit_shifts : tensors
         Neighbors (n_pairs,), the first pair of each atom (n_atoms + 1,), and images (n_pairs, 3).
     alpha : float, 1/angstrom, optional
-        Splitting of Gaussians, see above. By default that of `estimate_multipole_ewald_parameters`, whose cutoff the
-        list must reach.
+        Splitting parameter of Gaussians, as defined by this module. By default from
+        `estimate_multipole_ewald_parameters`; the list must then reach the cutoff of this estimate.
     k_cutoff : float, 1/angstrom, optional
-        Length of the longest k-vectors, by default of the same estimate.
+        Length of the longest k-vectors, by default from the same estimate.
     accuracy, cost_ratio : float, optional
-        For that estimate.
+        Arguments of the estimate.
     half_neighbor_list : bool, optional
         The list has each pair once.
     cache : optional
-        Not supported: an error unless None.
+        Must be None: a cache is not supported.
 
     Returns
     -------
     (n_atoms,) tensor, eV
-        As of `multipole_electrostatic_energy`, with the same errors.
+        As from `multipole_electrostatic_energy`, with the same errors.
     """
     place = _in_float64(positions, cell, batch_idx)
     _refuse(cache)
@@ -319,23 +319,23 @@ def multipole_particle_mesh_ewald(
     moduli: Any = None,
     k_squared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Energies of Gaussian moments by particle-mesh Ewald, without those of Gaussians with themselves.
+    """Energies of Gaussian moments by particle-mesh Ewald, without the energy of each Gaussian with itself.
 
     Parameters
     ----------
     positions, multipole_moments, cell, idx_j, neighbor_ptr, unit_shifts, sigma, alpha, batch_idx, accuracy, cost_ratio
-        As for `multipole_ewald_summation`, with `estimate_multipole_pme_parameters`.
+        As for `multipole_ewald_summation`; the estimate is `estimate_multipole_pme_parameters`.
     mesh_dimensions : (int, int, int), optional
-        Points of the mesh along the lattice vectors, by default of the same estimate.
+        Number of mesh points along the lattice vectors, by default from the same estimate.
     spline_order : int, optional
         As for `particle_mesh_ewald`; at least 5 with quadrupoles.
     cell_inv_t, volume, moduli, k_squared : optional
-        Accepted and computed from the cell again, so that its gradients are complete.
+        Accepted, but recomputed from the cell, so that gradients by the cell are complete.
 
     Returns
     -------
     (n_atoms,) tensor, eV
-        As of `multipole_electrostatic_energy`, with the same errors.
+        As from `multipole_electrostatic_energy`, with the same errors.
     """
     place = _in_float64(positions, cell, batch_idx)
     width = checks.check_positive("sigma", sigma)
@@ -356,7 +356,7 @@ def multipole_particle_mesh_ewald(
 
 
 def _neighbors(idx_j: torch.Tensor, neighbor_ptr: torch.Tensor, unit_shifts: torch.Tensor) -> dict[str, Any]:
-    """A list as the sums take it."""
+    """The list as arguments of the sums."""
     for name, value in (("idx_j", idx_j), ("neighbor_ptr", neighbor_ptr), ("unit_shifts", unit_shifts)):
         checks.check_tensor(name, value)
     counts = neighbor_ptr.diff()
@@ -375,7 +375,7 @@ _MODES = ("multipoles", "receiver", "none")
 
 
 def _mode(name: str, value: Any) -> int:
-    """0, 1 or 2 of a normalization by number or name."""
+    """The number, 0, 1 or 2, of a normalization that is given by number or name."""
     if isinstance(value, str):
         checks.check_choice(name, value.lower(), _MODES)
         return _MODES.index(value.lower())
@@ -386,7 +386,7 @@ def _mode(name: str, value: Any) -> int:
 
 
 def _norms(mode: int, width: float) -> tuple[float, float, float]:
-    """Factors of the potential, its gradient, and its second derivative by x and y, seen by Gaussians of this width."""
+    """Factors of the potential, its gradient, and its second derivative by x and y, for receivers of this width."""
     if mode == 0:  # receivers are moments of order 0, 1, 2
         return 1.0, 1.0, 1.0 / math.sqrt(3.0)
     if mode == 1:
@@ -414,7 +414,7 @@ def multipole_electrostatic_features(
     include_self_interaction: bool = False,
     cache: Any = None,
 ) -> torch.Tensor:
-    """Potentials at atoms, seen through Gaussians of several widths, as a sum over k-vectors alone.
+    """Potentials at atoms, averaged over Gaussians of several widths, as a sum over k-vectors alone.
 
     Parameters
     ----------
@@ -423,22 +423,22 @@ def multipole_electrostatic_features(
     receiver_sigmas : sequence of float or (n_receivers,) tensor, angstrom
         Widths of the receivers.
     feature_max_l : {0, 1, 2}, optional
-        1: potential and gradient; 2: second derivatives, too.
+        0: the potential; 1: also its gradient; 2: also its second derivatives.
     density_normalize : optional
-        Only 0, ``"multipoles"``.
+        Must be 0 or ``"multipoles"``.
     feature_normalize : {0, 1, 2}, optional
         Receivers are moments (0, ``"multipoles"``), orbitals with the normalization of 0.5.0's receivers (1,
         ``"receiver"``), or plain Gaussian-type orbitals ``r^l Y_lm exp(-r²/2s²)`` (2, ``"none"``).
     include_self_interaction : bool, optional
-        Let atoms see their own Gaussians.
+        Include the potential of the Gaussian of the atom itself.
     cache : optional
-        Not supported: an error unless None.
+        Must be None: a cache is not supported.
 
     Returns
     -------
     (n_atoms, n_receivers * (feature_max_l + 1)²) tensor
-        For each order one receiver after the other: the potential; its gradient by (y, z, x); second derivatives by
-        (xy, yz, (2 zz - xx - yy) / 2√3, xz, (xx - yy) / 2). In float64, differentiable to any order.
+        Columns are sorted by order, then by receiver: the potential; its gradient by (y, z, x); its second derivatives
+        by (xy, yz, (2 zz - xx - yy) / 2√3, xz, (xx - yy) / 2). In float64, differentiable to any order.
 
     Raises
     ------

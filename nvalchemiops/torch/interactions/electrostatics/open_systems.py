@@ -1,9 +1,8 @@
-"""Batches of periodic systems and open ones: Ewald sums of the first, sums over all pairs of the others.
+"""Batches of periodic and open systems: Ewald sums for periodic systems, sums over all pairs for open ones.
 
-Systems without any periodic axis, as ``pbc`` says, are summed directly, whatever list of neighbors is given: every pair
-once, without images. That is the Ewald sum at ``alpha = 0``, all of whose other terms vanish. The systems of each kind
-are taken apart as a batch of their own, and results put together again. `open_system` and `all_pairs` also serve sums
-without a cell.
+Systems that have no periodic axis in ``pbc`` are summed directly: every pair once, without images. Given neighbors are
+ignored for them. This is the Ewald sum at ``alpha = 0``, where all other terms vanish. A batch with both kinds is split
+into two batches, and their results are merged. `open_system` and `all_pairs` also serve sums without a cell.
 """
 
 import inspect
@@ -30,11 +29,11 @@ from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
 from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
-"""What a system has of each atom."""
+"""Fields of a system with a value for each atom."""
 
 
 def open_systems(atoms: System) -> torch.Tensor | None:
-    """Which systems (n_systems,) have no periodic axis; None where there are none, or values cannot be read."""
+    """Which systems (n_systems,) have no periodic axis; None if all have one, or values cannot be read."""
     pbc: Any = atoms.pbc
     if pbc is None or not is_eager():
         return None
@@ -48,7 +47,7 @@ def open_systems(atoms: System) -> torch.Tensor | None:
     cell: Any = atoms.cell
     if cell is None:
         if not bool(found.all()):
-            return None  # a check says that the cell is missing
+            return None  # a later check raises for the missing cell
         numbers: Any = atoms.batch_idx
         is_index = isinstance(numbers, torch.Tensor) and numbers.dtype in (torch.int32, torch.int64)
         n_systems = max(1, 1 + int(numbers.max())) if is_index and numbers.numel() else 1
@@ -73,11 +72,11 @@ class Part(NamedTuple):
     number: torch.Tensor
 
     def of_atoms(self, values: Any) -> Any:
-        """Values of its atoms; a number, or None, is that of all."""
+        """Values of its atoms; a number, or None, holds for all."""
         return values.index_select(0, self.atoms) if isinstance(values, torch.Tensor) and values.ndim else values
 
     def of_systems(self, name: str, values: Any, n_systems: int) -> Any:
-        """Values of its systems, called ``name``; a number, or None, is that of all."""
+        """Values of its systems, called ``name``; a number, or None, holds for all."""
         if values is None or type(values) in (int, float):
             return values
         if isinstance(values, torch.Tensor) and tuple(values.shape) == (n_systems, 3):
@@ -85,7 +84,7 @@ class Part(NamedTuple):
         return per_system(name, values, n_systems, self.systems.device).index_select(0, self.systems)
 
     def of_exclusions(self, exclusions: Any, factors: Any) -> tuple[Any, Any]:
-        """The pairs that lie in it, with their factors; both checked."""
+        """The excluded pairs in this part, with their factors; both are checked."""
         if exclusions is None:
             return None, None
         pairs = self.number[exclusions.to(torch.int64)]
@@ -112,7 +111,7 @@ class Part(NamedTuple):
         return given
 
     def _rows_inside(self, pairs: torch.Tensor, pointers: Any) -> tuple[torch.Tensor, Any]:
-        """Which of the pairs, up to where rows end, are in rows of its atoms; the pointers of these rows, if given."""
+        """Which pairs are in rows of atoms of this part; and the pointers of these rows, if given."""
         n_atoms, n_pairs = self.number.shape[0], pairs.shape[1]
         if pointers is None:
             first = pairs[0].to(torch.int64)
@@ -128,7 +127,7 @@ class Part(NamedTuple):
         return inside, torch.cat([own.new_zeros(1), own])
 
     def _numbered(self, atoms: torch.Tensor, padding: int | None) -> torch.Tensor:
-        """Numbers of these atoms in this part, as many as it has for padding, -1 for atoms that do not exist."""
+        """Numbers of these atoms in this part; its number of atoms for padding, -1 for atoms that do not exist."""
         is_atom = (atoms >= 0) & (atoms < self.number.shape[0])
         if padding is not None:
             is_atom &= atoms != padding
@@ -140,15 +139,15 @@ class Part(NamedTuple):
 
 
 def check_mixed(atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors, options: SumOptions) -> None:
-    """Raise unless arguments of all systems of a batch fit together, so that they can be taken apart.
+    """Raise unless the arguments of all systems of a batch fit together, so that the batch can be split.
 
-    Those of periodic systems alone are checked as well, so that they are the same errors where none is periodic.
+    Arguments for periodic systems are checked as well, so that the same errors are raised if no system is periodic.
     """
     positions: Any = atoms.positions
     checks.check_positions(positions, finite=False)
     unit: Any = torch.eye(3, dtype=positions.dtype, device=positions.device)
     cell = unit if atoms.cell is None else check_periodic_cells(atoms.cell, positions)
-    cell = torch.where(is_open.to(positions.device)[:, None, None], unit, cell)  # those of open systems are not used
+    cell = torch.where(is_open.to(positions.device)[:, None, None], unit, cell)  # cells of open systems are unused
     system = check_system(atoms._replace(cell=cell, pbc=None), options.exclusions, options.exclusion_factors)
     if system.exclusions is not None:
         check_same_system(system.exclusions, system.batch_idx)
@@ -205,10 +204,10 @@ def by_kind(
     functions: tuple[Callable[[EwaldSum, int], tuple[torch.Tensor, ...]], ...],
     of_systems: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Results where these systems (n_systems,) are open, and the others periodic.
+    """Results of a batch in which the systems marked by ``is_open`` (n_systems,) are open, the others periodic.
 
-    The first function is for what is asked of the periodic ones, so many in number, the second for that of the others.
-    ``of_systems`` says which results belong to systems; by default they belong to atoms.
+    The first function evaluates the periodic systems, the second the open ones; each is called with the sum and the
+    number of systems. ``of_systems`` says which results belong to systems; by default they belong to atoms.
     """
     options, n_systems = asked.options, is_open.shape[0]
     check_mixed(asked.atoms, is_open, asked.neighbors, options)
@@ -238,7 +237,7 @@ def by_kind(
 
 
 def _of_part(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
-    """Arguments of a long-range part of all systems, for those of a part."""
+    """Arguments of a long-range part, reduced from all systems to those of a part."""
     if part.systems.shape[0] == n_systems:
         return given
     found = []
@@ -249,9 +248,9 @@ def _of_part(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) ->
             if value.shape[0] != n_systems:
                 raise ValueError(f"`k_vectors` must have shape ({n_systems}, n_k, 3), got {tuple(value.shape)}")
             value = value.index_select(0, part.systems)
-        # what is prepared for a batch is a tuple of tensors
+        # data prepared for a batch are a tuple of tensors
         elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
-            raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")
+            raise ValueError("`pbc` has three open axes: leave out data that are prepared for all systems of the batch")
         found.append(value)
     return tuple(found)
 
@@ -259,7 +258,7 @@ def _of_part(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) ->
 def open_system(
     atoms: System, exclusions: Any = None, exclusion_factors: Any = None, n_systems: int | None = None
 ) -> ChargedSystem:
-    """Checked systems without cells, as many as there are in ``batch_idx`` by default."""
+    """Checked systems without cells; by default their number follows from ``batch_idx``."""
     positions, charges, domain = atoms.positions, atoms.charges, atoms.domain
     assert charges is not None
     with together(domain):

@@ -23,8 +23,7 @@ def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_
 
     Parameters
     ----------
-    miller_indices : tensor
-        Of any shape.
+    miller_indices : tensor of any shape
     mesh_N : int
     spline_order : int
         1 to 8.
@@ -46,7 +45,7 @@ def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_
 
 
 class EwaldParameters(NamedTuple):
-    """Parameters of an Ewald sum, one of each for every system.
+    """Parameters of an Ewald sum, a value for each system.
 
     Attributes
     ----------
@@ -72,7 +71,7 @@ class PMEParameters(NamedTuple):
     mesh_dimensions : (int, int, int)
         Points of the mesh, the same for all systems of a batch.
     mesh_spacing : (n_systems, 3) tensor, length
-        Distances of mesh points along each lattice vector.
+        Distances between mesh points along each lattice vector.
     real_space_cutoff : (n_systems,) tensor, length
     """
 
@@ -95,17 +94,17 @@ def estimate_ewald_parameters(
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, length
-        Without charges only the number of atoms in each system matters.
+        Without ``charges`` only the number of atoms in each system matters.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     accuracy : float, optional
-        RMS error of the forces to aim at, relative to their RMS. With charges typically met within a factor of 3; small
-        systems get better forces, so that their virial is as good.
+        Target for the RMS error of the forces, relative to the RMS of the forces. With ``charges`` it is typically met
+        within a factor of 3. Small systems get smaller force errors, so that their virial is as accurate.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
-        With them the magnitude of the forces is estimated from the positions, as the sums do, and with it the errors
-        allowed. Without them forces are assumed to be those of thermal vibrations or between molecules, which is right
-        with excluded bonds, and where parameters must not depend on positions.
+        With charges, the magnitude of the forces is estimated from the positions, as in the sums; it sets the allowed
+        errors. Without charges, forces are assumed to be as large as in thermal vibrations or between molecules. Leave
+        charges out if bonds are excluded, or if parameters must not depend on positions.
 
     Returns
     -------
@@ -152,13 +151,13 @@ def estimate_pme_parameters(
     positions, cell, batch_idx, accuracy, charges
         As for `estimate_ewald_parameters`.
     real_space_cutoff : float or (n_systems,) tensor, length, optional
-        By default what balances the work for pairs and mesh.
+        By default the cutoff that balances the work for pairs and mesh.
     mesh_safety_factor : float, optional
         Divides the mesh spacing.
     spline_order : int, optional
         2 to 8. Higher orders need far coarser meshes: 8 is fastest below an accuracy of about 1e-5.
     fft_padding_fraction : float, optional
-        How much larger an axis of the mesh may get to reach a size whose Fourier transform is faster.
+        Fraction by which an axis of the mesh may grow to reach a size with a faster Fourier transform.
 
     Returns
     -------
@@ -168,7 +167,7 @@ def estimate_pme_parameters(
     Warns
     -----
     AccuracyWarning
-        The accuracy is out of reach of splines of this order; the message says which error to expect.
+        Splines of this order cannot reach the accuracy; the message states the expected error.
 
     Notes
     -----
@@ -203,9 +202,9 @@ class ErrorEstimate(NamedTuple):
     Attributes
     ----------
     real_space : (n_systems,) tensor
-        Of leaving out pairs beyond the cutoff.
+        Error from pairs beyond the cutoff.
     reciprocal_space : (n_systems,) tensor
-        Of leaving out k-vectors, or of the mesh.
+        Error from k-vectors that are left out, or from the mesh.
     total : (n_systems,) tensor
         Root of the sum of both squares.
     """
@@ -239,19 +238,20 @@ def estimate_errors(
     real_space_cutoff : float or (n_systems,) tensor, length
         Reach of the neighbor list.
     reciprocal_space_cutoff : float or (n_systems,) tensor, 1/length, optional
-        Largest length of a k-vector; ``k_cutoff`` of a sum. One of this and the next three is required.
+        Largest length of a k-vector, ``k_cutoff`` of a sum. Exactly one of this, ``miller_bounds`` and a mesh is
+        required.
     miller_bounds : (int, int, int), optional
         All k-vectors up to these Miller indices.
     mesh_dimensions : (int, int, int), optional
-        Points of a mesh. Then ``mesh_spacing`` is ignored, so that both may come from `PMEParameters`.
+        Number of mesh points. If given, ``mesh_spacing`` is ignored, so that both may come from `PMEParameters`.
     mesh_spacing : float, or tensor (n_systems,) or (n_systems, 3), length, optional
     spline_order : int, optional
 
     Returns
     -------
     ErrorEstimate
-        Tensors (n_systems,) in float64. Measured errors are between a third and three times as large where errors are
-        below about 0.1, and may be smaller for splines of order 2 and 3, few atoms, and cells with much vacuum.
+        Tensors (n_systems,) in float64. Measured errors agree with estimates below about 0.1 within a factor of 3. They
+        may be smaller for splines of order 2 and 3, few atoms, and cells with much vacuum.
 
     Notes
     -----
@@ -277,8 +277,8 @@ def estimate_errors(
     given = [v is not None for v in (reciprocal_space_cutoff, miller_bounds, mesh_dimensions)]
     if sum(given) != 1:
         raise ValueError(
-            "exactly one of `reciprocal_space_cutoff`, `miller_bounds` and a mesh is needed: it says which k-vectors "
-            "there are"
+            "exactly one of `reciprocal_space_cutoff`, `miller_bounds` and a mesh is needed: it determines the "
+            "k-vectors of the sum"
         )
     if reciprocal_space_cutoff is not None:
         model = core.Sphere(numbers("reciprocal_space_cutoff", reciprocal_space_cutoff))
@@ -317,8 +317,8 @@ def estimate_pme_mesh_dimensions(
 
     Notes
     -----
-    The number of atoms is unknown here: the error is estimated for an average distance of ``0.8 / alpha``, which is
-    that of a well balanced sum.
+    The number of atoms is unknown here: the error is estimated for an average distance between atoms of
+    ``0.8 / alpha``, as in a well balanced sum.
     """
     cell = check_cells_alone(cell)
     accuracy = choice.check_accuracy(accuracy)
@@ -339,7 +339,7 @@ def mesh_spacing_to_dimensions(
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
     mesh_spacing : float, or tensor (n_systems,) or (n_systems, 3), length
     spline_order : int, optional
-        A mesh has at least this many points along an axis.
+        The mesh has at least this many points along each axis.
     fft_padding_fraction : float, optional
         As for `estimate_pme_parameters`.
 

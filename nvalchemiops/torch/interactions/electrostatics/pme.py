@@ -49,7 +49,7 @@ def prepare_mesh(
     check_potential(potential)
     cells = check_cells_alone(cell).detach()
     mesh, order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
-    # as the dtype of the cell, which is that of the positions, has it
+    # rounded to the dtype of the cell, which is that of the positions
     splitting = per_system("alpha", alpha, cells.shape[0], cell.device).detach().to(cell.dtype)
     # copies, unaffected by changes of the caller's tensors
     cells, splitting = (t.to(torch.float64, copy=True) for t in (cells, splitting))
@@ -104,9 +104,9 @@ def particle_mesh_ewald(
     self_interaction: bool = False,
     surface_dielectric: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Coulomb energy of point charges that repeat in three directions, by Ewald's sum on a mesh.
+    """Coulomb energy of point charges in systems that are periodic in three directions, by Ewald's sum on a mesh.
 
-    The same as `ewald_summation`, at a cost of N log N for N atoms.
+    The same energy as `ewald_summation`, at a cost of N log N for N atoms.
 
     Parameters
     ----------
@@ -118,27 +118,29 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     alpha : float or (n_systems,) tensor, 1/length, optional
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
     mesh_spacing : float or tensor (n_systems,) or (n_systems, 3), length, optional
-        Largest distance of mesh points along lattice vectors.
+        Largest distance between mesh points along the lattice vectors.
     mesh_dimensions : (int, int, int), optional
-        Points of the mesh along the lattice vectors, the same for all systems. By default what ``accuracy`` needs.
+        Number of mesh points along the lattice vectors, the same for all systems. By default as many as ``accuracy``
+        needs.
     spline_order : int, optional
-        2 to 8. Energies have ``spline_order - 2`` continuous derivatives, and one more in pieces. A mesh with fewer
-        points gets the largest order that fits, with a warning. At least 4 with dipoles, 5 with quadrupoles.
+        2 to 8. Energies have ``spline_order - 2`` continuous derivatives, and one more that is piecewise continuous. A
+        mesh with fewer points along an axis gets the largest order that fits, with a warning. At least 4 with dipoles,
+        5 with quadrupoles.
     accuracy : float, optional
-        As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9; a warning says what to
-        expect where an order does not reach it, or where the given mesh and list do not.
+        As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9. If the order, or the given
+        mesh and list, cannot reach the accuracy, a warning states the expected error.
     k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z : tensors, optional
-        Accepted, because callers may have prepared them; the shapes are checked. Values are computed from the cell
-        again, so that its gradients are complete.
+        Accepted for callers that have prepared them. Only the shapes are checked: values are recomputed from the cell,
+        so that gradients by the cell are complete.
     prepared : PreparedMesh, optional
-        From `prepare_mesh`: alpha, mesh, spline order and what depends on them and on a cell that does not change.
+        From `prepare_mesh`: alpha, mesh and spline order, with tensors that depend on them and on a fixed cell.
 
     Returns
     -------
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
-        As from `ewald_summation`. The dtype follows ``positions``, and so does that of the mesh; sums over atoms are in
-        float64. Forces, charge gradients and virial are derivatives of the energy as computed. All are differentiable
-        in positions, charges, cell and alpha, as often as the splines are (`NotDifferentiableError` beyond).
+        As from `ewald_summation`. Results and mesh have the dtype of ``positions``; sums over atoms are in float64.
+        Forces, charge gradients and virial are derivatives of the energy as computed. All results are differentiable
+        in positions, charges, cell and alpha, as often as the splines are (beyond that: `NotDifferentiableError`).
 
     Raises
     ------
@@ -148,13 +150,13 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     Warns
     -----
     AccuracyWarning, NeighborListWarning
-        As `ewald_summation` does; splines of this order do not reach the accuracy, or do not fit the mesh.
+        As for `ewald_summation`; also if splines of this order do not reach the accuracy, or do not fit the mesh.
 
     Notes
     -----
-    Without ``alpha``: as for `ewald_summation`, with the cutoff of `estimate_pme_parameters`. Values are read on the
-    host where alpha, mesh or neighbors are left open. Inside ``torch.compile`` give ``mesh_dimensions``, and alpha or
-    ``cutoff``.
+    Without ``alpha`` it is chosen as for `ewald_summation`, with the cutoff of `estimate_pme_parameters`. Values are
+    read on the host if alpha, mesh or neighbors are not given. Inside ``torch.compile`` give ``mesh_dimensions``, and
+    alpha or ``cutoff``.
 
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.mesh`.
     """
@@ -205,7 +207,7 @@ def pme_reciprocal_space(
     self_interaction: bool = False,
     domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Reciprocal part on a mesh, with self energies and background: all that `ewald_real_space` leaves out.
+    """Reciprocal part on a mesh, with self energies and background: all terms but `ewald_real_space`.
 
     Parameters
     ----------

@@ -23,21 +23,21 @@ class LongRangePotential(NamedTuple):
     Attributes
     ----------
     short_range : callable
-        Gives for a number of charges the short-range part as a pair potential with the global parameter ``alpha``. Its
-        self energy subtracts the long-range part at r = 0. With several charges the energies add up.
+        Maps the number of charges of an atom to the short-range part, a pair potential with the global parameter
+        ``alpha``. Its self energy subtracts the long-range part at r = 0. Energies of several charges add up.
     excluded : callable
         The same for the negative long-range part, which corrects pairs that do not interact.
     reciprocal : callable
         Maps k² and alpha, which broadcast, to g for non-zero k, by torch operations.
     at_zero : callable
-        Maps alpha to g at k = 0, without what diverges there: minus the integral of the short-range part over all
-        space. For Coulomb's -π/alpha²; times Q²/2V it is the energy of the neutralising background, by which the total
-        does not depend on alpha.
+        Maps alpha to the finite part of g at k = 0: minus the integral of the short-range part over all space. For the
+        Coulomb potential this is -π/alpha²; times Q²/2V it is the energy of the neutralising background, which makes
+        the total independent of alpha.
     slope : callable, optional
         Maps k² and alpha to the derivative of g by k²; by default found by automatic differentiation.
     is_constant : bool, optional
-        Whether the functions depend on nothing but their arguments, and so hold no trained tensors. Then results that
-        follow from them are kept from call to call.
+        Whether the functions depend on nothing but their arguments, so that they hold no trained tensors. Values
+        computed from them are then kept from call to call.
     exponent : int, optional
         The p of `power_law`; None for other potentials.
     """
@@ -75,7 +75,7 @@ class _PowerLaw(LongRangePotential):
         return f"{__name__}:power_law", (self.exponent,)
 
     def _replace(self, **changes: Any) -> LongRangePotential:  # type: ignore[override]
-        """Another potential, of unknown functions."""
+        """Another potential, which is no longer known as a power law."""
         return LongRangePotential(**self._asdict() | {"is_constant": False, "exponent": None} | changes)
 
 

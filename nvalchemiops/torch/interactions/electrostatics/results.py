@@ -31,12 +31,12 @@ class SumRequest(NamedTuple):
     Attributes
     ----------
     derivatives : Derivatives
-        ``charge_gradients`` are those by all sources.
+        ``charge_gradients`` means gradients by all sources.
     energy_reduction : {"atom", "system"}
     hybrid : bool
         Results are differentiable in the charges only.
     of_sources : (bool, bool, bool)
-        Which of these are returned: by charges, dipoles, quadrupoles.
+        Whether gradients by charges, dipoles and quadrupoles are returned.
     """
 
     derivatives: Derivatives
@@ -46,15 +46,15 @@ class SumRequest(NamedTuple):
 
     @property
     def has_first_derivatives(self) -> bool:
-        """Whether gradients of the energies by inputs are first derivatives, which terms can give beside the results.
+        """Whether gradients of the energies by inputs are first derivatives that terms compute with the results.
 
-        In hybrid form those by charges are, unless they are among the results and so in the graph.
+        In hybrid form this holds for gradients by charges, unless they are results themselves and so in the graph.
         """
         return not any(self.derivatives) or (self.hybrid and not self.derivatives.charge_gradients)
 
 
 class SumOptions(NamedTuple):
-    """Arguments that all Ewald sums have, as they were given; see `ewald_summation`."""
+    """Arguments common to all Ewald sums, as given; see `ewald_summation`."""
 
     alpha: Any
     accuracy: Any = None
@@ -77,7 +77,7 @@ class EwaldSum(NamedTuple):
     given : tuple
     atoms : System
     neighbors : GivenNeighbors or ()
-        Nothing where none are needed.
+        Empty if none are needed.
     request : SumRequest
     options : SumOptions
     """
@@ -115,7 +115,7 @@ class EwaldSum(NamedTuple):
         return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
 
     def along(self) -> Sequence[Any]:
-        """By what first derivatives come with the energies."""
+        """The inputs by which first derivatives come with the energies."""
         atoms = self.atoms
         inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
         return inputs if self.request.has_first_derivatives else ()
@@ -130,7 +130,7 @@ def check_request(
     compute_dipole_gradients: Any = False,
     compute_quadrupole_gradients: Any = False,
 ) -> SumRequest:
-    """The request that these arguments of a public function make."""
+    """The request described by these arguments of a public function."""
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
     of_sources = (
         checks.check_flag("compute_charge_gradients", compute_charge_gradients),
@@ -143,7 +143,7 @@ def check_request(
 
 
 def check_gradients(request: SumRequest, atoms: System) -> None:
-    """Raise if gradients by sources are requested that the system does not have."""
+    """Raise if gradients are requested by sources that the system does not have."""
     _, by_dipoles, by_quadrupoles = request.of_sources
     if by_dipoles and atoms.dipoles is None:
         raise ValueError("`compute_dipole_gradients` needs `dipoles`")
@@ -159,7 +159,7 @@ class Contribution(NamedTuple):
     energies : (n_atoms, n_channels) tensor
     forces : (n_atoms, 3) tensor
     charge_gradients : (n_atoms, n_channels, n_moments) tensor
-        By all moments.
+        Gradients by all moments.
     virial : (n_systems, 3, 3) tensor
     """
 

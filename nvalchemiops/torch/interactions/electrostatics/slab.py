@@ -31,14 +31,14 @@ def compute_slab_correction(
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
-        A slab must not be cut by the boundary of the cell along the open axis: leave its atoms unwrapped there.
+        The boundary of the cell along the open axis must not cut the slab: do not wrap its atoms along this axis.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
-        Neutral or not.
+        The system may have a net charge.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
-        With enough vacuum along the open axis: corrections of higher order fall exponentially with it. The open lattice
-        vector may be tilted.
+        Needs enough vacuum along the open axis: the neglected corrections of higher order decrease exponentially with
+        it. The open lattice vector may be tilted.
     pbc : (3,) or (n_systems, 3) bool tensor
-        Any one axis may be open. The correction is zero for a system without one.
+        Any one axis may be open. The correction is zero for a system without an open axis.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     compute_forces, compute_charge_gradients, compute_virial : bool, optional
@@ -49,13 +49,13 @@ def compute_slab_correction(
     Returns
     -------
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
-        As `ewald_summation` returns them; differentiable to any order.
+        As from `ewald_summation`; differentiable to any order.
 
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; more than one open axis (on a GPU, where values are not read, the results
-        of such a system are NaN).
+        A bad argument, named in the message; more than one open axis. On a GPU values are not read, and the results of
+        a system with several open axes are NaN.
 
     Notes
     -----

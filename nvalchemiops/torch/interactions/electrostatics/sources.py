@@ -1,12 +1,12 @@
 """Sources of an electrostatic potential beside charges: dipoles, quadrupoles and Gaussian widths.
 
-An atom has the charge density ``ρ = (q - μ·∇ + ½ Q:∇∇) δ``, or with a Gaussian of standard deviation s in the place of
-δ. So its energy in a potential is ``q φ + μ·∇φ + ½ Q:∇∇φ``. Q are second moments ``∫ ρ x x^T``, of which the traceless
-symmetric part counts: the trace does not act on other atoms. Buckingham's traceless quadrupole is Θ = 3/2 Q.
+An atom has the charge density ``ρ = (q - μ·∇ + ½ Q:∇∇) δ``, where a Gaussian of standard deviation s may replace δ. Its
+energy in a potential is ``q φ + μ·∇φ + ½ Q:∇∇φ``. Q are second moments ``∫ ρ x x^T``. Only their symmetric traceless
+part is used, since the trace does not act on other atoms. Buckingham's traceless quadrupole is Θ = 3/2 Q.
 
-Inside of the sums these are the *moments* m (`nvalchemiops.kernels.moments`) in Cartesian coordinates,
-``(q, μ_x, μ_y, μ_z, Q_xx/2, Q_xy, Q_xz, Q_yy/2, Q_yz, Q_zz/2)``, as far as there are any, so that the energy of an
-atom is ``Σ_a m_a ∂_a φ``.
+Inside the sums sources are *moments* m (`nvalchemiops.kernels.moments`) in Cartesian coordinates,
+``(q, μ_x, μ_y, μ_z, Q_xx/2, Q_xy, Q_xz, Q_yy/2, Q_yz, Q_zz/2)``, up to the highest order in the system. The energy of
+an atom is ``Σ_a m_a ∂_a φ``.
 
 Source: A. J. Stone, The Theory of Intermolecular Forces, 2nd ed., Oxford 2013, chapters 2 and 3.
 """
@@ -24,7 +24,7 @@ from nvalchemiops.torch.runtime.context import eager, is_eager, may_read
 from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
 NEGLIGIBLE = 1e-5
-"""Trace or antisymmetric part of quadrupoles, relative to the largest of them, that counts as rounding."""
+"""Trace or antisymmetric part of quadrupoles, relative to the largest element, up to which it counts as rounding."""
 
 
 def check_sources(
@@ -32,7 +32,7 @@ def check_sources(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Moments (n_atoms, n_channels, 1, 4 or 10) and widths (n_atoms,); raise unless all fit the checked charges.
 
-    Warns of quadrupoles with a trace or an antisymmetric part, where values can be read on a CPU.
+    Warns of quadrupoles with a trace or an antisymmetric part, if values can be read on a CPU.
     """
     # sizes by name: -1 has no meaning where there are no atoms
     parts = [(charges if charges.ndim == 2 else charges.unsqueeze(1)).unsqueeze(2)]
@@ -66,7 +66,7 @@ def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
     if not isinstance(widths, torch.Tensor):
         number = checks.as_float("widths", widths)
         if not 0.0 <= number < float("inf"):
-            raise ValueError(f"`widths` must not be negative, and finite, got {number}")
+            raise ValueError(f"`widths` must be finite and non-negative, got {number}")
         return torch.full((positions.shape[0],), number, dtype=positions.dtype, device=positions.device)
     if tuple(widths.shape) not in ((), (positions.shape[0],)):
         raise ValueError(
@@ -77,7 +77,7 @@ def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
     if not may_read(widths):
         return torch.where(widths >= 0.0, widths, torch.nan)
     if not bool(((widths >= 0.0) & (widths < torch.inf)).all()):
-        raise ValueError("`widths` must not be negative, and finite")
+        raise ValueError("`widths` must be finite and non-negative")
     return widths
 
 
@@ -128,7 +128,7 @@ def quadrupole_gradients(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def by_source(gradients: torch.Tensor, of_sources: Sequence[bool]) -> list[torch.Tensor]:
-    """Gradients by charges, dipoles and quadrupoles, as far as they are asked for, from those by moments."""
+    """The requested gradients by charges, dipoles and quadrupoles, from gradients by moments."""
     by_charges, by_dipoles, by_quadrupoles = of_sources
     found = [gradients[..., 0]] * by_charges + [gradients[..., 1:4]] * by_dipoles
     return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found
@@ -146,6 +146,6 @@ def _of_second_moments(gradients: torch.Tensor) -> torch.Tensor:
 def _matrix(
     function: Callable[[torch.Tensor], torch.Tensor], size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The matrix of a linear function of rows of numbers: one product takes less time than its many operations."""
+    """The matrix of a linear function of rows of numbers: one product is faster than the operations of the function."""
     with torch.inference_mode(False), torch.no_grad():
         return function(torch.eye(size, dtype=dtype, device=device))

@@ -1,4 +1,4 @@
-"""Sums of terms as calls of the engine: energies, with first derivatives where they are requested or needed."""
+"""Sums of terms as calls of the engine: energies, with first derivatives if requested or needed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def evaluate(
     is_constant : bool
         Whether the terms are known to depend on no tensors but their own and those of the system.
     near, options
-        As of `engine.Call`, for a plan.
+        As for `engine.Call`, for a plan.
     """
     body = body_of(terms, system, request)
     inputs = (system.positions, system.moments, system.cell)
@@ -65,7 +65,7 @@ def evaluate(
 
 
 def one_or_several(results: tuple[torch.Tensor, ...]) -> Tensors:
-    """Results as public functions return them."""
+    """The results as public functions return them: a tensor if there is one, else a tuple."""
     return results if len(results) > 1 else results[0]
 
 

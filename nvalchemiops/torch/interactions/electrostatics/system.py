@@ -34,17 +34,17 @@ class ChargedSystem(NamedTuple):
     batch_idx : (n_atoms,) int32 tensor or None
         None for one system.
     exclusions : ExclusionRows or None
-        Pairs that do not interact, or with a factor.
+        Pairs that do not interact, or interact with a factor.
     slab_axes : (n_systems, 3) bool tensor or None
         For the slab correction: True for periodic axes. None without the correction.
     valid : (n_systems,) bool tensor or None
-        False where a sum over the periodic images would be wrong, if values could not be read.
+        If values could not be read: False for systems that are not periodic as the sum requires.
     domain : Domain or None
         The atoms are those that this rank owns, and results of systems are its shares.
     widths : (n_atoms,) tensor or None
         Standard deviations of Gaussians; None for points.
     of_points : bool
-        Whether they are summed as charges of points alone, of any potential; otherwise as moments, of Coulomb's.
+        Whether sources are point charges, which any potential supports; otherwise they are moments, for Coulomb's.
     """
 
     positions: torch.Tensor
@@ -66,12 +66,12 @@ class ChargedSystem(NamedTuple):
 
     @property
     def n_systems(self) -> int:
-        """How many systems there are."""
+        """Number of systems."""
         return self.cell.shape[0]
 
     @property
     def n_atoms(self) -> int:
-        """How many atoms there are in all."""
+        """Total number of atoms."""
         return self.positions.shape[0]
 
     def lattice(self) -> Lattice:
@@ -91,7 +91,7 @@ class ChargedSystem(NamedTuple):
         return found if self.domain is None else self.domain._sum_for_shares(found)
 
     def rows_within(self, cutoff: float) -> Rows:
-        """All neighbors closer than ``cutoff``; with a domain those that were found with its arguments."""
+        """All neighbors closer than ``cutoff``; with a domain, the neighbors that it found with its arguments."""
         if self.domain is not None:
             return self.domain._found_rows(cutoff).alone
         return build_rows(self.positions, cutoff, self.cell, self.batch_idx)
@@ -145,8 +145,8 @@ def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
     """The cells (n_systems, 3, 3); raise unless there are some, of the dtype and on the device of the positions."""
     if cell is None:
         raise ValueError(
-            "`cell` is required: an Ewald sum is for periodic systems; without periodicity say pbc=False, which sums "
-            "over all pairs, or use coulomb_energy"
+            "`cell` is required: an Ewald sum is for periodic systems; for systems that are not periodic give "
+            "pbc=False, which sums over all pairs, or use coulomb_energy"
         )
     cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
     if cell.shape[0] == 0:
@@ -177,7 +177,7 @@ def _check_periodicity(
         raise ValueError(
             "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
             "with one open axis, or use coulomb_energy or dsf_coulomb with a cutoff"
-            + "; systems with three are not summed inside vmap and transforms of torch.func"
+            + "; systems with three open axes are not supported inside vmap and transforms of torch.func"
             * bool((n_open == 3).any())
         )
     if (n_open > 1).any():
@@ -186,16 +186,16 @@ def _check_periodicity(
 
 
 def nan_unless(valid: torch.Tensor | None, alpha: torch.Tensor) -> torch.Tensor:
-    """Alpha (n_systems,), NaN for systems that a check would have refused if it could have read their values."""
+    """Alpha (n_systems,), NaN for invalid systems whose values could not be read and so did not raise."""
     return alpha if valid is None else torch.where(valid, alpha, torch.nan)
 
 
 def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
-    """Alpha (n_systems,) in float64, as the dtype of the positions has it."""
+    """Alpha (n_systems,) in float64, rounded to the dtype of the positions."""
     if alpha is None:
         raise ValueError("`alpha` is needed")
     found = per_system("alpha", alpha, system.n_systems, system.positions.device)
     if isinstance(alpha, torch.Tensor) and not may_read(alpha):
         found = found * one_or_nan((found > 0.0) & (found * 0.0 == 0.0))  # infinity times zero is NaN
-    # rounded, so that both parts of the sum have the same
+    # rounded, so that both parts of the sum have the same alpha
     return found.to(system.positions.dtype).to(torch.float64)

@@ -1,1 +1,1 @@
-"""The parameters that an accuracy needs: chosen by models of errors, from sizes and strengths of a system."""
+"""Parameters that meet an accuracy, chosen by error models from the sizes and source strengths of a system."""

@@ -46,7 +46,7 @@ class LongRange(Protocol):
     Attributes
     ----------
     argument : str
-        The argument that gives the parameters, or those that may, for messages.
+        The arguments by which callers may give the parameters, for messages.
     is_given : bool
         Whether the parameters are given.
     valid : (n_systems,) bool tensor or None
@@ -63,15 +63,15 @@ class LongRange(Protocol):
     def valid(self) -> torch.Tensor | None: ...  # noqa: D102  # the class says what it is
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
-        """The model of the errors of given parameters, in numbers of torch."""
+        """The error model of given parameters, with torch tensors."""
         ...
 
     def optimal_alpha(
         self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
     ) -> Any:
-        """The alpha (n_systems,) of least cost where parameters are not given, by numpy or torch.
+        """The alpha (n_systems,) of least cost, if parameters are not given; by numpy or torch.
 
-        Of the lattice vectors of a batch, if the parameters will be `chosen`, there are ``lengths`` (n_systems, 3).
+        ``lengths`` (n_systems, 3) of the lattice vectors are given if the parameters will be `chosen`.
         """
         ...
 
@@ -91,11 +91,11 @@ class EwaldSplitting(NamedTuple):
     ----------
     alpha : (n_systems,) tensor in float64
     rows : Rows
-        Neighbors, which are built if there were none.
+        Neighbors; built if none were given.
     target : Target
-        Accuracy and forces that set the errors allowed, in numbers of numpy, or of torch while compiling.
+        Accuracy and forces, which set the allowed errors; numpy arrays, or torch tensors while compiling.
     cutoff : float or None
-        Of the list, if it was built.
+        Cutoff of the list, if it was built.
     """
 
     alpha: torch.Tensor
@@ -110,8 +110,8 @@ def choose_splitting(
     """Alpha, and neighbors to match.
 
     A given ``alpha`` is used. Otherwise alpha meets the accuracy at the optimal cutoff, or, if the list is shorter, at
-    the reach of the list. Where a given mesh or sphere of k-vectors is too coarse for this, alpha is smaller, as far as
-    the reach of the list allows; if the accuracy is then missed, there is a warning.
+    the reach of the list. If a given mesh or sphere of k-vectors is too coarse for this, a smaller alpha is used, as
+    far as the reach of the list allows; if the accuracy is then missed, a warning is issued.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def choose_splitting(
 def _choose(
     system: ChargedSystem, long_range: LongRange, cutoff: float | None, rows: Rows | None, accuracy: float
 ) -> EwaldSplitting:
-    """Alpha and neighbors: by numpy, or while compiling by torch, where nothing is read and the cutoff is known."""
+    """Alpha and neighbors, by numpy; while compiling by torch, where no values are read and the cutoff is given."""
     compiling, device = not may_read(), system.positions.device
     sampled = rows is None and cutoff is None and not long_range.is_given
     xp: Any = torch if compiling else np
@@ -173,7 +173,7 @@ def _choose(
         model = _on_host(model)
 
     def balanced(reach: Any) -> Any:
-        """Alpha for a list that reaches as far as that."""
+        """Alpha for a list with this reach."""
         alpha = core.alpha_for_cutoff(r_c.clip(None, reach), spacing, target, xp)
         if limit is not None:
             alpha = xp.minimum(alpha, limit)
@@ -184,7 +184,7 @@ def _choose(
     reach: Any = cutoff
     if reach is None and rows is not None:
         reach = _reach(rows, system, r_c)
-        # in steps from the optimal one, to which a list that was made for it reaches but for its last distance
+        # in steps from the optimal cutoff: the largest distance in a list with that cutoff is slightly less
         reach = np.where(reach > 0.0, r_c * core.in_steps(reach / r_c), reach)
     if reach is None:
         reach = r_c
@@ -223,10 +223,10 @@ def _choose(
 def optimal_splitting(
     system: ChargedSystem, long_range: LongRange, accuracy: float
 ) -> tuple[Any, Any, core.Target, Any, Strengths | None, Any]:
-    """Alpha and cutoff (n_systems,) of least cost, and the target, without a look at positions.
+    """Alpha and cutoff (n_systems,) of least cost, and the target, independent of positions.
 
-    By numpy, or by torch where values cannot be read. After them the average distance, and what is known of moments:
-    their strengths, and the `widest_alpha` of Gaussians.
+    By numpy, or by torch if values cannot be read. Also returns the average distance and, for moments, their strengths
+    and the `widest_alpha` of Gaussians.
     """
     compiling = not may_read()
     xp: Any = torch if compiling else np
@@ -257,24 +257,24 @@ def optimal_splitting(
 
 
 SETTLED = 4
-"""Steps after which the strength of moments and the splitting parameter, which depend on each other, do not change."""
+"""Iterations after which the strength of moments and the splitting parameter, which depend on each other, converge."""
 
 MOST_CHOICES = 16
-"""Cells, sizes and accuracies for which choices are kept."""
+"""For how many combinations of cells, sizes and accuracies choices are kept."""
 
 MOST_SPLITTINGS = 16
-"""Forces, of all systems of a batch, for which each of these is kept."""
+"""For how many sets of forces, of all systems of a batch, each of these choices is kept."""
 
 _Splittings = Kept[tuple[torch.Tensor, core.Target]]
 
 _choices: Kept[tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor, _Splittings]] = Kept(MOST_CHOICES)
-"""What is chosen without a look at the atoms, (n_systems,) each, and not changed: the reach of the list, d, and the
-arguments of `force_on_host`. Last alpha and target for forces, by their bytes: few for one system, since they are
-rounded."""
+"""Choices that do not depend on positions, (n_systems,) each: the reach of the list, d, and the arguments of
+`force_on_host`. Last a mapping from the bytes of forces to alpha and target; one system has few entries, since its
+forces are rounded."""
 
 
 def _may_keep_choices(system: ChargedSystem) -> bool:
-    """Whether choices for this system may be kept: of charges alone, in plain eager mode on a CPU."""
+    """Whether choices for this system may be kept: only for charges alone, in plain eager mode on a CPU."""
     is_known = system.of_points and may_keep(system.cell)
     return is_known and is_eager(system.positions, system.moments, system.batch_idx)
 
@@ -282,7 +282,7 @@ def _may_keep_choices(system: ChargedSystem) -> bool:
 def _choose_by_sizes(
     system: ChargedSystem, sizes_known: Hashable, long_range: LongRange, accuracy: float
 ) -> EwaldSplitting:
-    """The same as `_choose` without neighbors and cutoff; only the list and the forces depend on the atoms."""
+    """`_choose` without given neighbors and cutoff; only the list and the forces depend on positions."""
     device = system.positions.device
     costs, order = core.COSTS[device.type], getattr(long_range, "spline_order", 0)
     key = (sizes_known, system.positions.dtype, accuracy, type(long_range), order, costs)
@@ -312,16 +312,16 @@ def _choose_by_sizes(
 
 
 def _on_host(model: core.Reciprocal) -> core.Reciprocal:
-    """The same in numbers of numpy."""
+    """The model with numpy arrays."""
     values: Any = {name: on_host(v) if isinstance(v, torch.Tensor) else v for name, v in vars(model).items()}
     return type(model)(**values)
 
 
 def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray:
-    """Largest distance in the list, for each system; infinite where there is no atom.
+    """Largest distance in the list, for each system; infinite for systems without atoms.
 
-    A system without pairs has the reach of its shortest distance, or ``optimal`` if that is less. Where ``vmap`` maps
-    over positions it is the least of all slices.
+    The reach of a system without pairs is its shortest distance, or ``optimal`` if that is less. Under a ``vmap`` over
+    positions it is the smallest reach of all slices.
     """
     batch_idx = system.batch_idx
     if batch_idx is None:
@@ -352,7 +352,7 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
 def _warn_of_widths(
     system: ChargedSystem, alpha: np.ndarray, limit: np.ndarray, reach: float | np.ndarray, accuracy: float
 ) -> None:
-    """Warn if Gaussians are so wide that pairs beyond the reach of the list would be needed."""
+    """Warn if Gaussians are so wide that pairs beyond the reach of the list are needed."""
     sizes = sizes_of_system(system)
     errors = np.exp(core.log_real_error(limit, reach, sizes.spacing)) / core.TYPICAL_FORCE
     errors = np.where(alpha >= 0.999 * limit, errors, 0.0)  # a smaller alpha is not limited by them
@@ -368,8 +368,8 @@ def _warn_of_overlap(limit: np.ndarray, spacing: np.ndarray, accuracy: float) ->
     notify(
         f"`accuracy` = {accuracy:g} refers to forces between narrow charges: Gaussians with `widths` up to about "
         f"{widest[at]:.2g}, where atoms are {distance[at]:.2g} apart, overlap, and their forces may be so small that "
-        "relative errors are larger by orders of magnitude; ask for more, or sum over k-vectors alone, up to a length "
-        "that you choose",
+        "relative errors are larger by orders of magnitude; ask for a higher accuracy, or sum over k-vectors alone, up "
+        "to a length that you choose",
         AccuracyWarning,
         kind="Gaussians that overlap",
     )
@@ -387,14 +387,14 @@ def mesh_for(
     padding: Any = 0.25,
     strengths: Strengths | None = None,
 ) -> tuple[int, int, int]:
-    """The mesh for all systems. Warns where the accuracy is out of reach of splines of this order."""
+    """The mesh for all systems. Warns if splines of this order cannot reach the accuracy."""
     safety = checks.check_positive("mesh_safety_factor", safety)
     of_derivatives = target._replace(force=target.force / sizes.skewness)
     spacing = core.mesh_spacing(alpha, sizes.spacing, of_derivatives, order)
     for _ in range(3 * SETTLED):
         if strengths is None:
             break
-        # the finer a mesh, the larger its errors of moments are beside those of charges
+        # the finer a mesh, the larger its errors for moments relative to those for charges
         factor = strengths.of_mesh(target.accuracy, alpha, spacing)
         spacing = core.mesh_spacing(
             alpha, sizes.spacing, of_derivatives._replace(force=of_derivatives.force / factor), order
@@ -424,7 +424,7 @@ def mesh_for(
 def warn_of_errors(
     accuracy: float, errors: np.ndarray, of: str, advice: str = "", least: float = core.OUT_OF_REACH
 ) -> None:
-    """Warn if an expected error (n_systems,) is more than ``least`` times the accuracy; ``of`` names what limits it."""
+    """Warn if an expected error (n_systems,) exceeds ``least`` times the accuracy; ``of`` names the limitation."""
     worst = float(np.max(errors, initial=0.0))
     if worst <= least * accuracy:
         return
@@ -437,11 +437,11 @@ def warn_of_errors(
 
 
 MOST_MESH_POINTS = 2**31 - 1
-"""Points of a mesh that kernels can count."""
+"""Largest number of mesh points that kernels can address."""
 
 
 def mesh_of(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int]:
-    """The mesh for all systems with at least so many points (n_systems, 3) along each axis."""
+    """The mesh for all systems, with at least this many points (n_systems, 3) along each axis."""
     padding = checks.as_float("fft_padding_fraction", padding)
     if not 0.0 <= padding <= 10.0:
         raise ValueError(f"`fft_padding_fraction` must be in 0 .. 10, got {padding}")

@@ -1,10 +1,10 @@
-"""How large forces are, which is what an accuracy refers to: estimated from near neighbors before the sum is known.
+"""The magnitude of the forces, to which an accuracy refers: estimated from near neighbors before the sum is known.
 
 The estimate is ``FORCE_PER_NEARBY`` times the RMS of the forces from neighbors within `error_models.NEARBY` average
-distances (`error_models.force_of`). In one large system it may be that of a sample of the atoms: one atom of each of
-m intervals of equal length of their order, which is random enough within an interval, and the same in each call. The
-standard error of its mean square follows from the sample itself, and where it is too large all atoms are taken.
-Compiled graphs, systems of a batch and ranks have no sample, so calls that could be theirs take all atoms, too.
+distances (`error_models.force_of`). One large system may use a sample of its atoms: their sequence is divided into m
+intervals of equal length, and one atom is taken from each, at a place that is sufficiently random but the same in each
+call. The standard error of the mean square follows from the sample itself; if it is too large, all atoms are used.
+Compiled graphs, batches and domains always use all atoms, and so do calls whose results must agree with theirs.
 """
 
 import functools
@@ -26,27 +26,27 @@ from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import is_eager, on_host
 
 LEAST_SAMPLE = 64
-"""Atoms of a sample, at least: of independent forces with normal components the RMS is then known within 5 %, one
-standard error. Estimates are rounded by up to 19 % (`error_models.force_of`)."""
+"""Smallest number of atoms in a sample. For independent forces with normal components the RMS then has a standard error
+of 5 %. Estimates are rounded by up to 19 % (`error_models.force_of`)."""
 
 SAMPLED = 8
-"""Of so many atoms one is in the sample of a large system."""
+"""One of this many atoms is in the sample of a large system."""
 
 LEAST_SAMPLED = 256
-"""Atoms from which on there is a sample: with fewer the pass over all pairs takes no longer than its choice."""
+"""Number of atoms from which on a sample is used; with fewer, all pairs take no longer than the choice of a sample."""
 
 UNEVEN = 0.2
-"""Standard error of the mean square force of a sample, relative to it, beyond which all atoms are taken: a tenth of
-the RMS. It is 0.10 for 64 independent forces with normal components."""
+"""Relative standard error of the mean square force of a sample beyond which all atoms are used; it corresponds to a
+tenth of the RMS. It is 0.10 for 64 independent forces with normal components."""
 
 CROWDED = 16.0
-"""Density around atoms, relative to the average, from which on estimates do not search for neighbors."""
+"""Density around atoms, relative to the average, beyond which estimates do not search for neighbors."""
 
 
 def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
     """RMS of the forces (n_systems,) in units of (Σq²/N)/d², from neighbors up to ``reach`` (n_systems,).
 
-    ``spacing`` (n_systems,) is d. Nothing is read on the host, and all atoms are taken.
+    ``spacing`` (n_systems,) is d. Nothing is read on the host, and all atoms are used.
     """
     with torch.no_grad():
         forces, charges = _nearby_forces(system, rows, reach), system.charges.detach()
@@ -63,7 +63,7 @@ def force_on_host(
 ) -> np.ndarray:
     """`force_of_neighbors` on the host; if ``sampled``, by a sample of the atoms of one large system.
 
-    Not while compiling.
+    Must not be called while compiling.
     """
     if system.domain is not None or not layout(system.positions.device.type).reads:
         return on_host(force_of_neighbors(system, rows, reach, spacing))
@@ -96,7 +96,7 @@ def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> to
 
 
 def _by_plan(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
-    """`_nearby_forces`, by a plan where there is one."""
+    """`_nearby_forces`, by a plan if there is one."""
     if system.exclusions is not None or not system.of_points:
         return _nearby_forces(system, rows, reach)
 
@@ -133,12 +133,12 @@ def _by_sample(forces: torch.Tensor, sample: np.ndarray | None) -> np.ndarray | 
 
 @functools.lru_cache(maxsize=16)
 def _sample(n_atoms: int) -> np.ndarray | None:
-    """Atoms that are in the sample, in their order; None if all are taken."""
+    """Atoms in the sample, in ascending order; None if all atoms are used."""
     if n_atoms < LEAST_SAMPLED:
         return None
     size = max(LEAST_SAMPLE, n_atoms // SAMPLED)
     number = np.arange(size)
-    # multiples of the golden ratio are evenly distributed at all scales: no period of the order of atoms is met
+    # multiples of the golden ratio are evenly distributed at all scales: they match no period in the order of atoms
     golden = 0.5 * (5.0**0.5 - 1.0)
     found = ((number + number * golden % 1.0) * (n_atoms / size)).astype(np.int64)
     found.flags.writeable = False
@@ -146,7 +146,7 @@ def _sample(n_atoms: int) -> np.ndarray | None:
 
 
 def _rows_of(atoms: np.ndarray, rows: Rows, system: ChargedSystem) -> Rows | None:
-    """The rows of these atoms, those of others empty; None if they cannot be had, or the pointers are wrong."""
+    """The rows of these atoms, with empty rows for others; None if they cannot be read, or the pointers are wrong."""
     pointers, neighbors, shifts, width, padding, _ = rows
     tensors = [t for t in (pointers, neighbors, shifts) if t is not None]
     if not all([layout(t.device.type).reads for t in tensors]) or not is_eager(*tensors):
@@ -187,7 +187,7 @@ def is_crowded(system: ChargedSystem) -> bool:
     numbers = torch.zeros(n_atoms, dtype=torch.int64, device=coordinates.device)
     if batch_idx is not None:
         numbers += batch_idx
-    # as many boxes as atoms in each system
+    # each system has as many boxes as atoms
     n_boxes = numbers.bincount().double().pow(1.0 / 3.0).round().clamp_min(1.0).index_select(0, numbers).unsqueeze(1)
     box = (coordinates - coordinates.floor()).nan_to_num().mul(n_boxes).floor().minimum(n_boxes - 1.0).long()
     keys = torch.cat([numbers.unsqueeze(1), box], 1)

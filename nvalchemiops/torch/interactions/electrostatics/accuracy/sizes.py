@@ -1,4 +1,4 @@
-"""Sizes of systems as error models take them: cells, numbers of atoms, average distances."""
+"""Sizes of systems, the input of error models: cells, numbers of atoms, average distances."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.runtime.context import may_read, on_host
 
 WORTH_SORTING = 0.9
-"""Points of a mesh, relative to those without, up to which lattice vectors are sorted by their lengths."""
+"""Ratio of mesh points with and without sorting below which lattice vectors are sorted by their lengths."""
 
 
 MOST_SYSTEMS = 512
-"""Systems up to which what follows from their sizes is kept; for more, choices take little time beside the sum."""
+"""Largest batch for which results of the sizes are kept; for larger ones choices take little time beside the sum."""
 
 
 class Sizes(NamedTuple):
@@ -36,10 +36,9 @@ class Sizes(NamedTuple):
         return np.linalg.norm(self.cell, axis=2)
 
     def along_longest(self) -> tuple["Sizes", np.ndarray | None]:
-        """The same with lattice vectors (n_systems, 3) in an order in which one mesh for all is smaller; or None.
+        """The sizes with lattice vectors in an order that makes the common mesh smaller, and this order; or None.
 
-        Boxes of equal shapes that are turned differently have a mesh in common as soon as their longest axes are the
-        first ones.
+        Boxes of the same shape in different orientations share a mesh if their longest axes come first.
         """
         order = np.argsort(-self.lengths, axis=1, kind="stable")
         lengths = np.take_along_axis(self.lengths, order, 1)
@@ -58,7 +57,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(cell: torch.Tensor, count: np.ndarray) -> Sizes:
-    """Sizes of systems with cells (n_systems, 3, 3) and so many atoms (n_systems,). Reads values on the host."""
+    """Sizes of systems with cells (n_systems, 3, 3) and numbers of atoms (n_systems,). Reads values on the host."""
     lattice = on_host(cell.detach()).astype(np.float64)
     return Sizes(lattice, count, core.average_distance(count, np.abs(np.linalg.det(lattice))))
 
@@ -71,7 +70,7 @@ def counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.
 
 
 def key_of_sizes(system: ChargedSystem) -> Hashable:
-    """All that `sizes_of_system` depends on, by value, which is read on the host; None if it is not worth that."""
+    """The values on which `sizes_of_system` depends, read on the host; None if that costs more than it saves."""
     if system.domain is not None or system.n_systems > MOST_SYSTEMS:
         return None
     if system.batch_idx is not None and not may_read(system.batch_idx):
@@ -81,7 +80,7 @@ def key_of_sizes(system: ChargedSystem) -> Hashable:
 
 
 def sizes_of_system(system: ChargedSystem) -> Sizes:
-    """Sizes of systems, all their atoms counted. Reads values on the host."""
+    """Sizes of systems, including the atoms of all ranks. Reads values on the host."""
     if system.domain is not None:
         return sizes_of(system.cell, on_host(system.domain.atoms_in_systems))
     return sizes_of(system.cell, counted(system.batch_idx, system.n_systems, system.n_atoms))

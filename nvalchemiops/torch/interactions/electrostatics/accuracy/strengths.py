@@ -1,4 +1,4 @@
-"""How strong dipoles, quadrupoles and Gaussians are, in the units of error models, which are made for charges."""
+"""Strengths of dipoles, quadrupoles and Gaussians, in the units of the error models for charges."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,18 +12,19 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.runtime.context import is_mapped, may_read, on_host, slices_of
 
 NEAR_MOMENTS = 4.0
-"""Wave number, in units of 1/d, at which moments have the strength that makes the forces between neighbors. Measured:
-6.5 for random dipoles, 6.3 for random quadrupoles on a distorted lattice. It costs time to take forces for too small,
-and accuracy to take them for too large."""
+"""Wave number, in units of 1/d, at which the strength of moments gives the forces between neighbors. Measured values:
+6.5 for random dipoles, 6.3 for random quadrupoles on a distorted lattice. Underestimated forces cost time,
+overestimated forces cost accuracy."""
 
 
 class Strengths(NamedTuple):
-    """What errors of moments are like, in the units of error models.
+    """Strengths of moments, in the units of the error models.
 
-    A wave of length k has from a dipole the amplitude of a charge ``k μ cos``, and from a quadrupole ``k² Q cos² / 2``.
-    So errors are those of charges with the mean square ``q² + k² μ² / 3 + k⁴ Q:Q / 30``, for the waves that a cutoff
-    leaves out: ``k_c``, or in real space ``2 α² r_c``, both about ``2 α √(-ln accuracy)``. A mesh of spacing h takes a
-    wave for another one of length ``2π/h`` more, either where it is spread or where it is gathered.
+    In a wave of wave number k a dipole has the amplitude of a charge ``k μ cos``, a quadrupole that of a charge
+    ``k² Q cos² / 2``. Errors are therefore those of charges with the mean square ``q² + k² μ² / 3 + k⁴ Q:Q / 30`` at
+    the wave number that a cutoff leaves out: ``k_c``, or in real space ``2 α² r_c``, both about
+    ``2 α √(-ln accuracy)``. A mesh of spacing h confuses a wave with another one whose wave number is larger by
+    ``2π/h``, either in spreading or in gathering.
 
     Attributes
     ----------
@@ -40,12 +41,12 @@ class Strengths(NamedTuple):
     force: Any
 
     def at(self, k: Any) -> Any:
-        """The mean square of charges like these for waves of length k (n_systems,)."""
+        """The mean square of equivalent charges at wave numbers k (n_systems,)."""
         k2 = k * k
         return self.squares[:, 0] + k2 * (self.squares[:, 1] * (1.0 / 3.0) + k2 * self.squares[:, 2] * (1.0 / 30.0))
 
     def left_out(self, accuracy: float, alpha: Any) -> Any:
-        """The same for waves that cutoffs leave out."""
+        """The mean square of equivalent charges at the wave number that cutoffs leave out."""
         return self.at(2.0 * math.sqrt(-math.log(accuracy)) * alpha)
 
     def target(self, accuracy: float, alpha: Any, xp: Any = np) -> core.Target:
@@ -57,10 +58,10 @@ class Strengths(NamedTuple):
         return core.Target(accuracy, xp.where(is_known, force, core.TYPICAL_FORCE))
 
     def of_mesh(self, accuracy: float, alpha: Any, spacing: Any) -> Any:
-        """Errors (n_systems,) of a mesh of this spacing in units of those of `target`."""
+        """Errors (n_systems,) of a mesh of this spacing, in the units of `target`."""
         found = (self.at(2.0 * np.pi / spacing) * self.at(2.0 * alpha)) ** 0.5
         left_out = self.left_out(accuracy, alpha)
-        is_zero = left_out <= 0.0  # no sources: as charges alone
+        is_zero = left_out <= 0.0  # without sources as for charges alone
         return (found + is_zero) / (left_out + is_zero)
 
     def mesh_model(self, model: core.Mesh, accuracy: float, alpha: Any, xp: Any) -> core.Mesh:
@@ -69,18 +70,18 @@ class Strengths(NamedTuple):
         return core.Mesh(model.spacings, model.skewness * factor, model.order)
 
     def with_force_of_charges(self, force: Any, xp: Any) -> "Strengths":
-        """The same for forces between the charges in units of their mean square."""
+        """The strengths with forces between the charges, given in units of the mean square of the charges."""
         return self._replace(force=xp.maximum(self.force, force * self.squares[:, 0]))
 
 
 def has_known_moments(system: ChargedSystem) -> bool:
-    """Whether there are moments whose values may be read, of all slices where ``vmap`` maps over them."""
+    """Whether there are moments whose values may be read; under ``vmap``, those of all slices."""
     moments = system.moments
     return not system.of_points and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
 
 
 def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
-    """Strengths of the moments of each system, by numpy or torch; forces without a look at neighbors."""
+    """Strengths of the moments of each system, by numpy or torch; forces are estimated without neighbors."""
     with torch.no_grad():
         squares = _largest(system.moments.detach().to(torch.float64).square())
         columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]
@@ -91,7 +92,7 @@ def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
         else:
             columns.append(torch.zeros_like(columns[0]))
         count = system.atoms_in_systems().clamp_min(1.0)
-        # what is no number makes results NaN, not the parameters
+        # NaN in moments makes results NaN, but not the parameters
         means: Any = (system.sums(torch.stack(columns, 1)) / count.unsqueeze(1)).nan_to_num(0.0, 0.0)
         spacing: Any = spacing_of(system)
         if xp is np:
@@ -101,14 +102,14 @@ def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """The values, or where ``vmap`` maps over them the largest of all slices."""
+    """The values; under ``vmap``, the largest of all slices."""
     return slices_of(values).amax(0) if may_read() and is_mapped(values) else values
 
 
 def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:
-    """The splitting parameter (n_systems,) of the widest Gaussians, beyond which their sum over pairs is no shorter.
+    """The alpha (n_systems,) that matches the widest Gaussians; a larger one does not shorten their sum over pairs.
 
-    In steps, rather more than that.
+    Rounded up in steps.
     """
     if system.widths is None:
         return None

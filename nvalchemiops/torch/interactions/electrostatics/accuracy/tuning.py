@@ -1,4 +1,4 @@
-"""Measuring what the parts of an Ewald sum cost on a machine (`nvalchemiops.interactions.electrostatics.costs`)."""
+"""Measuring the costs of the parts of an Ewald sum on a machine (`nvalchemiops.interactions.electrostatics.costs`)."""
 
 import math
 import time
@@ -12,10 +12,11 @@ from nvalchemiops.torch.interactions.electrostatics.pme import pme_reciprocal_sp
 from nvalchemiops.torch.neighbors.lists import neighbor_list
 
 SIDE, POINTS = {"cpu": 16, "cuda": 46}, {"cpu": 64, "cuda": 192}
-"""Atoms and points of the mesh along an edge: enough that launches take little of the time."""
+"""Numbers of atoms and mesh points along an edge: large enough that launches take a small part of the time."""
 
 CUTOFF, BOUND = 3.0, 9
-"""In distances of neighbors: 113 pairs for an atom. Largest Miller index: 1000 groups of eight k-vectors."""
+"""Cutoff in distances of neighbors, with 113 pairs for an atom; largest Miller index, with 1000 groups of eight
+k-vectors."""
 
 
 def measure(device: torch.device, seconds: float = 20.0, side: int | None = None, points: int | None = None) -> Costs:
@@ -25,9 +26,9 @@ def measure(device: torch.device, seconds: float = 20.0, side: int | None = None
     ----------
     device : torch.device
     seconds : float, optional
-        How long to repeat the three parts, in all; the shortest time of each counts.
+        Total time for which the three parts are repeated. The shortest time of each part is used.
     side, points : int, optional
-        Atoms, and points of the mesh, along an edge.
+        Number of atoms, and of mesh points, along an edge.
     """
     side, points = side or SIDE[device.type], points or POINTS[device.type]
     each = seconds / len(Costs._fields)
@@ -60,7 +61,7 @@ def _calls(device: torch.device, side: int, points: int) -> Iterator[tuple[Calla
 
 
 def _shortest(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The shortest time of a call, of those that fit into these seconds; kernels are loaded before."""
+    """The shortest time of a call that is repeated for this many seconds, after kernels are loaded."""
     shortest, end = math.inf, None
     with torch.no_grad():
         while True:

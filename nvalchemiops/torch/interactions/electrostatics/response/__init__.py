@@ -5,16 +5,18 @@ energy, the variables v = (q, y) with ``μ = α y`` make the residual
 
     ρ(v, θ) = (χ + J q + ∂E/∂q, y - F + ∂E/∂μ)
 
-zero, but for the same potential at all charges of a system, whose sum is fixed. It depends on tensors θ: positions,
-cells, permanent sources, polarizabilities, ... Since y is a field, polarizabilities may be zero. E is quadratic, so
-``ρ = K v - f``, where products with K are differences of gradients of E; K is not built.
+zero. The sum of the charges of a system is fixed, so the part of ρ for charges is zero up to a constant potential in
+each system. The residual depends on tensors θ: positions, cells, permanent sources, polarizabilities, ... Since y is a
+field, polarizabilities may be zero. E is quadratic, so ``ρ = K v - f``. Products with K are differences of gradients of
+E; K is not built.
 
 * ``K v = f`` is solved by conjugate gradients (`nvalchemiops.torch.interactions.electrostatics.response.solver`).
-* A cotangent c of v becomes ``u = K⁻ᵀ c``, which is again such a solution, and then the derivative of ``-u·ρ(v, θ)``
-  by θ at fixed v and u. There ``u·∂E`` is ``(E(x + u) - E(x - u)) / 2`` at the sources x: first derivatives of E.
-* The energy at the minimum changes as at fixed v: its gradient needs no second solution.
+* In the backward pass a cotangent c of v is first mapped to ``u = K⁻ᵀ c``, the solution of a linear system of the same
+  kind. The gradient by θ is then the derivative of ``-u·ρ(v, θ)`` by θ at fixed v and u. The term ``u·∂E`` is
+  ``(E(x + u) - E(x - u)) / 2`` at the sources x, so only first derivatives of E are needed.
+* The gradient of the minimal energy is the gradient at fixed v, and needs no second solution.
 
-Each is again a function of v, u and θ that is differentiated in the same way, so every order is right.
+Each of these steps is a function of v, u and θ that is differentiated in the same way, which gives all orders.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
 
 OWN = ("hardness", "electronegativity", "total_charge", "polarizabilities", "external_field")
-"""Arguments that enter the energies of single atoms, in the order in which they are kept."""
+"""Arguments that enter the energies of single atoms, in the order of the tensors of a `Problem`."""
 
 
 class InducedMoments(NamedTuple):
@@ -53,11 +55,11 @@ class InducedMoments(NamedTuple):
     charges : (n_atoms,) tensor or None
     dipoles : (n_atoms, 3) tensor or None
     energies : (n_systems,) tensor
-        At the minimum, everything included. Its gradients take no second solution.
+        Total energies at the minimum. Their gradients need no second solution.
     residuals : (n_systems,) tensor
-        Gradients of the energy by the sources, relative to those without induced sources.
+        Gradients of the energy by the sources, relative to the gradients without induced sources.
     iterations : int
-        How many products of the conjugate gradients were needed.
+        How many iterations conjugate gradients took.
     """
 
     charges: torch.Tensor | None
@@ -84,45 +86,45 @@ def induced_moments(
     max_iterations: int = 200,
     domain: "Domain | None" = None,
 ) -> InducedMoments:
-    """Charges and dipoles at which the energy is lowest, as differentiable functions of all that it depends on.
+    """Charges and dipoles that minimise the energy, as differentiable functions of its parameters.
 
     The energy of a system is ``E + Σ_i (χ_i q_i + J_i q_i² / 2 + μ_i·α_i⁻¹ μ_i / 2 - F·μ_i)``, with the interaction E
-    of all sources. Charges are unknown with a hardness J, dipoles with a polarizability α, or both.
+    of all sources. The unknowns are charges if a hardness J is given, dipoles if a polarizability α is given, or both.
 
     Parameters
     ----------
     energy : callable
         ``energy(charges, *parameters)``, ``energy(dipoles, *parameters)``, or ``energy(charges, dipoles,
-        *parameters)`` gives E, at most quadratic in the unknown sources: for each atom (n_atoms,), for each system
-        (n_systems,), or for the only one. Energies from this library, or any other differentiable function. It knows
-        the permanent sources, and adds the unknown ones to them where an atom has both.
+        *parameters)`` returns E, at most quadratic in the unknown sources: for each atom (n_atoms,), for each system
+        (n_systems,), or as a scalar for one system. It may use sums of this library or any other differentiable
+        function. Permanent sources are its own arguments; for an atom with both it must add the two.
     parameters : sequence of tensors, optional
-        What E depends on and is to be differentiated by: positions, cell, permanent sources, ...
+        Tensors on which E depends and by which results are differentiated: positions, cell, permanent sources, ...
     hardness : (n_atoms,) tensor, energy/charge², optional
-        J, not negative. The self energy of a Gaussian charge, if E has it, adds to it.
+        J, non-negative. If E includes the self energy of Gaussian charges, this adds to J.
     electronegativity : (n_atoms,) tensor, energy/charge, optional
-        χ, zero by default. In an open system a field F is part of it: ``χ_i - x_i·F``.
+        χ, zero by default. In an open system a field F acts on charges by ``χ_i - x_i·F``, given here.
     total_charge : float or (n_systems,) tensor, charge, optional
         Sum of the unknown charges of each system.
     polarizabilities : (n_atoms,) or (n_atoms, 3, 3) tensor, charge² length² / energy, optional
-        α, not negative; of a tensor the symmetric part counts. Where it is zero there is no dipole.
+        α, non-negative. Only the symmetric part of a tensor is used. Atoms with zero polarizability have no dipole.
     external_field : (3,), (n_systems, 3) or (n_atoms, 3) tensor, energy / (charge length), optional
-        F, by dipoles alone (see ``electronegativity``).
+        F. It acts on dipoles only; for charges see ``electronegativity``.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     n_systems : int, optional
-        How many systems there are.
+        Number of systems.
     initial : InducedMoments, optional
-        Where to begin: the solution of a similar system, as in molecular dynamics. It is a constant.
+        Start of the iteration: the solution of a similar system, as in molecular dynamics. Treated as a constant.
     tolerance : float, optional
-        How small the residual of each system must be, relative to that of no induced sources; also for the solutions in
+        Largest residual of each system, relative to the residual without induced sources; also for the solutions in
         backward passes. 1e-8 by default, in float32 1e-5.
     max_iterations : int, optional
-        How many products with A conjugate gradients may take.
+        Largest number of iterations of conjugate gradients.
     domain : Domain, optional
-        The system is divided among ranks (`nvalchemiops.torch.distributed`): values of atoms are those of the atoms
-        that this rank owns. ``energy`` gives the domain to the sums in it, and returns energies of these atoms, or
-        energies of systems that are complete on all ranks.
+        The system is divided among ranks (`nvalchemiops.torch.distributed`): values per atom are for the atoms that
+        this rank owns. ``energy`` must pass the domain to the sums that it calls, and return either energies of the
+        owned atoms, or energies of systems that are complete on all ranks.
 
     Returns
     -------
@@ -131,21 +133,22 @@ def induced_moments(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; an energy that depends on a tensor with ``requires_grad`` which is not
+        A bad argument, named in the message; or an energy that depends on a tensor with ``requires_grad`` that is not
         among the parameters, so that its gradient would be missing.
     RuntimeError
-        There is no minimum: polarizable atoms are too close (the polarization catastrophe; Gaussian widths prevent it),
-        or hardnesses too small. No convergence, with residuals. An energy that is not quadratic.
+        The energy has no minimum, because polarizable atoms are too close (the polarization catastrophe; Gaussian
+        widths prevent it) or hardnesses are too small; conjugate gradients have not converged; or the energy is not
+        quadratic.
 
     Notes
     -----
-    Derivatives of any order, by everything but ``initial``. A backward pass through charges or dipoles takes as long as
-    the solution; through ``energies`` alone it takes one evaluation, since the energy is stationary. So with explicit
-    forces no backward pass is needed: evaluate the energy with ``compute_forces=True`` at the sources found here.
+    Results have derivatives of any order by all tensors but ``initial``. A backward pass through charges or dipoles
+    takes as long as the solution; through ``energies`` alone it takes one evaluation, because the energy is stationary.
+    Explicit forces need no backward pass: evaluate the energy with ``compute_forces=True`` at the sources found here.
 
-    Each product is one evaluation of E with its gradient by the sources, and ends with one number read on the host.
-    It does not run inside of a compiled graph: `torch.compile` breaks the graph here, and with ``fullgraph=True``
-    raises an error. Compile the energy instead. Function transforms (`torch.func`) are not supported.
+    Each iteration evaluates E with its gradient by the sources, and reads one number on the host. The solver does not
+    run inside a compiled graph: `torch.compile` breaks the graph here, or raises an error with ``fullgraph=True``.
+    Compile the energy instead. Function transforms (`torch.func`) are not supported.
     """
     given = dict(zip(OWN, (hardness, electronegativity, total_charge, polarizabilities, external_field)))
     batch = _Batch(batch_idx, n_systems)
@@ -166,7 +169,7 @@ def induced_moments(
 
 
 def _gradients(wanted: Sequence[bool], tensors: Tensors, value: Callable[[Tensors], torch.Tensor]) -> list[Any]:
-    """Gradients of ``value(tensors)`` by those that are wanted; differentiable where a graph is asked for."""
+    """Gradients of ``value(tensors)`` by the wanted tensors; differentiable if gradients are enabled."""
     as_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # other nodes of the graph than the tensors themselves, of which one may depend on another
@@ -272,7 +275,7 @@ class _Inverse(torch.autograd.Function):
 
         def value(tensors: Tensors) -> torch.Tensor:
             x = size * problem.polarized(v, tensors)
-            # the product of both with the second derivatives: what is of first order cancels
+            # the product of both with the second derivatives: terms of first order cancel
             slopes = problem.interaction(x + shift, tensors) - problem.interaction(x - shift, tensors)
             slopes = slopes - problem.interaction(shift, tensors) + problem.interaction(-shift, tensors)
             found = _per_system(problem, slopes, 2.0 * factor * size)
@@ -284,14 +287,14 @@ class _Inverse(torch.autograd.Function):
 
 
 def _per_system(problem: Problem, energies: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """The sum of energies of systems, divided by numbers (n_atoms, 1) that are the same in a system."""
+    """The sum of the energies of systems, each divided by a number that all atoms (n_atoms, 1) of a system share."""
     counts = problem.counts(divisor)
     inverse = problem.sums(1.0 / divisor[:, 0]) / torch.where(counts > 0.0, counts, 1.0)
     return (energies * inverse).sum()
 
 
 class _MinimalEnergy(torch.autograd.Function):
-    """Energies at the minimum: their gradient is that at fixed variables, in which variables depend on everything."""
+    """Energies at the minimum. Their gradient is that at fixed variables, and depends on the variables in turn."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, energies: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -416,7 +419,7 @@ def _check_not_negative(polarizabilities: torch.Tensor) -> None:
     rounding = 1e3 * torch.finfo(values.dtype).eps * float(values.abs().max()) if values.numel() else 0.0
     along_axes = values if values.ndim == 1 else torch.linalg.eigvalsh(values)
     if bool((along_axes < -rounding).any()):
-        raise ValueError("`polarizabilities` must not be negative, nor those of tensors along any axis")
+        raise ValueError("`polarizabilities` must be non-negative, for tensors along every axis")
 
 
 def _field_of_atoms(field: torch.Tensor, batch: _Batch, batch_idx: Any, n_atoms: int) -> torch.Tensor:

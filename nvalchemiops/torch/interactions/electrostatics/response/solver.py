@@ -7,9 +7,10 @@ interaction E, and K is not built. It is symmetric in the inner product with pol
 Conjugate gradients with a fixed sum: N. I. M. Gould, M. E. Hribar and J. Nocedal, SIAM J. Sci. Comput. 23, 1376 (2001),
 doi:10.1137/S1064827598345667, with a diagonal matrix for the preconditioner.
 
-**Several ranks.** Inner products, counts and norms are those of the atoms of all ranks, the same numbers on each, so
-that all ranks take the same steps and end together. Variables and tensors of atoms are own; energies of systems are
-results that all ranks have in common (`Domain.sum`), of which there is one loss: gradients by variables are complete.
+**Several ranks.** Inner products, counts and norms are sums over the atoms of all ranks. They are the same numbers on
+each rank, so that all ranks take the same steps and stop together. Variables and tensors of atoms are own tensors of
+each rank. Energies of systems are replicated (`Domain.sum`): the loss is computed from them once, not summed over
+ranks, and gradients by the variables are complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ Tensors = Sequence[torch.Tensor]
 class Problem(NamedTuple):
     """What stays the same while tensors vary.
 
-    Variables v (n_atoms, 1, 3 or 4) are charges, fields, or both, and so are sources. Charges of both are deviations
-    from the mean charge of the system: they add up to zero.
+    Variables v (n_atoms, 1, 3 or 4) are charges, fields, or both; sources are charges, dipoles, or both. In variables
+    and sources, charges are deviations from the mean charge of the system, and add up to zero.
     """
 
     energy: Callable[..., torch.Tensor]
@@ -66,12 +67,12 @@ class Problem(NamedTuple):
         return found if self.domain is None else self.domain._sum_for_shares(found)
 
     def results(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums (n_systems,) of energies over the atoms of each system, of which there is one loss."""
+        """Sums (n_systems,) of energies over the atoms of each system; replicated on several ranks."""
         found = system_sums(values, self.batch_idx, self.n_systems)
         return found if self.domain is None else self.domain._sum(found)
 
     def counts(self, like: torch.Tensor) -> torch.Tensor:
-        """Numbers of atoms (n_systems,), in the dtype of a tensor."""
+        """Numbers of atoms (n_systems,), in the dtype of ``like``."""
         if self.domain is not None:
             return self.domain.atoms_in_systems.to(like.dtype)
         return self.sums(torch.ones(self.n_atoms, dtype=like.dtype, device=like.device))
@@ -90,7 +91,7 @@ class Problem(NamedTuple):
         return columns[:, 0] if self.has_charges else None, columns[:, -3:] if self.has_dipoles else None
 
     def polarized(self, v: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """Variables with dipoles in the place of fields."""
+        """The variables, with fields replaced by dipoles."""
         if not self.has_dipoles:
             return v
         alpha, fields = self.own(tensors)["polarizabilities"], v[:, -3:]
@@ -131,24 +132,24 @@ class Problem(NamedTuple):
         raise self.wrong_shape(found)
 
     def fits(self, found: torch.Tensor) -> tuple[bool, bool]:
-        """Whether energies have the shape of those of atoms, and of those of systems."""
+        """Whether the energies have the shape of energies per atom, and that of energies per system."""
         of_systems = tuple(found.shape) == (self.n_systems,) or (found.ndim == 0 and self.n_systems == 1)
         return tuple(found.shape) == (self.n_atoms,), of_systems
 
     def check_order(self) -> None:
-        """Raise unless energies of atoms are those of systems where there are as many of both."""
+        """Raise if there are as many systems as atoms, and energies per atom and per system differ in order."""
         numbers = self.batch_idx
         if numbers is None:
             return
         if not bool((numbers == torch.arange(self.n_atoms, device=numbers.device)).all()):
             raise ValueError(
-                f"`energy` returns {self.n_atoms} numbers, which may be those of the {self.n_atoms} atoms or of the "
+                f"`energy` returns {self.n_atoms} numbers, which may belong to the {self.n_atoms} atoms or to the "
                 f"{self.n_systems} systems: number the systems so that `batch_idx` is 0, 1, 2, ... if each has one "
-                "atom, or else add an empty system at the end (`n_systems` + 1)"
+                "atom; otherwise add an empty system at the end (`n_systems` + 1)"
             )
 
     def wrong_shape(self, found: torch.Tensor) -> ValueError:
-        """The error about energies that are neither."""
+        """The error about energies of neither shape."""
         return ValueError(
             f"`energy` must return a tensor of shape ({self.n_atoms},), for each atom, or ({self.n_systems},), for "
             f"each system, got {tuple(found.shape)}"
@@ -160,7 +161,7 @@ class Problem(NamedTuple):
         return self.energy(*unknown, *tensors[len(self.names) :])
 
     def slopes(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """∂E by charges and dipoles, with a graph where gradients are enabled; and E of each system."""
+        """∂E by charges and dipoles, with a graph if gradients are enabled; and E of each system."""
         as_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             alias = deviations.view_as(deviations) if as_graph else deviations.detach()
@@ -183,7 +184,7 @@ class Problem(NamedTuple):
         return torch.cat(columns, 1)
 
     def energies_of_atoms(self, v: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """The energies of systems at these variables, without E."""
+        """The energies of systems at these variables, without the interaction E."""
         own, parts = self.own(tensors), []
         charges, dipoles = self.sources(self.polarized(v, tensors), tensors)
         if charges is not None:
@@ -223,8 +224,8 @@ class Operator:
             self.right = -problem.gradient(zero, self.tensors) - self.slopes_at_zero
             residual, z = self.preconditioned(self.right)
             self.scale = self.inner(residual, z).clamp(min=0.0).sqrt()
-            # of sources: those that would be induced without an interaction, or whose energies compare with the given
-            # ones, where symmetry leaves only rounding errors of fields
+            # magnitude of sources: that induced without an interaction; or, if by symmetry fields are rounding errors,
+            # that of sources whose energies are comparable to the energies without induced sources
             first = self.norm(problem.polarized(z, self.tensors))
             # square of sources for an energy: averages (n_systems,) of softness and polarizability
             parts = [self.softness] if problem.has_charges else []
@@ -245,9 +246,9 @@ class Operator:
         return self.problem.sums((a.to(torch.float64) * self.problem.polarized(b, self.tensors)).sum(1))
 
     def scaled(self, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """These sources as large as physical ones in each system, and the factors (n_atoms, 1).
+        """These sources scaled to a physical magnitude in each system, and the factors (n_atoms, 1).
 
-        Interactions of sources are differences of energies: small or large sources would leave few digits.
+        Interactions of sources are differences of energies: much smaller or larger sources would lose digits.
         """
         factor = self.problem.spread((self.length / self.norm(sources.detach())).to(sources.dtype)).unsqueeze(1)
         return sources * factor, factor
@@ -265,9 +266,9 @@ class Operator:
         return found + torch.cat([(self.hardness * v[:, 0]).unsqueeze(1), v[:, 1:]], 1)
 
     def preconditioned(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual without a mean potential, and variables that it would give without an interaction.
+        """The residual without its mean potential, and the variables that follow from it without an interaction.
 
-        The mean potential does no work, but its rounding errors do: they are larger than the rest, at the end.
+        The mean potential does no work, but near convergence its rounding errors exceed the rest of the residual.
         """
         if not self.problem.has_charges:
             return residual, residual
@@ -284,7 +285,7 @@ def solve(
 
     Returns v (n_atoms, n_columns), relative residuals (n_systems,) and the number of iterations.
 
-    Fields where there is no polarizability are not found: `with_fields` adds them.
+    Fields at atoms without polarizability are not solved for: `with_fields` adds them.
     """
     problem = operator.problem
     residual, z = operator.preconditioned(right)
@@ -327,13 +328,13 @@ def solve(
         factor = torch.where(active, square / before, 0.0)
         p = z + problem.spread(factor.to(v.dtype)).unsqueeze(1) * p
     residuals = torch.where(first > 0.0, (square.clamp(min=0.0) / first).sqrt(), 0.0 * square)
-    # what is not a number anywhere in a system is so everywhere
+    # a NaN in one atom of a system makes all results of the system NaN
     v = v + problem.spread(torch.where(square == square, 0.0, torch.nan).to(v.dtype)).unsqueeze(1)
     return v, residuals, iterations
 
 
 def with_fields(problem: Problem, v: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """``v`` with the fields that these slopes are."""
+    """``v`` with its fields replaced by these slopes."""
     return torch.cat([v[:, :-3], slopes[:, -3:]], 1) if problem.has_dipoles else v
 
 
@@ -352,7 +353,7 @@ def check_dependence(operator: Operator) -> None:
 
 
 def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
-    """Whether the energy is that of the atoms of a rank, not of systems, as all ranks see it. A collective call."""
+    """Whether the callable returns energies of atoms, not of systems; the same on all ranks. A collective call."""
     domain = problem.domain
     assert domain is not None
     with torch.no_grad():
@@ -371,7 +372,7 @@ def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
     if not not_atoms:
         if domain.n_ranks == 1:
             problem.check_order()
-        # as many atoms on each rank as there are systems: energies of atoms differ where their sources do
+        # as many atoms on each rank as systems: with different sources on the ranks, only energies of atoms differ
         numbers = torch.randn(zero.shape, generator=torch.Generator().manual_seed(domain.rank), dtype=torch.float64)
         with torch.no_grad():
             found = problem.returned(numbers.to(zero), [t.detach() for t in tensors])

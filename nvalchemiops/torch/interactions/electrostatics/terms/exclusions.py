@@ -1,4 +1,4 @@
-"""Excluded pairs: the long-range part of their interaction, taken off again at their nearest image.
+"""Excluded pairs: the long-range part of their interaction is subtracted at their nearest image.
 
 Their short-range part is left out of the sum over neighbors.
 """
@@ -18,7 +18,7 @@ def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: 
     """The term of the exclusions of a system."""
     exclusions = system.exclusions
     assert exclusions is not None
-    if system.domain is None:  # or it has been checked on all ranks together
+    if system.domain is None:  # with a domain, all ranks have checked together before
         check_same_system(exclusions, system.batch_idx)
     shifts = nearest_images(system, *exclusions.pairs)
     shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
@@ -34,7 +34,7 @@ def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Ten
             positions, batch_idx = system.domain._with_ghosts(positions), system.domain.batch_idx_with_ghosts
         positions = positions.to(torch.float64)
         cell = system.cell.detach().to(torch.float64)
-        # along the shortest lattice vectors, where the nearest image is at most one further than rounding has it
+        # along the shortest lattice vectors, where the nearest image differs from the rounded one by at most one
         short = shortest_vectors(cell).to(torch.float64)
         cell = short @ cell
         coordinates = lattice_of(cell, batch_idx, positions.shape[0]).fractional(positions)

@@ -1,9 +1,9 @@
 """The long-range part of an Ewald sum on a mesh: particle-mesh Ewald.
 
-Charges are spread to a mesh by B-splines, the potential of the mesh follows from a product in Fourier space, and is
-gathered at the atoms by the same splines. Both take the exponential ``exp(i k.r)`` for a spline that is right at mesh
-points, which a factor ``1 / b`` for each axis makes it: ``b(m) = Σ_j M_p(j) cos(2π m j / n)``, with the spline centred
-on zero. Forces are derivatives of the energy as it is computed.
+Charges are spread to a mesh by B-splines. The potential on the mesh follows from a product in Fourier space, and is
+gathered at the atoms by the same splines. Both steps replace the exponential ``exp(i k.r)`` by splines that agree with
+it at mesh points, due to a factor ``1 / b`` for each axis: ``b(m) = Σ_j M_p(j) cos(2π m j / n)``, with the spline
+centred on zero. Forces are derivatives of the energy as computed.
 
 Sources: T. Darden, D. York and L. Pedersen, J. Chem. Phys. 98, 10089 (1993), doi:10.1063/1.464397; U. Essmann et al.,
 J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has no zero of b when it is centred.
@@ -58,7 +58,7 @@ class Influence(NamedTuple):
     value : (n_systems, 1, n_x, n_y, n_z // 2 + 1, 1) tensor
         ``g(k²) / V`` with deconvolution.
     derivative : tensor of this shape, or None
-        The same of g', times how often a plane counts in a sum over the whole mesh.
+        The same for g', times the multiplicity of each plane in a sum over the whole mesh.
     """
 
     value: torch.Tensor
@@ -95,7 +95,7 @@ class PreparedMesh(NamedTuple):
         return self.alpha
 
     def check_cell(self, cell: torch.Tensor) -> torch.Tensor | None:
-        """Raise if this is for other cells; which ones are equal (n_systems,), if values could not be read."""
+        """Raise if prepared for other cells. If values cannot be read, return which cells are equal (n_systems,)."""
         if is_differentiated(cell):
             raise ValueError("`cell` requires a gradient, but `prepared` data do not depend on it")
         if cell.shape != self.cell.shape or cell.device != self.cell.device:
@@ -106,12 +106,12 @@ class PreparedMesh(NamedTuple):
         if not may_read(cell):
             return (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
         if not torch.equal(values_of(cell).to(torch.float64), self.cell):
-            raise ValuesError(f"`prepared` is for another `cell`: prepare again when the cell has changed. {ELSEWHERE}")
+            raise ValuesError(f"`prepared` is for another `cell`: prepare it again for this cell. {ELSEWHERE}")
         return None
 
 
 class Precomputed(NamedTuple):
-    """Arguments of `particle_mesh_ewald` with values that it computes itself: their shapes are checked."""
+    """Arguments of `particle_mesh_ewald` that it recomputes: only their shapes are checked."""
 
     k_vectors: Any = None
     k_squared: Any = None
@@ -139,7 +139,7 @@ class Precomputed(NamedTuple):
 
 
 MOST_MESHES = 64
-"""Meshes that were chosen, with their `MeshSum.axes`, and are remembered."""
+"""Chosen meshes that are kept, with their `MeshSum.axes`."""
 
 _meshes: Kept[tuple[tuple[int, int, int], torch.Tensor | None]] = Kept(MOST_MESHES)
 
@@ -152,14 +152,14 @@ class MeshSum(NamedTuple):
     spline_order : int
     mesh : (int, int, int) or None
     argument : str
-        As of `LongRange`.
+        As for `LongRange`.
     precomputed : Precomputed
     influence : Influence or None
-        If it is prepared.
+        The influence function, if it is prepared.
     valid : (n_systems,) bool tensor or None
-        False for cells that differ from the prepared ones, where values could not be read.
+        If values could not be read: False for cells that differ from the prepared ones.
     axes : (n_systems, 3) int64 tensor or None
-        Lattice vectors along which the axes of the mesh are, in each system; None: in their order.
+        For each system, the lattice vector of each axis of the mesh; None if they are in order.
     """
 
     spline_order: int
@@ -240,7 +240,7 @@ class MeshSum(NamedTuple):
             with torch.inference_mode(False):
                 axes = None if order is None else torch.as_tensor(order, device=alpha.device)
         mesh = mesh_for(sizes, values, target, self.spline_order, strengths=strengths)
-        if key is not None and notices.count() == notes:  # what warns does so in each call
+        if key is not None and notices.count() == notes:  # choices with warnings must warn in each call
             _meshes.keep(key, (mesh, axes))
         return self._replace(mesh=mesh, axes=axes)
 
@@ -301,7 +301,7 @@ class MeshTerm(NamedTuple):
             value, derivative = prepared.value, prepared.derivative if with_virial else None
         power = None if derivative is None else density.to(torch.float64).square() * derivative
         factor = value.to(dtype)
-        # in place where nothing is recorded: fresh memory costs more than the product
+        # in place if no graph is recorded: fresh memory costs more than the product
         recorded = density.requires_grad or factor.requires_grad or not is_eager()
         product = density * factor if recorded else density.mul_(factor)
         field = mesh_values(product, mesh[2]) if division is None else division.values(product)
@@ -325,7 +325,7 @@ def influence(
     with_derivative: bool,
     planes: tuple[int, int] | None = None,
 ) -> Influence:
-    """The influence function of the mesh, or of some planes along y: from the first to the one before the second."""
+    """The influence function of the mesh, or of a half-open range of its planes along y."""
     planes = (0, mesh[1]) if planes is None else planes
     xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, planes, order, alpha.device)
     m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
@@ -362,10 +362,10 @@ def _axes_of(
 def _axes(mesh: Sequence[int], planes: tuple[int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Functions of one or two frequencies of the half mesh, or of some of its planes along y, in float64.
 
-    Products x x, 2 x y, y y, 2 y z, z z, 2 z x, of which k² is made, and ``1 / b²`` for x and y, and for z, shaped to
-    broadcast to the half mesh; how often a plane counts in a sum over the whole mesh; and two matrices that turn values
-    on the mesh into sums of them with ``n n^T``, n the three frequencies: powers of z by z, for real and imaginary
-    parts alike, and the nine products by x, y and power of z. Last the numbers of points, and an identity matrix.
+    The products x x, 2 x y, y y, 2 y z, z z, 2 z x, which add up to k², and ``1 / b²`` for x and y, and for z, in
+    shapes that broadcast to the half mesh; the multiplicity of each plane in a sum over the whole mesh; two matrices
+    for sums of values on the mesh times ``n n^T`` with the three frequencies n: powers of z by z, the same for real and
+    imaginary parts, and the nine products by x, y and power of z; the numbers of points; and an identity matrix.
     """
     axes, deconvolution = [], []
     for axis, n in enumerate(mesh):
@@ -382,7 +382,7 @@ def _axes(mesh: Sequence[int], planes: tuple[int, int], order: int, device: torc
     x, y = x[..., 0], y[..., 0]
     for power, a, b, product in ((0, 0, 0, x * x), (0, 0, 1, x * y), (0, 1, 1, y * y), (1, 0, 2, x), (1, 1, 2, y)):
         dyads[:, :, power, a, b] = dyads[:, :, power, b, a] = product
-    dyads[:, :, 2, 2, 2].fill_(1.0)  # no constant of the host, which a graph would have to copy
+    dyads[:, :, 2, 2, 2].fill_(1.0)  # a constant from the host would have to be copied by a graph
     deconvolved = (deconvolution[0] * deconvolution[1], deconvolution[2])
     sizes = torch.cat([torch.full((1,), float(n), dtype=torch.float64, device=device) for n in mesh])
     identity = torch.eye(3, dtype=torch.float64, device=device)

@@ -1,28 +1,30 @@
 """Terms of moments (`nvalchemiops.torch.interactions.electrostatics.sources`), and the frames in which they are summed.
 
-**Frames.** Sums in coordinates ``u = x A`` take moments along these: ``∂/∂x_a = Σ_j A_aj ∂/∂u_j``, so ``m' = m T`` with
-a matrix T of products of A, and derivatives are ``g = g' T^T``. Under strain at fixed Cartesian moments A changes, and
-a sum whose virial at fixed m' is known has besides
+**Frames.** Sums in coordinates ``u = x A`` need moments along u. From ``∂/∂x_a = Σ_j A_aj ∂/∂u_j`` follows
+``m' = m T`` with a matrix T of products of A, and derivatives are ``g = g' T^T``. Under strain at fixed Cartesian
+moments A changes, which adds to the virial at fixed m'
 
     W_ab = Σ_i μ_a ∂_b φ + Q_ac ∂_b ∂_c φ
 
-**Self energies** of the long-range part ``erf(α r)/r = 2α/√π (1 - α² r²/3 + α⁴ r⁴/10 - ...)``, which a sum over all
-k-vectors contains and the energy of points does not:
+**Self energies.** A sum over all k-vectors contains the self energy of the long-range part
+``erf(α r)/r = 2α/√π (1 - α² r²/3 + α⁴ r⁴/10 - ...)``, which does not belong to the energy of points:
 
     E_self = α/√π q² + 2 α³/(3√π) μ² + 2 α⁵/(5√π) Q:Q
 
-A Gaussian of standard deviation s has this energy with itself for α = 1/2s.
+With α = 1/2s this is the energy of a Gaussian of standard deviation s with itself.
 
-**Background.** Charges with Gaussians of widths s_i in a uniform background that neutralises the cell, Q = Σ q, have
+**Background.** In a cell of total charge Q = Σ q with a uniform neutralising background, the energy of Gaussian charges
+of widths s_i exceeds that of points by
 
     E = 2π/V Q Σ q_i s_i²
 
-more than points: the short-range part ``erf(r/√(2(s_i² + s_j²)))/r - erf(α r)/r`` has the integral
-``π/α² - 2π (s_i² + s_j²)`` over space, and all potentials have the average zero.
+since the short-range part ``erf(r/√(2(s_i² + s_j²)))/r - erf(α r)/r`` has the integral ``π/α² - 2π (s_i² + s_j²)`` over
+space, and all potentials have the average zero.
 
-**Surface.** A sphere of many cells in a medium of dielectric constant ε' has besides ``E = 2π/((2ε' + 1) V) M²`` with
-the dipole ``M = Σ q x + μ`` of the cell; in a conductor, the sum without this term, it has not. Positions count as they
-are given, unwrapped. For charged cells the term depends on the origin.
+**Surface.** A sphere of many cells in a medium of dielectric constant ε' has the additional energy
+``E = 2π/((2ε' + 1) V) M²`` with the dipole ``M = Σ q x + μ`` of the cell. In a conductor, the boundary condition of the
+sum without this term, it vanishes. Positions are used as given, without wrapping. For charged cells the term depends on
+the origin.
 
 Sources: self energies A. Aguado and P. A. Madden, J. Chem. Phys. 119, 7471 (2003), doi:10.1063/1.1605941; surface
 S. W. de Leeuw, J. W. Perram and E. R. Smith, Proc. R. Soc. A 373, 27 (1980), doi:10.1098/rspa.1980.0135.
@@ -61,9 +63,9 @@ class MomentFrames(NamedTuple):
     lattice : Lattice
         Its ``frame`` makes the coordinates.
     matrix : (n_moments, n_moments) or (n_atoms, n_moments, n_moments) tensor
-        Moments along these are ``moments @ matrix``.
+        Moments along the coordinates are ``moments @ matrix``.
     moments : (n_atoms, n_channels, n_moments) tensor
-        Along the coordinates, in float64.
+        Moments along the coordinates, in float64.
     """
 
     lattice: Lattice
@@ -78,8 +80,8 @@ class MomentFrames(NamedTuple):
     def contribution(self, gathered: torch.Tensor, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """The contribution of a potential that is linear in the moments.
 
-        ``gathered`` (n_atoms, n_channels, count) holds the potential and its derivatives by the coordinates. Of the
-        virial it has the part of the frames.
+        ``gathered`` (n_atoms, n_channels, count) holds the potential and its derivatives by the coordinates. The virial
+        of the result is only the part from the frames.
         """
         moments, n_moments = self.moments, self.moments.shape[-1]
         gathered = gathered.to(torch.float64)
@@ -97,7 +99,7 @@ class MomentFrames(NamedTuple):
 
 
 class ChargeFrames(NamedTuple):
-    """The same of charges (n_atoms, n_channels) of points, which no coordinates change, in their dtype."""
+    """Frames for point charges (n_atoms, n_channels), which do not depend on coordinates, in their dtype."""
 
     lattice: Lattice
     charges: torch.Tensor
@@ -113,7 +115,7 @@ class ChargeFrames(NamedTuple):
         return self.charges.unsqueeze(-1)
 
     def contribution(self, gathered: torch.Tensor, _: ChargedSystem, derivatives: Derivatives) -> Contribution:
-        """The contribution, but for the virial, of a potential that is linear in the charges."""
+        """The contribution, without the virial, of a potential that is linear in the charges."""
         charges = self.charges
         energies = 0.5 * charges * gathered[..., 0]
         forces = None
@@ -142,7 +144,7 @@ def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tens
 @functools.cache
 @eager
 def _places(n_moments: int, n_channels: int, n_gathered: int, device: torch.device) -> torch.Tensor:
-    """Where in a row of channels of gathered values those with one more derivative are: by axis, channel, moment."""
+    """Indices in a row of gathered values of those with one more derivative, by axis, channel and moment."""
     raised_by_axis = torch.tensor(_RAISED[n_moments], device=device).view(3, 1, n_moments)
     return (raised_by_axis + n_gathered * torch.arange(n_channels, device=device).unsqueeze(1)).flatten()
 
@@ -150,9 +152,9 @@ def _places(n_moments: int, n_channels: int, n_gathered: int, device: torch.devi
 def frames_of(
     system: ChargedSystem, lattice: Lattice, dtype: torch.dtype, n: torch.Tensor | None = None
 ) -> MomentFrames | ChargeFrames:
-    """The moments of a system along the coordinates of a lattice, or along these times numbers (3,) of mesh points.
+    """The moments of a system along the coordinates of a lattice, optionally in units of mesh points (3,).
 
-    Charges of points have the ``dtype``.
+    Point charges are returned in ``dtype``.
     """
     if system.of_points:
         return ChargeFrames(lattice, system.charges.to(dtype))
@@ -219,7 +221,7 @@ def _self_coefficients(alpha: torch.Tensor, n_moments: int) -> torch.Tensor:
 
 
 class SelfTerm(NamedTuple):
-    """Minus the self energies of the long-range part, with alpha (n_systems,); and plus those of Gaussians, if kept."""
+    """Minus the self energies of the long-range part, with alpha (n_systems,); plus those of Gaussians, if kept."""
 
     alpha: torch.Tensor
     keeps_gaussians: bool = False
@@ -240,7 +242,7 @@ class SelfTerm(NamedTuple):
 
 
 class BackgroundTerm(NamedTuple):
-    """What Gaussian widths change in a charged cell with a uniform background."""
+    """The change of the energy of a charged cell with a uniform background due to Gaussian widths."""
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""

@@ -23,20 +23,20 @@ MOST_CHANNELS = 16
 class PairTerm(NamedTuple):
     """A sum over pairs of charges, with the self energies of its formula; or of moments, without any.
 
-    Charges have a kernel of their own, which is for any potential. As moments of order zero they would take 12.0 ms for
-    all first derivatives of 1728 ions with 65 neighbors, where it takes 9.2 ms.
+    Charges have a separate kernel, which supports any potential. For all first derivatives of 1728 ions with 65
+    neighbors it takes 9.2 ms; charges as moments of order zero would take 12.0 ms.
 
     Attributes
     ----------
     formula : callable
-        Gives the pair potential for a number of charges: quadratic in them, with one global parameter.
+        Returns the pair potential for a number of charges: quadratic in them, with one global parameter.
     parameter : (n_systems,) tensor
-        That parameter: alpha, or another length or its inverse.
+        The global parameter: alpha, or another length or its inverse.
     rows : Rows
     exclusions : ExclusionRows or None
     cutoff : float or None
     radial : callable
-        Gives the radial function for moments, of points or of Gaussians, with the same parameter.
+        Returns the radial function for moments, of points or of Gaussians, with the same parameter.
     """
 
     formula: Callable[[int], Formula]

@@ -5,9 +5,8 @@ interaction,
 
     φ_i = 1/V Σ_k g(k²) Re[S(k) exp(-i k.r_i)],    E = Σ_i q_i φ_i / 2,    W = Σ_k S S*/2V (g + 2 g' k k^T)
 
-where k = 0 has the finite part of g, which is the neutralising background of a charged cell, and fractional
-coordinates, and so S, do not change under strain. Everything between the two Fourier sums, which are
-ops, is torch.
+The term k = 0 has the finite part of g, which is the neutralising background of a charged cell. Fractional coordinates,
+and therefore S, do not change under strain. The two Fourier sums are ops; everything between them is torch.
 
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
@@ -52,11 +51,11 @@ class KVectorSum(NamedTuple):
     ----------
     k_vectors : WaveVectors or None
     argument : str
-        As of `LongRange`.
+        As for `LongRange`.
     k_cutoff : (n_systems,) tensor or None
-        The length up to which they are complete, if that is known.
+        The length up to which the k-vectors are complete, if that is known.
     valid : (n_systems,) bool tensor or None
-        False where vectors whose values could not be read are not of the reciprocal lattice.
+        If values could not be read: False for systems whose vectors do not belong to the reciprocal lattice.
     """
 
     k_vectors: WaveVectors | None = None
@@ -138,7 +137,7 @@ class KVectorSum(NamedTuple):
 
 
 def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Miller indices of k-vectors; and the systems in which they are integers, if values could not be read."""
+    """Miller indices of k-vectors; if values could not be read, also the systems in which they are integers."""
     cell = system.cell.detach().to(torch.float64)
     checks.check_tensor("k_vectors", k_vectors)
     if k_vectors.is_complex():
@@ -159,14 +158,14 @@ def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, to
     indices = numbers.round()
     # float32 rounds numbers of some hundreds by 1e-5
     away = (numbers - indices).abs().flatten(1)
-    # one more, so that there is a largest one, also of a number that a compiled graph learns when it runs
+    # with an additional zero, so that a maximum exists even if a compiled graph learns the number only when it runs
     fits = torch.nn.functional.pad(away, (0, 1)).amax(1) < 1e-3
     valid = None
     if not may_read(cell, k_vectors):
         valid = fits
     elif not bool(fits.all()):
         raise ValuesError(
-            "`k_vectors` are no vectors of the reciprocal lattice of `cell`: make them for this cell, or give "
+            "`k_vectors` do not belong to the reciprocal lattice of `cell`: make them for this cell, or give "
             "`miller_indices`, which stay the same when the cell changes"
         )
     return torch.nan_to_num(indices).to(torch.int64), valid
@@ -218,9 +217,9 @@ class ReciprocalTerm(NamedTuple):
 def sorted_atoms(
     batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Atoms sorted by system, or None if they are sorted; and row pointers of the systems."""
+    """Atoms sorted by system, or None if they are already sorted; and row pointers of the systems."""
     if batch_idx is None:
-        # no constant of the host, for whose copy to a GPU it would wait
+        # a constant from the host would have to be copied to a GPU, with a wait
         return None, torch.arange(2, dtype=torch.int32, device=device) * n_atoms
     if layout(batch_idx.device.type).reads:
         return sort_by_system(batch_idx, n_systems)
@@ -232,7 +231,8 @@ def reciprocal_factors(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Factors of |S|² in twice the energy (n_points, 4) and in the virial (n_points, 4, 9), or None.
 
-    Of the energy ``g(k²) / V``, times how often the k-vector counts; of the virial the same of ``g' k k^T + g / 2``.
+    These are ``g(k²) / V`` for the energy and ``(g' k k^T + g / 2) / V`` for the virial, each times the multiplicity of
+    the k-vector.
     """
     points, n_points, device = k_vectors.points, k_vectors.points.shape[0], alpha.device
     at_point = None if alpha.shape[0] == 1 else k_vectors.point_system

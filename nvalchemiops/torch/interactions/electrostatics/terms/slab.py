@@ -1,14 +1,13 @@
-"""The correction for systems that are periodic along two axes, computed as if along three.
+"""The correction for systems that are periodic along two axes but summed as if periodic along three.
 
-A slab of charges between layers of vacuum differs from the periodic stack of such slabs by the interaction of their
+An isolated slab of charges differs from a periodic stack of slabs with vacuum between them by the interaction of their
 dipoles. With z along the normal of the periodic plane, M = Σ q z, Q = Σ q, and L the height of the cell,
 
     E = 2π/V (M² - Q Σ q z² - Q² L²/12)
 
-which does not depend on the origin. z is that of the positions as they are given: a slab must not be cut in two by the
-boundary of the cell. Dipoles and quadrupoles add to both sums, ``M = Σ q z + μ_z``, and ``Σ q z² + 2 μ_z z + Q_zz`` in
-the place of ``Σ q z²``; Gaussians of width s have q s² there. The direction of the open lattice vector does not
-matter, only its height above the plane.
+which does not depend on the origin. Positions are used as given: the boundary of the cell must not cut the slab in two.
+With dipoles and quadrupoles ``M = Σ q z + μ_z``, and ``Σ q z²`` becomes ``Σ q z² + 2 μ_z z + Q_zz``; Gaussians of width
+s add q s² to it. The direction of the open lattice vector does not matter, only its height above the plane.
 
 Sources: I.-C. Yeh and M. L. Berkowitz, J. Chem. Phys. 111, 3155 (1999), doi:10.1063/1.479595; with net charge
 V. Ballenegger, A. Arnold and J. J. Cerdà, J. Chem. Phys. 131, 094107 (2009), doi:10.1063/1.3216473.
@@ -26,7 +25,7 @@ from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 
 
 class SlabTerm(NamedTuple):
-    """The correction for systems with one open axis, zero for those with none; NaN for others."""
+    """The correction for systems with one open axis; zero for fully periodic systems, NaN for all others."""
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
@@ -49,7 +48,7 @@ class SlabTerm(NamedTuple):
 
         of_atom = spread_systems(torch.cat([normal, height[:, None], volume[:, None]], 1), batch_idx, n_atoms)
         z = (positions * of_atom[:, :3]).sum(-1, keepdim=True)
-        # relative to the middle of the system, or large numbers would cancel
+        # relative to the middle of the system, to avoid cancellation of large numbers
         ones = torch.ones_like(z)
         middle = system.sums(torch.cat([z.detach(), ones], 1))
         z = z - spread_systems(middle[:, 0] / middle[:, 1].clamp(min=1.0), batch_idx, n_atoms).unsqueeze(1)
@@ -72,7 +71,7 @@ class SlabTerm(NamedTuple):
             along = -(scale.unsqueeze(1) * charges * (dipole - total * z)).sum(1, keepdim=True)
             forces = along * of_atom[:, :3]
         if derivatives.virial:
-            # lengths along the normal come twice, the volume once
+            # lengths along the normal enter squared, the volume once
             energy = system_sums(energies.sum(1), batch_idx, n_systems)[:, None, None]
             identity = torch.eye(3, dtype=torch.float64, device=cell.device)
             virial = energy * (identity - 2.0 * normal.unsqueeze(-1) * normal.unsqueeze(-2))
@@ -106,7 +105,7 @@ def _of_sources(
     system: ChargedSystem,
     derivatives: Derivatives,
 ) -> Contribution:
-    """The contribution of sources in a potential along the normal, of which ``steps`` are the derivatives."""
+    """The contribution of sources in a potential along the normal whose derivatives are ``steps``."""
     charges, dipoles = along_normal
     widths, n_moments = system.widths, sources.shape[-1]
     potential, field, slope = (scale.unsqueeze(1) * step for step in steps)
@@ -128,7 +127,7 @@ def _of_sources(
     if derivatives.forces:
         forces = -(charges * field + dipoles * slope).sum(1, keepdim=True) * normals
     if derivatives.virial:
-        # lengths along the normal come twice, the volume once; widths, and lengths of the moments, do not change
+        # lengths along the normal enter squared, the volume once; widths, and lengths of the moments, do not change
         energy = system_sums(energies.sum(1), system.batch_idx, system.n_systems)[:, None, None]
         dyad = normal.unsqueeze(-1) * normal.unsqueeze(-2)
         virial = energy * (identity - 2.0 * dyad) + virial_of_frames(gradients, system)
