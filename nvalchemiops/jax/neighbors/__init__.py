@@ -4,16 +4,13 @@
 import nvalchemiops.jax.neighbors.batch_cell_list
 import nvalchemiops.jax.neighbors.cell_list  # noqa: F401
 from nvalchemiops.jax.neighbors.lists import (
-    NeighborListState,
     batch_cell_list,
     batch_naive_neighbor_list,
     batch_naive_neighbor_list_dual_cutoff,
     cell_list,
-    check_neighbor_list_state,
     naive_neighbor_list,
     naive_neighbor_list_dual_cutoff,
     neighbor_list,
-    prepare_neighbor_list,
 )
 from nvalchemiops.jax.neighbors.planning import (
     check_neighbor_list_rebuild_needed,
@@ -23,6 +20,7 @@ from nvalchemiops.jax.neighbors.planning import (
     neighbor_list_needs_rebuild,
     suggest_neighbor_list_method,
 )
+from nvalchemiops.jax.neighbors.states import NeighborListState, check_neighbor_list_state, prepare_neighbor_list
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
 

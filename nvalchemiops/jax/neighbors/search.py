@@ -1,0 +1,191 @@
+"""The search of lists of neighbors for JAX: torch's, called through a bridge with declared sizes."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
+from nvalchemiops.jax.bridge import Bridge
+from nvalchemiops.jax.operators import Shape, as_array, as_static, checked_shapes, from_torch_values, to_torch
+from nvalchemiops.jax.utils import is_traced
+from nvalchemiops.notices import NeighborListWarning, notify
+from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.checks import check_count
+
+SCRATCH = (
+    WITHOUT_EFFECT
+    | OPTIONAL_ELSEWHERE
+    | {"max_total_cells", "inv_cell", "positions_wrapped", "per_atom_cell_offsets", "sorted_atom_periodic_shifts"}
+    | {"pair_centric_total_cells", "pair_centric_n_outer", "pair_centric_r_max", "graph_mode", "wrap_positions"}
+)
+"""Parameters of other libraries that JAX clients may pass. Most have no effect; those that would change results must be
+None."""
+
+SYSTEMS = ("cell", "pbc", "batch_idx", "batch_ptr")
+
+
+def rooms_of(
+    n_lists: int,
+    return_neighbor_list: bool = False,
+    coo_capacity: Any = None,
+    max_neighbors: int | None = None,
+    max_neighbors1: int | None = None,
+    max_neighbors2: int | None = None,
+    **others: Any,
+) -> tuple[Any, ...]:
+    """The declared width of each matrix, or capacity of each list; None if it is missing."""
+    if return_neighbor_list:
+        return coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
+    return tuple(max_neighbors if room is None else room for room in (max_neighbors1, max_neighbors2)[:n_lists])
+
+
+def types_of_list(n: int, room: int, dtype: Any, has_shifts: bool, options: Mapping[str, Any]) -> dict[str, Shape]:
+    """The arrays of one list of ``n`` atoms with this width or capacity, in the order in which torch returns them."""
+    if pairs := bool(options.get("return_neighbor_list")):
+        slots: tuple[int, ...] = (room,)
+        types = {"neighbor_list": Shape((2, room), jnp.int32), "neighbor_ptr": Shape((n + 1,), jnp.int32)}
+    else:
+        slots = (n, room)
+        types = {"neighbor_matrix": Shape(slots, jnp.int32), "num_neighbors": Shape((n,), jnp.int32)}
+    if has_shifts:
+        types["neighbor_list_shifts" if pairs else "neighbor_matrix_shifts"] = Shape((*slots, 3), jnp.int32)
+    if options.get("return_distances"):
+        types["neighbor_distances"] = Shape(slots, dtype)
+    if options.get("return_vectors"):
+        types["neighbor_vectors"] = Shape((*slots, 3), dtype)
+    return {**types, "num_neighbors": Shape((n,), jnp.int32), "overflow": Shape((), jnp.bool_)} if pairs else types
+
+
+_ARRAYS = ("positions", "cell", "pbc", "batch_idx", "batch_ptr", "rebuild_flags", "target_indices")
+
+_OUTPUTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts", "neighbor_distances", "neighbor_vectors")
+"""Memory for results in torch. In JAX, where arrays are immutable, earlier results: see ``rebuild_flags``."""
+
+
+def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) -> tuple[Any, ...]:
+    """The lists for the arguments ``given`` of the public function ``name``.
+
+    Under ``jit``, or with ``declared``, lists have the declared width or capacity, and counts show what did not fit.
+    Otherwise they are large enough.
+    """
+    arguments: dict[str, Any] = {}
+    for key, value in given.items():
+        if value is None or key in SCRATCH:
+            if value is not None and key in OPTIONAL_ELSEWHERE:
+                raise NotImplementedError(
+                    f"{name}: `{key}` is not supported; `PairPotential` sums over the pairs of a list"
+                )
+            continue
+        is_array = key in _ARRAYS or key.rstrip("12") in _OUTPUTS
+        if key.startswith("cutoff") and is_traced(value):
+            arguments[key] = jax.lax.stop_gradient(value)  # lists are piecewise constant in the cutoff
+        else:
+            arguments[key] = as_array(key, value) if is_array else as_static(f"{name}: `{key}`", value)
+    arguments = _with_widths(arguments)
+    if "coo_capacity" in arguments:
+        if not arguments.get("return_neighbor_list"):
+            raise ValueError(
+                f"{name}: `coo_capacity` is the capacity of a list of pairs: it needs return_neighbor_list=True"
+            )
+        for room in rooms_of(1, True, arguments["coo_capacity"]):
+            check_count("coo_capacity", room)
+    if declared or is_traced(arguments):
+        if "cutoff2" in arguments and "max_neighbors" in arguments:
+            arguments.setdefault("max_neighbors2", arguments["max_neighbors"])
+        return tuple(_bridge(**arguments, check=False))
+    return tuple(from_torch_values(_search(**{key: to_torch(value) for key, value in arguments.items()})))
+
+
+def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with widths taken from earlier matrices. The matrices are kept only if some rows are reused."""
+    found = dict(arguments)
+    if "cutoff1" in found:
+        found["cutoff"] = found.pop("cutoff1")
+    for suffix in ("", "1", "2"):
+        before = found.get(f"neighbor_matrix{suffix}")
+        if before is not None:
+            found.setdefault(f"max_neighbors{suffix}", before.shape[1])
+    if "rebuild_flags" not in found:
+        found = {key: value for key, value in found.items() if key.rstrip("12") not in _OUTPUTS}
+    return found
+
+
+def _search(check: bool = True, coo_capacity: Any = None, **arguments: Any) -> list[torch.Tensor]:
+    """Call the torch function. Lists with a declared capacity are padded to it, or without ``check`` also cut to it."""
+    for key, value in arguments.items():
+        if key.rstrip("12") in _OUTPUTS:
+            arguments[key] = value.clone()  # torch fills it in place
+        elif key.startswith("cutoff") and isinstance(value, torch.Tensor):
+            arguments[key] = value.item()
+    is_list = arguments.get("return_neighbor_list", False)
+    found = list(neighbors.neighbor_list(**arguments, check=check or is_list))
+    return found if coo_capacity is None else _padded(found, coo_capacity, arguments, is_cut=not check)
+
+
+_OTHER_FORMS = ("return_neighbor_list", "return_distances", "return_vectors", "cutoff2", "rebuild_flags")
+
+
+def _fill(results: list[torch.Tensor], **arguments: Any) -> bool:
+    """Write a matrix, counts and shifts into ``results``. Return False if other results are requested."""
+    if any(arguments.get(name) is not None and arguments[name] is not False for name in _OTHER_FORMS):
+        return False
+    if isinstance(arguments["cutoff"], torch.Tensor):
+        arguments["cutoff"] = arguments["cutoff"].item()
+    neighbors.neighbor_list(**{**arguments, **dict(zip(_OUTPUTS, results))})
+    return True
+
+
+def capacity_for(n_pairs: int) -> int:
+    """The capacity of a list of this many pairs, with room for some more."""
+    return n_pairs + max(n_pairs // 4, 4)
+
+
+def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any], is_cut: bool) -> list[torch.Tensor]:
+    """Lists of pairs padded to ``capacity``: list, pointers, shifts, ..., counts, and whether pairs were cut."""
+    n_lists = 2 if "cutoff2" in arguments else 1
+    padding = arguments.get("fill_value", arguments["positions"].shape[0])
+    per_list = len(found) // n_lists
+    out = []
+    for number, room in enumerate(rooms_of(n_lists, True, capacity)):
+        pairs, pointers, *others = found[number * per_list : (number + 1) * per_list]
+        if pairs.shape[1] > room and not is_cut:
+            notify(
+                f"`coo_capacity` = {room}, but there are {pairs.shape[1]} pairs: the returned list has room for all",
+                NeighborListWarning,
+                kind=f"short list {number}",
+            )
+            room = capacity_for(pairs.shape[1])
+        n = min(pairs.shape[1], room)
+        rows = torch.full((2, room), padding, dtype=pairs.dtype)
+        rows[:, :n] = pairs[:, :n]
+        out += [rows, pointers.clamp(max=room)]
+        out += [torch.cat([x[:n], x.new_zeros((room - n, *x.shape[1:]))]) for x in others]
+        out += [pointers.diff(), torch.tensor(pairs.shape[1] > room)]
+    return out
+
+
+def _shapes(
+    positions: Any, cell: Any = None, cutoff2: Any = None, target_indices: Any = None, **options: Any
+) -> list[Shape]:
+    n = (positions if target_indices is None else target_indices).shape[0]
+    rooms = rooms_of(1 if cutoff2 is None else 2, **options)
+    if None in rooms:
+        needed = "coo_capacity" if options.get("return_neighbor_list") else "max_neighbors"
+        raise ValueError(
+            f"`{needed}` is needed under jit, where shapes must be known. Check for overflow afterwards: "
+            "`num_neighbors` counts all neighbors, also those that do not fit"
+        )
+    of_lists = [types_of_list(n, room, positions.dtype, cell is not None, options).values() for room in rooms]
+    return list(itertools.chain(*of_lists))
+
+
+def _checked(**arguments: Any) -> Any:
+    declared = _shapes(**arguments)  # first, since it names the sizes that are missing
+    return checked_shapes(_search, lambda **_: declared, **arguments)
+
+
+_bridge = Bridge(_search, _checked, name="neighbor_list", only_reads=True, fill=_fill)

@@ -1,0 +1,349 @@
+"""States of neighbor lists: lists of one size that are searched again as atoms move, inside of `jit` and `scan`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE
+from nvalchemiops.jax._jax_internals import vary_alike
+from nvalchemiops.jax.neighbors.search import SCRATCH, SYSTEMS, capacity_for, find_neighbors, rooms_of, types_of_list
+from nvalchemiops.jax.operators import Shape, as_array, as_static
+from nvalchemiops.jax.utils import dataclass, field, is_traced
+from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.neighbors.search import NOT_FINITE
+from nvalchemiops.torch.checks import check_count
+
+
+class _Search(NamedTuple):
+    """The static settings of a state."""
+
+    cutoff: float
+    cutoff2: float | None
+    half_fill: bool
+    fill_value: int
+    method: str | None
+    return_neighbor_list: bool
+    return_distances: bool
+    return_vectors: bool
+    selective: bool
+    sizes: tuple[int, ...]  # width, or capacity, of each list
+    num_atoms: int
+    num_systems: int
+    has_shifts: bool
+
+    def types(self, room: int = 0, dtype: Any = jnp.float32) -> dict[str, Shape]:
+        """The arrays of one list."""
+        return types_of_list(self.num_atoms, room, dtype, self.has_shifts, self._asdict())
+
+
+_FIXED = _Search._fields[:8]
+"""The fields that are arguments of `neighbor_list`."""
+
+
+@dataclass
+class NeighborListState:
+    """Sizes of neighbor lists, the lists of the last search, and whether all neighbors fit: a pytree.
+
+    `prepare_neighbor_list` makes a state, and `neighbor_list` returns the next one. The results of the last search are
+    attributes, such as ``neighbor_matrix`` and ``neighbor_list_shifts``; with two cutoffs their names end with 1 and 2.
+    All settings are attributes, too. Inside of ``jit`` sizes are fixed. Outside of it a call enlarges them as needed,
+    and the next state has the new sizes.
+
+    Attributes
+    ----------
+    cell, pbc, batch_idx, batch_ptr : arrays or None
+        Used if a call does not give them.
+    initialized : (n_systems,) bool array
+        Whether a search was made.
+    valid : (n_systems,) bool array
+        Whether all neighbors fit in every search so far. Once False, it stays False.
+    largest : (n_systems,) int32 array
+        The most neighbors of an atom in any search; with a list of pairs, the most pairs.
+    """
+
+    search: _Search = field(static=True)
+    cell: Any
+    pbc: Any
+    batch_idx: Any
+    batch_ptr: Any
+    lists: tuple[tuple[Any, ...], ...]
+    largest: Any
+    initialized: Any
+    valid: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("search", "lists"):
+            raise AttributeError(name)
+        if name in _Search._fields:
+            return getattr(self.search, name)
+        number = name[-1] if name[-1] in "12" else ""
+        stem = name[: len(name) - len(number)]
+        index = int(number or 1) - 1
+        names = list(self.search.types())
+        if index < len(self.lists) and stem in names:
+            return self.lists[index][names.index(stem)]
+        raise AttributeError(f"a NeighborListState has no attribute '{name}'")
+
+    @property
+    def format(self) -> str:
+        """``"matrix"`` or ``"coo"``."""
+        return "coo" if self.search.return_neighbor_list else "matrix"
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the state is for a batch."""
+        return self.batch_idx is not None or self.batch_ptr is not None
+
+
+def prepare_neighbor_list(
+    positions: jax.Array,
+    cutoff: float,
+    cell: jax.Array | None = None,
+    pbc: jax.Array | None = None,
+    batch_idx: jax.Array | None = None,
+    batch_ptr: jax.Array | None = None,
+    cutoff2: float | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    method: str | None = None,
+    format: str | None = None,
+    wrap_positions: bool = True,
+    *,
+    max_neighbors: int | None = None,
+    max_neighbors1: int | None = None,
+    max_neighbors2: int | None = None,
+    atomic_density: float | None = None,
+    coo_capacity: int | tuple[int, int] | None = None,
+    max_tiles_per_group: int | None = None,
+    return_vectors: bool = False,
+    return_distances: bool = False,
+    selective: bool = False,
+    pair_fn: Any = None,
+    span_margin: float = 0.0,
+    target_indices: jax.Array | None = None,
+    strategy: str = "auto",
+    atom_centric_path: str = "auto",
+    fixed_cell: bool = False,
+    **without_effect: Any,
+) -> NeighborListState:
+    """Prepare sizes of neighbor lists for use inside of ``jit``: the ``state`` of `neighbor_list`.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) array
+        Outside of ``jit`` the width of a matrix is chosen for these positions: the longest row and a quarter more.
+    cutoff, cell, pbc, batch_idx, batch_ptr, cutoff2, half_fill, fill_value, return_neighbor_list, method
+        As for `neighbor_list`. A call with the state may give another cell.
+    format : {"matrix", "coo"}, optional
+        Alternative to ``return_neighbor_list``.
+    max_neighbors, max_neighbors1, max_neighbors2 : int, optional
+        Widths of the matrices.
+    coo_capacity : int or (int, int), optional
+        Capacity of lists of pairs. Required with ``return_neighbor_list`` under ``jit``; otherwise by default a quarter
+        more than the present pairs.
+    return_vectors, return_distances : bool, optional
+    selective : bool, optional
+        Whether calls give ``rebuild_flags`` and keep the rows of other systems. A system is always searched the first
+        time.
+    wrap_positions, atomic_density, max_tiles_per_group, span_margin, strategy, atom_centric_path, fixed_cell
+        Without effect.
+
+    Returns
+    -------
+    NeighborListState
+        A state without neighbors so far.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; missing sizes under ``jit``.
+    """
+    if pair_fn is not None or target_indices is not None:
+        name = "pair_fn" if pair_fn is not None else "target_indices"
+        raise NotImplementedError(f"prepare_neighbor_list: `{name}` is not supported")
+    for name, value in without_effect.items():
+        if name not in SCRATCH or (name in OPTIONAL_ELSEWHERE and value is not None):
+            raise TypeError(f"prepare_neighbor_list() got an unexpected keyword argument '{name}'")
+    positions = as_array("positions", positions)
+    cutoff = as_static("prepare_neighbor_list: `cutoff`", cutoff)
+    cutoff2 = as_static("prepare_neighbor_list: `cutoff2`", cutoff2)
+    if format not in (None, "matrix", "coo", "list"):
+        raise ValueError(f"`format` must be 'matrix' or 'coo', got {format!r}")
+    return_neighbor_list = return_neighbor_list or format in ("coo", "list")
+    n_lists = 1 if cutoff2 is None else 2
+    arrays = {"cell": cell, "pbc": pbc, "batch_idx": batch_idx, "batch_ptr": batch_ptr}
+    arrays = {name: as_array(name, value) for name, value in arrays.items() if value is not None}
+    rooms = rooms_of(n_lists, return_neighbor_list, coo_capacity, max_neighbors, max_neighbors1, max_neighbors2)
+    size = "coo_capacity" if return_neighbor_list else "max_neighbors"
+    if None in rooms:
+        if is_traced((positions, arrays)):
+            raise ValueError(f"`{size}` is needed under jit, where the neighbors of these positions are not known")
+        given = {"positions": jnp.asarray(positions), **arrays, "half_fill": half_fill, "method": method}
+        given["return_neighbor_list"] = return_neighbor_list
+        reaches = (cutoff, cutoff2)[:n_lists]
+        longest = [find_neighbors("neighbor_list", {**given, "cutoff": r})[0].shape[1] for r in reaches]
+        rooms = tuple(capacity_for(n) if return_neighbor_list else n for n in longest)
+    rooms = tuple(check_count(size, room) for room in rooms)
+    n_atoms = positions.shape[0]
+    search = _Search(
+        float(cutoff),
+        None if cutoff2 is None else float(cutoff2),
+        half_fill,
+        n_atoms if fill_value is None else int(fill_value),
+        method,
+        return_neighbor_list,
+        return_distances,
+        return_vectors,
+        selective,
+        rooms,
+        n_atoms,
+        _number_of_systems(arrays),
+        cell is not None,
+    )
+    lists = tuple(_empty(search, room, jnp.asarray(positions).dtype) for room in rooms)
+    flags = jnp.zeros(search.num_systems, bool)
+    largest = jnp.zeros(search.num_systems, jnp.int32)
+    found: dict[str, Any] = {name: arrays.get(name) for name in SYSTEMS}
+    state = NeighborListState(search, lists=lists, largest=largest, initialized=flags, valid=~flags, **found)
+    # inside of shard_map the next state varies over the mesh axes of the positions, and `scan` needs equal types
+    leaves, tree = jax.tree.flatten(state)
+    return jax.tree.unflatten(tree, vary_alike([positions, *leaves])[1:])
+
+
+def _number_of_systems(arrays: Mapping[str, Any]) -> int:
+    cell, pointers, batch_idx = (arrays.get(name) for name in ("cell", "batch_ptr", "batch_idx"))
+    if pointers is not None:
+        return int(pointers.shape[0]) - 1
+    if cell is not None and cell.ndim == 3 and (cell.shape[0] > 1 or batch_idx is None):
+        return int(cell.shape[0])
+    if batch_idx is None:
+        return 1
+    if is_traced(batch_idx):
+        raise ValueError("`batch_ptr` is needed under jit to know the number of systems, unless each has a cell")
+    return int(np.asarray(batch_idx).max(initial=-1)) + 1
+
+
+def _empty(search: _Search, room: int, dtype: Any) -> tuple[Any, ...]:
+    first, *others = search.types(room, dtype).values()
+    return (jnp.full(first.shape, search.fill_value, first.dtype), *[jnp.zeros(t.shape, t.dtype) for t in others])
+
+
+def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], NeighborListState]:
+    """The lists for a call with ``state`` and the arguments ``given``, and the next state."""
+    if not isinstance(state, NeighborListState):
+        raise TypeError(f"`state` must be a NeighborListState from prepare_neighbor_list, got {type(state).__name__}")
+    search, given = state.search, {**given, "positions": as_array("positions", given["positions"])}
+    _check_against(search, given)
+    if (given["cell"] is not None) != search.has_shifts and given["cell"] is not None:
+        raise ValueError("`cell` is given, but `state` was prepared without one")
+    arguments = {name: getattr(state, name) if given.get(name) is None else given[name] for name in SYSTEMS}
+    arguments |= {"positions": given["positions"], **{name: getattr(search, name) for name in _FIXED}}
+    two = len(search.sizes) == 2
+    if search.return_neighbor_list:
+        arguments["coo_capacity"] = search.sizes if two else search.sizes[0]
+    else:
+        names = ("max_neighbors1", "max_neighbors2") if two else ("max_neighbors",)
+        arguments |= dict(zip(names, search.sizes))
+    if search.selective:
+        # a system that was never searched has no rows to keep
+        arguments["rebuild_flags"] = as_array("rebuild_flags", given["rebuild_flags"]) | ~state.initialized
+        for number, one in enumerate(state.lists):
+            suffix = str(number + 1) if two else ""
+            arguments |= {name + suffix: value for name, value in zip(search.types(), one)}
+    # a traced state has fixed sizes; outside of `jit` they grow
+    found = find_neighbors("neighbor_list", arguments, declared=is_traced(state))
+    per_list = len(found) // len(search.sizes)
+    lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
+    search = search._replace(sizes=tuple(one[0].shape[1] for one in lists))
+    largest, fits = _occupancy(search, lists, arguments)
+    used: dict[str, Any] = {name: arguments[name] for name in SYSTEMS}
+    after = dataclasses.replace(
+        state,
+        search=search,
+        **used,
+        lists=lists,
+        largest=jnp.maximum(state.largest, largest),
+        initialized=jnp.ones_like(state.initialized),
+        valid=state.valid & fits,
+    )
+    return found, after
+
+
+_WITH_STATE = frozenset({"positions", "rebuild_flags", *SYSTEMS, *_FIXED})
+"""Arguments of `neighbor_list` that may be given with a state."""
+
+
+def _check_against(search: _Search, given: Mapping[str, Any]) -> None:
+    """Raise unless the arguments of a call agree with the settings of the state."""
+    if tuple(given["positions"].shape) != (search.num_atoms, 3):
+        raise ValueError(
+            f"`positions` have shape {tuple(given['positions'].shape)}, but `state` is for ({search.num_atoms}, 3)"
+        )
+    for name in ("cutoff", "cutoff2", "fill_value", "method"):
+        value = given.get(name)
+        if value is not None and as_static(f"neighbor_list: `{name}` with `state`", value) != getattr(search, name):
+            raise ValueError(f"`{name}` = {value} differs from that of `state`, {getattr(search, name)}")
+    for name in ("half_fill", "return_neighbor_list", "return_distances", "return_vectors"):
+        if given.get(name) and not getattr(search, name):
+            raise ValueError(f"`{name}` is requested, but `state` was prepared without it")
+    for name, value in given.items():
+        if value is not None and name not in _WITH_STATE and (name not in SCRATCH or name in OPTIONAL_ELSEWHERE):
+            raise TypeError(f"neighbor_list: `{name}` cannot be given with `state`, which was prepared without it")
+    flags = given.get("rebuild_flags")
+    if search.selective != (flags is not None):
+        raise ValueError("`rebuild_flags` are needed with a state prepared with selective=True, and only with that")
+
+
+def _occupancy(search: _Search, lists: tuple[tuple[Any, ...], ...], arguments: Mapping[str, Any]) -> tuple[Any, Any]:
+    """For each system the largest number of neighbors of an atom, or the number of pairs, and whether all fit."""
+    n_systems = search.num_systems
+    largest, fits = jnp.zeros(n_systems, jnp.int32), jnp.ones(n_systems, bool)
+    for room, one in zip(search.sizes, lists):
+        counts = one[list(search.types()).index("num_neighbors")]
+        if search.return_neighbor_list:
+            # pairs of all systems share the capacity
+            most = jnp.broadcast_to(jnp.sum(counts), (n_systems,)).astype(jnp.int32)
+        elif n_systems == 1:
+            most = jnp.max(counts, initial=0)[None]
+        else:
+            systems = arguments["batch_idx"]
+            if systems is None:
+                pointers = arguments["batch_ptr"]
+                systems = jnp.searchsorted(pointers[1:], jnp.arange(search.num_atoms), side="right")
+            most = jnp.maximum(jax.ops.segment_max(counts, systems, n_systems), 0)
+        largest, fits = jnp.maximum(largest, most), fits & (most <= room)
+    return largest, fits
+
+
+def check_neighbor_list_state(state: NeighborListState) -> None:
+    """Raise if neighbors did not fit in the search of ``state`` or of an earlier state from which it was made.
+
+    Raises
+    ------
+    NeighborOverflowError
+        Neighbors did not fit. The error names the first such system.
+    ValueError
+        A position or a cell was not finite.
+    TypeError
+        ``state`` is not a state, or is traced.
+    """
+    if not isinstance(state, NeighborListState):
+        raise TypeError(f"`state` must be a NeighborListState from prepare_neighbor_list, got {type(state).__name__}")
+    if is_traced(state.valid):
+        raise TypeError("check_neighbor_list_state reads values: call it outside of jit")
+    failed = np.flatnonzero(~np.asarray(state.valid))
+    if not len(failed):
+        return
+    system, room = int(failed[0]), min(state.search.sizes)
+    needed = int(np.ravel(state.largest)[system])
+    if needed == NOT_FINITE:
+        raise ValueError(f"a position or the cell of system {system} was not finite, or the cell has no volume")
+    error = NeighborOverflowError(room, needed, system)
+    if state.search.return_neighbor_list:
+        error.args = (f"`coo_capacity` = {room} is too small: there were {needed} pairs",)
+    raise error
