@@ -135,7 +135,7 @@ def _rebuild(cls: type[T], names: tuple[str, ...], values: Iterable[Any]) -> T:
 
 def _register(cls: type[T]) -> type[T]:
     """Register a dataclass as a pytree whose children are its non-static fields, in order."""
-    parameters = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    parameters = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]  # it is a dataclass by now
     data = tuple(f.name for f in parameters if not f.metadata.get("static", False))
     static = tuple(f.name for f in parameters if f.metadata.get("static", False))
     required = [
