@@ -1,7 +1,6 @@
 """Launch Warp kernels on torch tensors, which are viewed as the kernel's argument types, on torch's current stream."""
 
 import functools
-import struct
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,8 +74,13 @@ def launch_adjoint(
     """Run the adjoint that Warp derives for ``kernel``. It adds to ``gradients``, one for each argument, or None."""
     if (recorder := current_recorder()) is not None:
         recorder.end(f"the adjoint of kernel '{kernel.key}'")
-    device, descriptors = describe(kernel, arguments, gradients)
+    device, descriptors = describe(kernel, arguments)
     _, adjoints = describe(kernel, gradients)
+    for position, gradient in enumerate(gradients):
+        if gradient is not None and type(array := descriptors[position]) is bytes:
+            descriptors[position] = array[:8] + adjoints[position][:8] + array[16:]
+        elif gradient is not None:
+            array.grad = adjoints[position]
     place, stream = _place(device)
     core.launch_adjoint(kernel, dim, descriptors, adjoints, device=place, stream=stream)
 
@@ -86,9 +90,7 @@ def _place(device: torch.device) -> tuple[wp.Device, wp.Stream | None]:
     return warp_device(device), current_stream(device) if device.type == "cuda" else None
 
 
-def describe(
-    kernel: wp.Kernel, arguments: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None
-) -> tuple[torch.device, list[Any]]:
+def describe(kernel: wp.Kernel, arguments: Sequence[Any]) -> tuple[torch.device, list[Any]]:
     """The device of the tensors, and the arguments with descriptors, as bytes, in place of tensors and None."""
     parameters = _parameters(kernel)
     if len(arguments) != len(parameters):
@@ -96,23 +98,24 @@ def describe(
     device = None
     descriptors: list[Any] = []
     # inlined as far as possible: this loop is most of the time of a small launch
-    for position, (value, expected) in enumerate(zip(arguments, parameters)):
-        if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
+    for value, expected in zip(arguments, parameters):
+        if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):
             descriptors.append(expected.absent if value is None and expected.absent is not None else value)
             continue
-        if device != value.device:
-            if device is not None:
-                raise ValueError(f"`{expected.name}` is on {value.device}, but other arguments are on {device}")
-            device = value.device
-        gradient = None if gradients is None else gradients[position]
-        if value.dtype is not expected.dtype or value.is_neg() or is_zero_tensor(value):
-            descriptors.append(_unusual(value, gradient, kernel, expected))
+        place = value.device
+        if device is None:
+            device = place
+        elif device != place:
+            raise ValueError(f"`{expected.name}` is on {place}, but other arguments are on {device}")
+        is_usual = value.dtype is expected.dtype and not value.is_neg()
+        address = value.data_ptr() if is_usual else 0
+        if address == 0 and (not is_usual or is_zero_tensor(value)):
+            descriptors.append(_unusual(value, kernel, expected))
             continue
         layout = expected.layouts.get((value.shape, value.stride()))
         if layout is None:
             layout = _layout(value, kernel, expected)
-        addresses = _pack_addresses(value.data_ptr(), 0 if gradient is None else gradient.data_ptr())
-        descriptors.append(addresses + layout)
+        descriptors.append(address.to_bytes(16, "little") + layout)
     if device is None:
         raise TypeError(f"kernel '{kernel.key}' got no tensor, so its device is unknown")
     return device, descriptors
@@ -148,7 +151,7 @@ def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
     return tuple(expected)
 
 
-def _unusual(tensor: torch.Tensor, gradient: torch.Tensor | None, kernel: wp.Kernel, expected: _Expected) -> Any:
+def _unusual(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> Any:
     """The array for a tensor that cannot be passed as a descriptor, such as one for a generic kernel; or an error."""
     if expected.element is None:
         raise TypeError(f"{_label(kernel, expected)}: the kernel expects a plain value here, not a tensor")
@@ -157,7 +160,6 @@ def _unusual(tensor: torch.Tensor, gradient: torch.Tensor | None, kernel: wp.Ker
         array: Any = warp_from_torch(tensor.detach(), expected.element)
         if array.ndim != expected.ndim:
             _layout(tensor, kernel, expected)  # raises with the reason
-        array.grad = None if gradient is None else warp_from_torch(gradient, expected.element)
         return array
     if expected.element is not Any:
         raise TypeError(f"{_label(kernel, expected)}: expected dtype {expected.dtype}, got {tensor.dtype}")
@@ -170,13 +172,9 @@ def _unusual(tensor: torch.Tensor, gradient: torch.Tensor | None, kernel: wp.Ker
 KEPT_LAYOUTS = 64
 """Number of layouts that are kept for each parameter of a kernel: most launches use the same few."""
 
-_PLAIN = {type(None), int, float}
-
-_pack_addresses = struct.Struct("QQ").pack
-
 
 def _layout(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> bytes:
-    """A descriptor of ``tensor`` without the two addresses at its start."""
+    """A descriptor of ``tensor`` without the two addresses, of 8 bytes each, at its start."""
     try:
         shape, strides = outer_layout(tensor, expected.inner, expected.element)
     except ValueError as error:
@@ -187,7 +185,7 @@ def _layout(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> byt
         )
     if len(expected.layouts) >= KEPT_LAYOUTS:
         expected.layouts.clear()
-    layout = expected.layouts[tensor.shape, tensor.stride()] = descriptor(shape, strides)[struct.calcsize("QQ") :]
+    layout = expected.layouts[tensor.shape, tensor.stride()] = descriptor(shape, strides)[16:]
     return layout
 
 

@@ -134,9 +134,10 @@ def build(
         "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
     }
     as_list = form.return_neighbor_list
+    shifts: torch.Tensor | None
     most: int | None = None  # the largest count, where it is read
     if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
-        pairs, ptr, shifts = ops.neighbor_pairs(*search)
+        pairs, ptr, shifts = ops.found_pairs(search)
         if width is not None and form.check and may_read():
             most = ops.largest_count(ptr.diff())
         if room.num_neighbors is not None:
@@ -264,8 +265,9 @@ def _search_matrix(
         return new_empty((search.n_rows, *shape), torch.int32, search.positions.device)
 
     _, matrix, shifts, count, *_ = room
+    images: torch.Tensor | None
     if width is None:
-        found, counted, images, _ = ops.neighbor_matrix(*search, fill_value, None)
+        found, counted, images, _ = ops.found_matrix(search, fill_value)
         counted = counted if count is None else count.copy_(counted)
         return found, counted, images, False, None
     if search.cell is None and shifts is not None:

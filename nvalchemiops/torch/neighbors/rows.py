@@ -14,7 +14,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, half_to_full
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
-from nvalchemiops.torch.neighbors.search import Search, neighbor_pairs
+from nvalchemiops.torch.neighbors.search import Search, found_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import may_read, slices_of, values_of
 
@@ -177,9 +177,8 @@ def build_rows(
         batch_idx, order = torch.sort(batch_idx, stable=True)
         positions = positions.index_select(0, order)
     lattice = None if cell is None else cell.detach()
-    pairs, ptr, shifts = neighbor_pairs(*Search(positions.detach(), cutoff, lattice, pbc, batch_idx))
-    if cell is None:
-        shifts = None  # the op returns an empty one
+    pairs, ptr, images = found_pairs(Search(positions.detach(), cutoff, lattice, pbc, batch_idx))
+    shifts = None if cell is None else images
     if order is not None:
         # rows in the order of the atoms as given
         pairs = order.to(torch.int32)[pairs.long()]

@@ -107,6 +107,8 @@ _HALF, _TARGET = 6, 7
 
 Scratch = tuple[torch.Tensor, torch.Tensor]
 
+Tensors = tuple[torch.Tensor, ...]
+
 
 class _CellList:
     """Atoms sorted into bins; one search counts neighbors, another one writes them.
@@ -137,10 +139,10 @@ class _CellList:
         positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.search
         n_atoms = positions.shape[0]
         if batch_ptr is not None:
-            first_atom = checks.as_int32(batch_ptr)
+            first_atom = checks.as_int32(batch_ptr).contiguous()
             if batch_idx is None:
                 batch_idx = batch_idx_of(first_atom, n_atoms)
-            return checks.as_int32(batch_idx), first_atom
+            return checks.as_int32(batch_idx).contiguous(), first_atom
         if batch_idx is None:
             return None, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
         n_systems = checks.systems_in_shapes((cell, 3), (pbc, 2))
@@ -148,7 +150,7 @@ class _CellList:
             n_systems = self.rebuild_flags.shape[0]
         if n_systems is None and may_wait:
             n_systems = count_systems(batch_idx)
-        system = checks.as_int32(batch_idx)
+        system = checks.as_int32(batch_idx).contiguous()
         if n_systems is None:
             # renumbered: no more systems can have atoms than there are atoms. Negative numbers stay, and are found
             n_systems = max(n_atoms, 1)
@@ -162,7 +164,7 @@ class _CellList:
     def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> list[Any]:
         """Arguments of the search kernel up to the rows."""
         search = self.search
-        positions = search.positions.to(torch.float64)
+        positions = search.positions.to(torch.float64).contiguous()
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
         cell = None if search.cell is None else search.cell.to(torch.float64).reshape(-1, 3, 3).contiguous()
         pbc = None if search.pbc is None else search.pbc.reshape(-1, 3).contiguous()
@@ -414,8 +416,15 @@ def neighbor_pairs(
     return neighbor_rows(Search.of(locals()))
 
 
+def found_pairs(search: Search) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`neighbor_pairs` of this search, in eager mode without the operator if searches repeat."""
+    return neighbor_rows(search, op=lambda: neighbor_pairs(*search))
+
+
 def neighbor_rows(
-    search: Search, spare: Callable[[torch.Tensor], int] | None = None
+    search: Search,
+    spare: Callable[[torch.Tensor], int] | None = None,
+    op: Callable[[], Tensors] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pairs, pointers and shifts of `neighbor_pairs`; or neighbors alone, with room at the end for rows of the caller.
 
@@ -423,11 +432,13 @@ def neighbor_rows(
     ----------
     spare : callable, optional
         Entries to leave, from the counts (n_rows,) of neighbors.
+    op : callable, optional
+        As in `engine.Call`.
     """
 
     def filled(
         bins: _CellList, count: torch.Tensor, pointers: torch.Tensor, most: int, size: int
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Tensors:
         room = size if spare is None else size + spare(count)
         check_size(room)
         neighbors = new_empty((2, room) if spare is None else (room,), torch.int32, bins.device)
@@ -437,10 +448,10 @@ def neighbor_rows(
         bins.fill(count, most, search.target_indices, _Destination(second, shifts, first, ptr))
         return neighbors, ptr, shifts
 
-    return _searched(search, filled)
+    return _searched(search, filled, op)
 
 
-def _searched(search: Search, filled: Callable[..., tuple[torch.Tensor, ...]]) -> Any:
+def _searched(search: Search, filled: Callable[..., Tensors], op: Callable[[], Tensors] | None) -> Any:
     """A list or a matrix, by a plan if searches repeat. Waits for the device and raises for bad input.
 
     Parameters
@@ -448,7 +459,11 @@ def _searched(search: Search, filled: Callable[..., tuple[torch.Tensor, ...]]) -
     search : Search
     filled : callable
         ``filled(bins, count, pointers, most, size)`` makes it of what `_CellList.count` has found.
+    op : callable, optional
+        As in `engine.Call`.
     """
+    if op is not None and torch.compiler.is_compiling():
+        return op()
     lent: list[Scratch] = []
 
     def lend(size: int) -> Scratch:
@@ -462,7 +477,7 @@ def _searched(search: Search, filled: Callable[..., tuple[torch.Tensor, ...]]) -
         batch_idx = None if search.batch_idx is None else search.batch_idx.clone()
         return _Counting(_at(search._replace(batch_idx=batch_idx), inputs), lend)
 
-    def end(results: Sequence[torch.Tensor], body: Any) -> tuple[torch.Tensor, ...]:
+    def end(results: Sequence[torch.Tensor], body: Any) -> Tensors:
         count, pointers, found = results
         most, size, is_faulty = found.tolist()
         if is_faulty:
@@ -474,7 +489,7 @@ def _searched(search: Search, filled: Callable[..., tuple[torch.Tensor, ...]]) -
 
     inputs = (search.positions,) if search.cell is None else (search.positions, search.cell)
     systems, options = search[3:7], (search.cutoff, *search[7:])
-    return engine.run(engine.Call("search", prepare, inputs, len(inputs), (), systems, options, end=end))
+    return engine.run(engine.Call("search", prepare, inputs, len(inputs), (), systems, options, end=end, op=op))
 
 
 class _Counting:
@@ -483,7 +498,7 @@ class _Counting:
     def __init__(self, search: Search, lend: Callable[[int], Scratch]) -> None:
         self.search, self.lend = search, lend
 
-    def __call__(self, at: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    def __call__(self, at: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> Tensors:
         """Counts, and the numbers read from them."""
         bins = _CellList(self.search if at is None else _at(self.search, at))
         found = bins.count(self.lend)
@@ -535,36 +550,46 @@ def neighbor_matrix(
     symmetric: bool,
     fill_value: int,
     width: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Tensors:
     """The matrix format.
 
     With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without a
     width the matrix has spare columns; the search then waits for the device, and raises for bad input.
     """
     search = Search.of(locals())
-    n_rows = search.n_rows
-
-    def matrix_of(columns: int) -> tuple[torch.Tensor, torch.Tensor, _Destination]:
-        matrix = new_empty((n_rows, columns), torch.int32, positions.device)
-        shifts = new_empty((0 if cell is None else n_rows, columns, 3), torch.int32, positions.device)
-        return matrix, shifts, _Destination(matrix.view(-1), shifts.view(-1, 3), None, None, columns, fill_value)
-
-    def filled(bins: _CellList, count: torch.Tensor, _: Any, most: int, size: int) -> tuple[torch.Tensor, ...]:
-        columns = matrix_width(cutoff, most) if n_rows else 0
-        if n_rows * columns > MAX_SLOTS:
-            columns = most
-        check_size(n_rows * columns)
-        matrix, shifts, to = matrix_of(columns)
-        bins.fill(count, most, target_indices, to)
-        return matrix, count.clone(), shifts, bins.fault.clone()
-
     if width is None:
-        return _searched(search, filled)
+        return _spacious_matrix(search, fill_value)
     bins = _CellList(search, may_wait=False)
-    matrix, shifts, to = matrix_of(width)
-    count = new_empty((n_rows,), torch.int32, bins.device)
+    matrix, shifts, to = _matrix_of(search, width, fill_value)
+    count = new_empty((search.n_rows,), torch.int32, bins.device)
     bins.run(count, to)
     return matrix, count, shifts, bins.fault
+
+
+def found_matrix(search: Search, fill_value: int) -> Tensors:
+    """`neighbor_matrix` with spare columns, in eager mode without the operator if searches repeat."""
+    return _spacious_matrix(search, fill_value, lambda: neighbor_matrix(*search, fill_value, None))
+
+
+def _spacious_matrix(search: Search, fill_value: int, op: Callable[[], Tensors] | None = None) -> Tensors:
+    def filled(bins: _CellList, count: torch.Tensor, _: Any, most: int, size: int) -> Tensors:
+        columns = matrix_width(search.cutoff, most) if search.n_rows else 0
+        if search.n_rows * columns > MAX_SLOTS:
+            columns = most
+        check_size(search.n_rows * columns)
+        matrix, shifts, to = _matrix_of(search, columns, fill_value)
+        bins.fill(count, most, search.target_indices, to)
+        return matrix, count.clone(), shifts, bins.fault.clone()
+
+    return _searched(search, filled, op)
+
+
+def _matrix_of(search: Search, columns: int, fill_value: int) -> tuple[torch.Tensor, torch.Tensor, _Destination]:
+    """Memory for a matrix and its shifts."""
+    n_rows, device = search.n_rows, search.positions.device
+    matrix = new_empty((n_rows, columns), torch.int32, device)
+    shifts = new_empty((0 if search.cell is None else n_rows, columns, 3), torch.int32, device)
+    return matrix, shifts, _Destination(matrix.view(-1), shifts.view(-1, 3), None, None, columns, fill_value)
 
 
 @warp_custom_op(

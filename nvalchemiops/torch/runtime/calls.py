@@ -79,6 +79,9 @@ class Call(NamedTuple):
     end : callable, optional
         ``end(results, body)`` makes the return value of the call, in new memory. It runs outside of the plan, so it may
         read results. Only for calls without derivatives.
+    op : callable, optional
+        ``op()`` is the whole call as an operator. It runs where compilers, transforms or modes see the operations, on a
+        GPU, and where the call has no plan.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Call(NamedTuple):
     by_system: bool = False
     domain: Any = None
     end: Callable[[Tensors, Body], Tensors] | None = None
+    op: Callable[[], Tensors] | None = None
 
 
 class Kind(NamedTuple):
