@@ -167,11 +167,12 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         of_near.append(None if is_tensor else value)
         if is_tensor:
             listed.append(value)
-    tensors = (*inputs, *listed)
-    if not is_unobserved(*tensors, of_inference=True):
-        return "autocast, a profiler or a tensor of another kind sees the operations"
-    if any([t.device != device for t in tensors]):
-        return "tensors are on several devices"
+    for t in inputs:
+        if t.device != device:
+            return "tensors are on several devices"
+    for t in listed:
+        if t.device != device:
+            return "tensors are on several devices"
     if place is not None and (obstacle := graphs.obstacle(device)):
         return obstacle
     if tracked and has_saved_tensor_hooks():  # checkpointing counts saved tensors, and a plan saves others
@@ -195,8 +196,8 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         _add_fixed((*of_near, *call.options), of_options, small, large, contents, SMALL)
     except _Unknown as reason:
         return str(reason)
-    if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large, of_inference=True):
-        return "a tensor of another kind is part of what is fixed"
+    if not is_unobserved(*inputs, *listed, *small, *large, of_inference=True):
+        return "autocast, a profiler or a tensor of another kind sees the operations"
     used, copied = (listed, []) if is_used or place is not None else ([], listed)
     table = tables.current()
     key = (call.name, how, place, *map(tuple, parts))
