@@ -265,11 +265,11 @@ def test_padding_of_a_matrix_with_room_is_empty():
 
 
 def test_no_room_to_spare_where_indices_would_not_reach(monkeypatch):
-    from nvalchemiops.torch.neighbors import search
+    from nvalchemiops.torch.neighbors import faults
 
     system = triclinic(6)
     count = neighbor_list(system.positions, 4.0, system.cell)[1]
-    monkeypatch.setattr(search, "MAX_SLOTS", 6 * int(count.max()))
+    monkeypatch.setattr(faults, "MAX_SLOTS", 6 * int(count.max()))
     assert neighbor_list(system.positions, 4.0, system.cell)[0].shape == (6, int(count.max()))
 
 

@@ -13,6 +13,7 @@ from nvalchemiops.neighbors.neighbor_utils import grown_width
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.neighbors import driver, neighbor_list
+from nvalchemiops.torch.neighbors import faults
 from nvalchemiops.torch.neighbors import search as search_ops
 from nvalchemiops.torch.neighbors.neighbor_utils import get_neighbor_list_from_neighbor_matrix
 from tests.comparing import compiled
@@ -153,17 +154,17 @@ def test_memory_that_cannot_be_had_is_the_error(monkeypatch):
     x, idx = two_systems(spread=(1.0, 0.5))
     _, count = neighbor_list(x, 3.0, batch_idx=idx)
     most = int(count.max())
-    monkeypatch.setattr(search_ops, "MAX_SLOTS", 60 * most)  # there is no room to spare
+    monkeypatch.setattr(faults, "MAX_SLOTS", 60 * most)  # there is no room to spare
     with pytest.warns(NeighborListWarning):
         assert neighbor_list(x, 3.0, batch_idx=idx, max_neighbors=5)[0].shape[1] == most
-    monkeypatch.setattr(search_ops, "MAX_SLOTS", 60 * most - 1)
+    monkeypatch.setattr(faults, "MAX_SLOTS", 60 * most - 1)
     with pytest.raises(NeighborOverflowError) as caught:
         neighbor_list(x, 3.0, batch_idx=idx, max_neighbors=5)
     error = caught.value
     assert (error.max_neighbors, error.num_neighbors, error.system_index) == (5, most, 1)
     assert pickle.loads(pickle.dumps(error)).num_neighbors == most
     monkeypatch.setattr(driver, "grown_width", lambda most: 2**45)
-    monkeypatch.setattr(search_ops, "MAX_SLOTS", 2**60)
+    monkeypatch.setattr(faults, "MAX_SLOTS", 2**60)
     memory = buffers(60, 5) | {"rebuild_flags": torch.ones(2, dtype=torch.bool)}
     for options in ({"max_neighbors": 5}, memory):
         with pytest.raises(NeighborOverflowError, match=f"an atom in system 1 has {most} neighbors") as caught:
