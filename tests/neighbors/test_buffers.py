@@ -12,8 +12,7 @@ from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import grown_width
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
-from nvalchemiops.torch.neighbors import driver, neighbor_list
-from nvalchemiops.torch.neighbors import faults
+from nvalchemiops.torch.neighbors import driver, faults, neighbor_list
 from nvalchemiops.torch.neighbors import search as search_ops
 from nvalchemiops.torch.neighbors.neighbor_utils import get_neighbor_list_from_neighbor_matrix
 from tests.comparing import compiled
