@@ -436,9 +436,7 @@ def neighbor_rows(
         As in `engine.Call`.
     """
 
-    def filled(
-        bins: _CellList, count: torch.Tensor, pointers: torch.Tensor, most: int, size: int
-    ) -> Tensors:
+    def filled(bins: _CellList, count: torch.Tensor, pointers: torch.Tensor, most: int, size: int) -> Tensors:
         room = size if spare is None else size + spare(count)
         check_size(room)
         neighbors = new_empty((2, room) if spare is None else (room,), torch.int32, bins.device)
