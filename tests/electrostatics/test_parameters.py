@@ -10,6 +10,7 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.systems import System
 from tests.systems import triclinic
 
 SYSTEM = triclinic(6)
@@ -130,3 +131,20 @@ def test_numbers_that_are_kept_are_those_of_one_system():
         assert np.array_equal(core.ewald_alpha(n * one, v * one, t, c), expected)
         two = core.ewald_alpha(np.array([n, 7.0]), np.array([v, 9.0]), t._replace(force=float(np.max(t.force))), c)
         assert two.shape == (2,) and two[0] == pytest.approx(expected[0], rel=1e-14)
+
+
+@pytest.mark.parametrize("kind", [electrostatics.EwaldSummation, electrostatics.ParticleMeshEwald])
+def test_modules_take_a_system_as_they_take_its_tensors(kind):
+    charges = SYSTEM.charges if SYSTEM.charges.ndim == 1 else SYSTEM.charges[:, 0]
+    atoms = System(X, charges, CELL, SYSTEM.batch_idx)
+    apart = kind.estimate(X, CELL, SYSTEM.batch_idx, 1e-4, charges=charges).prepare(CELL)
+    together = kind.estimate(atoms, accuracy=1e-4).prepare(atoms)
+    names = ("alpha", "prepared_cell", "k_cutoff" if kind is electrostatics.EwaldSummation else "mesh_dimensions")
+    for name in names:
+        one, other = getattr(apart, name), getattr(together, name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    with pytest.raises(TypeError, match="`cell` goes with tensors"):
+        kind.estimate(atoms, CELL)
+    errors = electrostatics.estimate_errors(atoms, alpha=0.5, real_space_cutoff=5.0, reciprocal_space_cutoff=3.0)
+    alone = {"alpha": 0.5, "real_space_cutoff": 5.0, "reciprocal_space_cutoff": 3.0, "charges": charges}
+    assert torch.equal(errors.total, electrostatics.estimate_errors(X, CELL, SYSTEM.batch_idx, **alone).total)

@@ -26,7 +26,7 @@ from nvalchemiops.torch.distributed.collectives import number_of, replicated, su
 from nvalchemiops.torch.distributed.communication import add, maximum
 from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
 from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
+from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.systems import System
@@ -456,18 +456,6 @@ class Domain:
                 "give `pbc` to the sum"
             )
         return atoms._replace(batch_idx=self.batch_idx, domain=None)
-
-    def _splitting(
-        self, positions: torch.Tensor, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors
-    ) -> tuple[Any, float]:
-        """Check alpha and cutoff of an Ewald sum, and search for neighbors. Return replicated alpha, and the cutoff."""
-        with self._together() as agreement:
-            if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
-                raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
-            cutoff = self.cutoff if cutoff is None else cutoff
-            agreement.must_be_same(alpha=alpha, cutoff=cutoff)
-            self._owned_rows(positions, cutoff)
-        return self.replicated(alpha) if isinstance(alpha, torch.Tensor) else alpha, cutoff
 
     def _agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
         """The weights (n_systems,), if all ranks with atoms of a system have the same for it; otherwise None."""

@@ -18,8 +18,8 @@ from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficie
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
+from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, run, sum_pairs
-from nvalchemiops.torch.interactions.pair.shares import ghosts_of, must_be_same, together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
@@ -135,11 +135,11 @@ def _dispersion_sum(
 ) -> tuple[torch.Tensor, ...]:
     domain, request = structure.domain, settings.request
     ranges, positions, numbers = settings.ranges, structure.positions, structure.numbers
-    with together(domain):
+    with shares.together(domain):
         _check_numbers(structure)
         assert numbers is not None
         if domain is not None:
-            must_be_same(
+            shares.must_be_same(
                 domain,
                 settings=Settings._make((*settings[:5], None, None)),
                 request=request,
@@ -148,17 +148,18 @@ def _dispersion_sum(
             if bool((numbers <= 0).any()):
                 raise ValueError("`numbers`: with a `domain` there is no padding")
     elements, tables = None, parameters
-    if domain is not None:
-        settings = _of_all_ranks(domain, settings)
-        if isinstance(parameters, D3Parameters):
-            elements = domain._union(numbers, parameters.rcov.shape[0])
-    with together(domain):
+    complete = functools.partial(shares.replicated, domain)
+    damping = type(settings.damping)(*map(complete, settings.damping))
+    settings = settings._replace(damping=damping, s9=complete(settings.s9))
+    if domain is not None and isinstance(parameters, D3Parameters):
+        elements = shares.numbers_of_all(domain, numbers, parameters.rcov.shape[0])
+    with shares.together(domain):
         if elements is not None:
             assert isinstance(parameters, D3Parameters)
             parameters = parameters.states(elements or parameters.elements[:1], numbers.device)
         atoms = _look_up(parameters, numbers)
         if domain is not None:
-            must_be_same(domain, parameters=_tables(tables, atoms.states, domain))
+            shares.must_be_same(domain, parameters=_tables(tables, atoms.states, domain))
         if domain is not None and atoms.states.pair_c6 is not None:
             raise ValueError("`parameters`: with a `domain` the tables must factorise, as published ones do")
         dtype = positions.dtype
@@ -176,7 +177,7 @@ def _dispersion_sum(
     energies = found.energies
     if request.energy_reduction == "system":
         energies = system_sums(energies, system.batch_idx, system.n_systems)
-        energies = energies if domain is None else domain._sum(energies)
+        energies = shares.summed(domain, energies)
     if found.by_count is None:
         return energies, coordination
 
@@ -188,8 +189,7 @@ def _dispersion_sum(
         results.append(found.forces + more[0])
     results.append(coordination)
     if found.virial is not None:
-        virial = found.virial + more[-1]
-        results.append(virial if domain is None else domain._sum(virial))
+        results.append(shares.summed(domain, found.virial + more[-1]))
     return tuple(results)
 
 
@@ -206,16 +206,6 @@ def _system(structure: System, settings: Settings, given: GivenNeighbors) -> Pai
     farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
     by_system, absent = settings.tells_apart or settings.request.by_system, is_padding if has_padding else None
     return pair_system(structure, given, settings.num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
-
-
-def _of_all_ranks(domain: Domain, settings: Settings) -> Settings:
-    """Damping parameters with complete gradients."""
-
-    def complete(value: Any) -> Any:
-        return domain.replicated(value) if isinstance(value, torch.Tensor) else value
-
-    damping = type(settings.damping)(*map(complete, settings.damping))
-    return settings._replace(damping=damping, s9=complete(settings.s9))
 
 
 class AtCounts(NamedTuple):
@@ -344,10 +334,7 @@ def _three_body(
 ) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
     positions, cell, batch_idx, n_systems, rows, domain = system
-    species = atoms.row
-    ghosts: tuple[Any, ...] = ()
-    if domain is not None:
-        species, ghosts = domain._with_ghosts(species), ghosts_of(domain, batch_idx)
+    species, ghosts = shares.beside_ghosts(domain, atoms.row), shares.ghosts_of(domain, batch_idx)
     of_atoms = (coefficients, species, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
     distances = (NO_CUTOFF if distance is None else distance for distance in reach)
     given = (positions, cell, *of_atoms, *rows[:5], atoms.states.n_positive, *distances)

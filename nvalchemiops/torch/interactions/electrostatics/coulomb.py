@@ -11,16 +11,10 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
+from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, run, sum_pairs
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.parameters import parameter_arrays
-from nvalchemiops.torch.interactions.pair.shares import (
-    complete,
-    must_be_same,
-    of_all_atoms,
-    parameters_of_share,
-    together,
-)
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
@@ -179,14 +173,13 @@ def _sum(
         return pair_system(here, near, num_systems, cutoff=_reach(cutoff), by_system=by_system)
 
     def evaluate(near: GivenNeighbors, /, positions: Any, charges: Any, cell: Any, alpha: Any, **_: Any) -> Any:
-        with together(domain):
+        with shares.together(domain):
             system = system_of(atoms._replace(positions=positions, charges=charges, cell=cell), near)
             parameters = {"q": charges} | ({"alpha": _damping(alpha)} if formula.global_parameters else {})
-            if domain is not None:
-                must_be_same(domain, request=request)
-                parameters = parameters_of_share(formula, parameters, domain)
+            shares.must_be_same(domain, request=request)
+            parameters = shares.parameters_of_share(formula, parameters, domain)
         results = sum_pairs(formula, system, parameters, request, cutoff=_reach(cutoff))
-        return results if domain is None else complete(formula, results, request, domain)
+        return shares.complete(formula, results, request, domain)
 
     call = "Coulomb sum", evaluate, atoms, given, system_of
     return run(*call, {"charges": atoms.charges, "alpha": alpha}, {}, (formula, cutoff, request, num_systems))
@@ -206,17 +199,16 @@ def _moments(
     def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
         here: Any = atoms._replace(**values)
         positions, charges = here.positions, here.charges
-        with together(domain):
+        with shares.together(domain):
             system, alpha = system_of(here, near), None if alpha is None else _damping(alpha)
-            widths = of_all_atoms(domain, here.widths)
+            widths = shares.of_all_atoms(domain, here.widths)
             moments, widths = check_sources(charges, here.dipoles, here.quadrupoles, widths, positions)
             kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range
             formula = kind(widths is not None)
             parameters: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
             parameters |= {} if widths is None else {"s": widths}
-            if domain is not None:
-                must_be_same(domain, request=request)
-                parameters = parameters_of_share(formula, parameters, domain)
+            shares.must_be_same(domain, request=request)
+            parameters = shares.parameters_of_share(formula, parameters, domain)
         of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, positions, None, system.n_systems)
         asked: Any = {"forces": request.forces, "gradients": bool(request.gradients), "virial": request.virial}
         found: Any = sum_moments(formula, system, moments, of_atoms, of_systems, **asked, cutoff=_reach(cutoff))

@@ -24,8 +24,8 @@ from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import excl
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
-from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
+from nvalchemiops.torch.interactions.pair import shares
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read
@@ -138,11 +138,9 @@ def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[An
     alpha, accuracy, cutoff = asked.options[:3]
     accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    if system.domain is None:
-        return alpha, cutoff, rows_of(asked.neighbors, system.positions, periodic=True), accuracy
-    must_be_same(system.domain, **same, **asked.options._asdict())
-    alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, asked.neighbors)
-    return alpha, cutoff, None, accuracy
+    shares.must_be_same(system.domain, **same, **asked.options._asdict())
+    rows, cutoff, alpha = system.given_rows(cutoff, asked.neighbors, alpha)
+    return alpha, cutoff, None if system.domain is not None else rows, accuracy
 
 
 def split(
@@ -161,7 +159,7 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
     """The terms, the system, its neighbors, and what was chosen; raise unless the arguments fit together."""
     request, options = asked.request, asked.options
     potential = options.potential
-    with together(asked.atoms.domain):
+    with shares.together(asked.atoms.domain):
         system = check_system(asked.atoms, options.exclusions, options.exclusion_factors, options.slab_correction)
         check_gradients(request, asked.atoms)
         keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
@@ -242,7 +240,7 @@ def _keeps_gaussians(self_interaction: Any, system: ChargedSystem) -> bool:
     if not checks.check_flag("self_interaction", self_interaction):
         return False
     widths = system.widths
-    with together(system.domain):
+    with shares.together(system.domain):
         if widths is None or (may_read(widths) and not bool((widths > 0.0).all())):
             raise ValueError("`self_interaction` is infinite for points: it needs positive `widths` of all atoms")
     return True
@@ -289,18 +287,17 @@ def long_range_part(asked: EwaldSum) -> Tensors:
 def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
     request, options = asked.request, asked.options
     alpha, potential, self_interaction = options.alpha, options.potential, options.self_interaction
-    with together(asked.atoms.domain):
+    with shares.together(asked.atoms.domain):
         system = check_system(asked.atoms)
         check_gradients(request, asked.atoms)
-        must_be_same(system.domain, request=request, alpha=alpha, potential=potential)
-        if system.domain is not None and isinstance(alpha, torch.Tensor):
-            alpha = system.domain.replicated(alpha)
+        shares.must_be_same(system.domain, request=request, alpha=alpha, potential=potential)
+        alpha = shares.replicated(system.domain, alpha)
         splitting = given_alpha(alpha, system)
         check_potential(potential)
         _check_coulomb(potential, system)
         _check_trained(potential, system, splitting)
         long_range = asked.long_range(system)
-        must_be_same(system.domain, method=long_range)
+        shares.must_be_same(system.domain, method=long_range)
         if not long_range.is_given:
             raise ValueError(f"{long_range.argument} is needed")
         keeps_all = checks.check_flag("self_interaction", self_interaction) and system.widths is None
@@ -324,19 +321,17 @@ def short_range_part(asked: EwaldSum) -> Tensors:
 
 def _short_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
     request, alpha, cutoff = asked.request, asked.options.alpha, asked.options.cutoff
-    with together(asked.atoms.domain):
+    with shares.together(asked.atoms.domain):
         system = check_system(asked.atoms)
         check_gradients(request, asked.atoms)
         cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
         if isinstance(alpha, torch.Tensor):
             checks.check_real("alpha", alpha, system.positions)
-        if system.domain is not None:
-            must_be_same(system.domain, request=request)
-            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, asked.neighbors)
+        shares.must_be_same(system.domain, request=request)
+        rows, cutoff, alpha = system.given_rows(cutoff, asked.neighbors, alpha)
         splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
-    rows = None if system.domain is not None else rows_of(asked.neighbors, system.positions, periodic=True)
     if rows is None:
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")

@@ -40,12 +40,12 @@ from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, P
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
+from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.moments import gather_moments
-from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
-from nvalchemiops.torch.operators.segments import spread_systems, totals
+from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
@@ -225,9 +225,9 @@ def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[
         for name, value in {"pbc": atoms.pbc, **needs_cell}.items():
             if value is not None:
                 raise ValueError(f"`{name}` needs a `cell`")
-        with together(domain):
+        with shares.together(domain):
             system = open_system(atoms, *excluded)._replace(of_points=False)
-            must_be_same(domain, derivatives=derivatives)
+            shares.must_be_same(domain, derivatives=derivatives)
             receivers = _receivers(receiver_widths, system, options.self_interaction)
             rows, reach = _rows_of_open(asked.neighbors, options.cutoff, system)
         parts = [
@@ -236,7 +236,7 @@ def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[
             for receiver, keeps in receivers
         ]
         return _potentials(parts, system, derivatives)
-    with together(domain):
+    with shares.together(domain):
         system = check_system(atoms, *excluded, options.slab_correction)._replace(of_points=False)
         receivers = _receivers(receiver_widths, system, options.self_interaction)
         long_range = asked.long_range(system)
@@ -306,8 +306,7 @@ def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem)
     if system.domain is not None:
         if cutoff is None:
             raise ValueError("`cutoff` is needed for an open system with a `domain`: it sets the range of the search")
-        system.domain._splitting(system.positions, None, cutoff, neighbors)
-        return system.rows_within(cutoff), cutoff
+        return shares.rows_of_domain(system.domain, system.positions, cutoff, neighbors)[:2]
     rows = rows_of(neighbors, system.positions, periodic=False)
     if rows is not None:
         return rows, None
@@ -320,10 +319,9 @@ Receiver = torch.Tensor | None
 
 def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
     """Receivers, each with whether the self interaction is kept; raise if it is kept for points."""
-    with together(system.domain):
-        must_be_same(system.domain, receiver_widths=values, self_interaction=self_interaction)
-        if isinstance(values, torch.Tensor) and system.domain is not None:
-            values = system.domain.replicated(values)
+    with shares.together(system.domain):
+        shares.must_be_same(system.domain, receiver_widths=values, self_interaction=self_interaction)
+        values = shares.replicated(system.domain, values)
         keeps = checks.check_flag("self_interaction", self_interaction)
         positions, widths = system.positions, system.widths
         found: list[Receiver] = [widths]
@@ -470,8 +468,7 @@ def _background(system: ChargedSystem, receiver: Receiver, derivatives: int) -> 
     """``2π/V Σ_j q_j (s² + s_j²)``, a constant of each system and receiver."""
     charges = system.charges.to(torch.float64)
     squares = torch.zeros_like(charges) if system.widths is None else charges * _squared(system.widths)
-    sums = totals(torch.stack([charges, squares], -1), system.batch_idx, system.n_systems)
-    sums = sums if system.domain is None else system.domain._sum_for_shares(sums)
+    sums = system.totals(torch.stack([charges, squares], -1))
     factor = (2.0 * math.pi) / system.lattice().volume
     found = spread_systems(factor[:, None, None] * sums, system.batch_idx, system.n_atoms)
     potential = found[..., 1] if receiver is None else found[..., 1] + found[..., 0] * _squared(receiver)

@@ -53,6 +53,10 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
     return prepared
 
 
+def _cell_of(cell: Any) -> Any:
+    return cell.cell if isinstance(cell, System) else cell
+
+
 class _ConfiguredSum(ExactModule):
     """Base of both modules: alpha, the reach of lists, the accuracy, the potential, and data prepared for a cell."""
 
@@ -205,8 +209,8 @@ class EwaldSummation(_ConfiguredSum):
     @classmethod
     def estimate(
         cls,
-        positions: torch.Tensor,
-        cell: torch.Tensor,
+        positions: torch.Tensor | System,
+        cell: torch.Tensor | None = None,
         batch_idx: torch.Tensor | None = None,
         accuracy: float = 1e-6,
         *,
@@ -216,11 +220,14 @@ class EwaldSummation(_ConfiguredSum):
         found = estimate_ewald_parameters(positions, cell, batch_idx, accuracy, charges=charges)
         return cls(found.alpha, found.reciprocal_space_cutoff, float(found.real_space_cutoff.max()))
 
-    def prepare(self, cell: torch.Tensor) -> "EwaldSummation":
-        """Fix the k-vectors to those of this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
+    def prepare(self, cell: torch.Tensor | System) -> "EwaldSummation":
+        """Fix the k-vectors to those of the cell, (3, 3) or (n_systems, 3, 3), or of that of a system.
+
+        Returns the module.
+        """
         if self.k_cutoff is None:
             raise ValueError("`prepare` needs `k_cutoff`: give it, or let `EwaldSummation.estimate` choose it")
-        self._prepared = prepare_wave_vectors(cell, self.k_cutoff)
+        self._prepared = prepare_wave_vectors(_cell_of(cell), self.k_cutoff)
         return self
 
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
@@ -294,8 +301,8 @@ class ParticleMeshEwald(_ConfiguredSum):
     @classmethod
     def estimate(
         cls,
-        positions: torch.Tensor,
-        cell: torch.Tensor,
+        positions: torch.Tensor | System,
+        cell: torch.Tensor | None = None,
         batch_idx: torch.Tensor | None = None,
         accuracy: float = 1e-6,
         real_space_cutoff: float | torch.Tensor | None = None,
@@ -308,17 +315,19 @@ class ParticleMeshEwald(_ConfiguredSum):
         found = estimate_pme_parameters(positions, cell, batch_idx, accuracy, real_space_cutoff, **options)
         return cls(found.alpha, found.mesh_dimensions, spline_order, float(found.real_space_cutoff.max()))
 
-    def prepare(self, cell: torch.Tensor) -> "ParticleMeshEwald":
-        """Compute and keep tensors that depend on this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
+    def prepare(self, cell: torch.Tensor | System) -> "ParticleMeshEwald":
+        """Compute and keep tensors that depend on the cell, (3, 3) or (n_systems, 3, 3), or on that of a system.
+
+        Returns the module.
+        """
         if self.alpha is None or self.mesh_dimensions is None:
             raise ValueError(
                 "`prepare` needs `alpha` and `mesh_dimensions`: give them, or let `ParticleMeshEwald.estimate` choose"
             )
         if self.alpha.requires_grad:
             raise ValueError("`alpha` is trained: prepared data would not follow it")
-        self._prepared = prepare_mesh(
-            cell, self.alpha, self.mesh_dimensions, self.spline_order, potential=self.potential
-        )
+        mesh, order = self.mesh_dimensions, self.spline_order
+        self._prepared = prepare_mesh(_cell_of(cell), self.alpha, mesh, order, potential=self.potential)
         return self
 
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:

@@ -22,8 +22,8 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     check_periodic_cells,
     check_system,
 )
-from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
-from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share, of_all_atoms, together
+from nvalchemiops.torch.interactions.pair import shares
+from nvalchemiops.torch.interactions.pair.exclusions import check_same_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
 from nvalchemiops.torch.systems import System
@@ -261,22 +261,17 @@ def open_system(
     """Checked systems without cells; by default their number follows from ``batch_idx``."""
     positions, charges, domain = atoms.positions, atoms.charges, atoms.domain
     assert charges is not None
-    with together(domain):
+    with shares.together(domain):
         checks.check_positions(positions, finite=False)
         check_charges(charges, positions, channels=True)
         if domain is None:
             batch_idx, n_systems = checks.check_batch(atoms.batch_idx, positions, n_systems)
         else:
-            domain._check(atoms)
+            shares.check_atoms(domain, atoms)
             batch_idx, n_systems = domain.batch_idx, domain.n_systems
-        widths = of_all_atoms(domain, atoms.widths)
+        widths = shares.of_all_atoms(domain, atoms.widths)
         moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, widths, positions)
-    if domain is not None:
-        rows = exclusions_of_share(domain, exclusions, exclusion_factors, positions)
-    else:
-        rows = exclusion_rows(exclusions, exclusion_factors, positions)
-        if rows is not None:
-            check_same_system(rows, batch_idx)
+    rows = shares.exclusions_of_share(domain, exclusions, exclusion_factors, positions, batch_idx)
     cell = positions.new_zeros(1 if n_systems is None else n_systems, 3, 3)
     system = ChargedSystem(positions, moments[..., 0], moments, charges.ndim == 2, cell, batch_idx, rows)
     return system._replace(domain=domain, widths=widths, of_points=widths is None and moments.shape[-1] == 1)

@@ -15,7 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import check_periodic
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import on_host
-from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.systems import System, neighbors_beside
 
 
 def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_order: int) -> torch.Tensor:
@@ -82,8 +82,8 @@ class PMEParameters(NamedTuple):
 
 
 def estimate_ewald_parameters(
-    positions: torch.Tensor,
-    cell: torch.Tensor,
+    positions: torch.Tensor | System,
+    cell: torch.Tensor | None = None,
     batch_idx: torch.Tensor | None = None,
     accuracy: float = 1e-6,
     *,
@@ -93,9 +93,10 @@ def estimate_ewald_parameters(
 
     Parameters
     ----------
-    positions : (n_atoms, 3) tensor, length
-        Without ``charges`` only the number of atoms in each system matters.
-    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    positions : System, or (n_atoms, 3) tensor, length
+        Without ``charges`` only the number of atoms in each system matters. A system replaces the tensors; its ``pbc``
+        has no effect.
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length, only without a System
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     accuracy : float, optional
@@ -120,7 +121,8 @@ def estimate_ewald_parameters(
     -----
     Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
     """
-    atoms = System(positions, charges, cell, batch_idx)
+    atoms = _atoms(positions, cell, batch_idx, charges)
+    positions = atoms.positions
     sizes = _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
     typical = core.Target(accuracy)
@@ -133,8 +135,8 @@ def estimate_ewald_parameters(
 
 
 def estimate_pme_parameters(
-    positions: torch.Tensor,
-    cell: torch.Tensor,
+    positions: torch.Tensor | System,
+    cell: torch.Tensor | None = None,
     batch_idx: torch.Tensor | None = None,
     accuracy: float = 1e-6,
     real_space_cutoff: float | torch.Tensor | None = None,
@@ -173,7 +175,8 @@ def estimate_pme_parameters(
     -----
     Errors, formulas and sources: see `estimate_ewald_parameters`. Reads values on the host.
     """
-    atoms = System(positions, charges, cell, batch_idx)
+    atoms = _atoms(positions, cell, batch_idx, charges)
+    positions = atoms.positions
     sizes = _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
     order = check_spline_order(spline_order)
@@ -215,8 +218,8 @@ class ErrorEstimate(NamedTuple):
 
 
 def estimate_errors(
-    positions: torch.Tensor,
-    cell: torch.Tensor,
+    positions: torch.Tensor | System,
+    cell: torch.Tensor | None = None,
     batch_idx: torch.Tensor | None = None,
     *,
     alpha: float | torch.Tensor,
@@ -263,7 +266,8 @@ def estimate_errors(
     >>> estimate_errors(positions, cell, **parameters._asdict()).total < 1.1e-5
     tensor([True])
     """
-    atoms = System(positions, charges, cell, batch_idx)
+    atoms = _atoms(positions, cell, batch_idx, charges)
+    positions = atoms.positions
     sizes = _sizes_of(atoms)
     n_systems, device = len(sizes.cell), positions.device
 
@@ -273,7 +277,8 @@ def estimate_errors(
     splitting, cutoff = numbers("alpha", alpha), numbers("real_space_cutoff", real_space_cutoff)
     model: core.Reciprocal
     if mesh_dimensions is None and mesh_spacing is not None:
-        mesh_dimensions = mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=spline_order)
+        assert atoms.cell is not None
+        mesh_dimensions = mesh_spacing_to_dimensions(atoms.cell, mesh_spacing, spline_order=spline_order)
     given = [v is not None for v in (reciprocal_space_cutoff, miller_bounds, mesh_dimensions)]
     if sum(given) != 1:
         raise ValueError(
@@ -367,6 +372,16 @@ def mesh_spacing_to_dimensions(
 
 
 # -- common to all ------------------------------------------------------------------------------
+
+
+def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
+    """The system, or the tensors as a system."""
+    if not isinstance(positions, System):
+        return System(positions, charges, cell, batch_idx)
+    neighbors_beside((), {"cell": cell, "batch_idx": batch_idx, "charges": charges})
+    if positions.domain is not None:
+        raise ValueError("`domain`: estimate parameters for all atoms, before they are divided among ranks")
+    return positions._replace(pbc=None)
 
 
 def _sizes_of(atoms: System) -> Sizes:

@@ -8,6 +8,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
+from nvalchemiops.torch.interactions.pair.shares import summed
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
@@ -193,12 +194,9 @@ def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_r
 
 def complete(results: tuple[torch.Tensor, ...], system: ChargedSystem, request: SumRequest) -> tuple[torch.Tensor, ...]:
     """The results of a sum, those of systems added up over the ranks among which the atoms are divided."""
-    domain = system.domain
-    if domain is None:
-        return results
-    found = list(results)
+    energies, *others = results
     if request.energy_reduction == "system":
-        found[0] = domain._sum(found[0])
+        energies = summed(system.domain, energies)
     if request.derivatives.virial:
-        found[-1] = domain._sum(found[-1])
-    return tuple(found)
+        others[-1] = summed(system.domain, others[-1])
+    return (energies, *others)

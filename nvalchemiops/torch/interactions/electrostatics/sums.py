@@ -152,9 +152,7 @@ def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torc
     so their origin must be that of the cell, corner 0, 0, 0.
     """
     x, batch_idx, n_systems = system.positions.to(torch.float64), system.batch_idx, system.n_systems
-    middle = totals(torch.cat([x, torch.ones_like(x[:, :1])], 1), batch_idx, n_systems)
-    if system.domain is not None:
-        middle = system.domain._sum_for_shares(middle)
+    middle = system.totals(torch.cat([x, torch.ones_like(x[:, :1])], 1))
     middle = middle[:, :3] / middle[:, 3:].clamp(min=1.0)
     near = x - (middle if batch_idx is None else middle.index_select(0, batch_idx))
     dyads = [

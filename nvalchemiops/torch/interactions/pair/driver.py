@@ -10,7 +10,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
-from nvalchemiops.torch.interactions.pair.shares import ghosts_of
+from nvalchemiops.torch.interactions.pair.shares import beside_ghosts, ghosts_of
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.operators.segments import system_sums
@@ -112,9 +112,7 @@ def sum_pairs(
     outputs += "v" * bool(request.virial)
     inputs = (positions, cell, of_atoms, of_systems, weights, *NO_DIRECTIONS, batch_idx, n_systems, *rows)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
-    there, ghosts = species, ()
-    if domain is not None:
-        there, ghosts = None if species is None else domain._with_ghosts(species), ghosts_of(domain, batch_idx)
+    there, ghosts = None if species is None else beside_ghosts(domain, species), ghosts_of(domain, batch_idx)
     found = pair_sum(formula.text, outputs, "", *inputs, there, n_species, *excluded, *distances, *ghosts)
     energies, position_gradients, _, parameter_gradients, global_gradients, virial = found
     if request.energy_reduction == "system":

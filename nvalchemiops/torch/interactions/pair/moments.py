@@ -430,8 +430,8 @@ def gather_moments(
     of_atoms = (moments, moments if virial else None, positions, cell, parameters, row_parameters)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
     others = (global_parameters, None, batch_idx, n_systems, *rows, *excluded, *distances)
-    ghosts = () if domain is None else ghosts_of(domain, batch_idx)
     outputs = GATHERED + VIRIAL * virial
+    ghosts = ghosts_of(domain, batch_idx)
     found, _, by_strain = pair_moments(formula.text, "", outputs, derivatives, *of_atoms, *others, *ghosts)
     return found, by_strain
 

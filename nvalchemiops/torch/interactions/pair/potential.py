@@ -12,15 +12,8 @@ from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Reque
 from nvalchemiops.interactions.pair.expression import Formula, check_formula
 from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, run, sum_pairs
-from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
-from nvalchemiops.torch.interactions.pair.shares import (
-    complete,
-    exclusions_of_share,
-    must_be_same,
-    parameters_of_share,
-    together,
-)
 from nvalchemiops.torch.interactions.pair.system import PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime import engine
@@ -253,19 +246,14 @@ class PairPotential:
 
         def evaluate(near: GivenNeighbors, /, positions: Any, cell: Any, **values: Any) -> tuple[torch.Tensor, ...]:
             here, named = atoms._replace(positions=positions, cell=cell), {name: values[name] for name in parameters}
-            with together(domain):
+            with shares.together(domain):
                 system = system_of(here, near)
-                if domain is None:
-                    excluded = exclusion_rows(exclusions, exclusion_factors, positions)
-                    if excluded is not None:
-                        check_same_system(excluded, atoms.batch_idx)
-                else:
-                    must_be_same(domain, request=request, has_species=species is not None, r_switch=self.r_switch)
-                    named = parameters_of_share(formula, named, domain)
-                    excluded = exclusions_of_share(domain, exclusions, exclusion_factors, positions)
+                shares.must_be_same(domain, request=request, has_species=species is not None, r_switch=self.r_switch)
+                named = shares.parameters_of_share(formula, named, domain)
+                excluded = shares.exclusions_of_share(domain, exclusions, exclusion_factors, positions, atoms.batch_idx)
             distances: Any = {"cutoff": cutoff, "r_switch": self.r_switch}
             results = sum_pairs(formula, system, named, request, **distances, species=species, exclusions=excluded)
-            return results if domain is None else complete(formula, results, request, domain)
+            return shares.complete(formula, results, request, domain)
 
         options: Any = (formula, cutoff, self.r_switch, request, num_systems, reach, exclusions, exclusion_factors)
         call = "pair potential", evaluate, atoms, given, system_of

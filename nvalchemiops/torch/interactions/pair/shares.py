@@ -22,10 +22,14 @@ from nvalchemiops.torch.distributed.collectives import group_of
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
+from nvalchemiops.torch.systems import System
 
 
-def ghosts_of(domain: Domain, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
+def ghosts_of(domain: Domain | None, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
     """What an op over pairs needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
+    if domain is None:
+        return ()
     halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
     return systems, halo.rows, halo.send, halo.receive, halo.group
 
@@ -55,10 +59,72 @@ def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def summed(domain: Domain | None, shares: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' shares of a result, which all of them return."""
+    return shares if domain is None else domain._sum(shares)
+
+
+def summed_for_shares(domain: Domain | None, values: torch.Tensor) -> torch.Tensor:
+    """The sum of values of all ranks, from which each computes its own share of a result."""
+    return values if domain is None else domain._sum_for_shares(values)
+
+
+def largest(domain: Domain | None, values: torch.Tensor) -> torch.Tensor:
+    """The elementwise maximum of the values of all ranks, without gradients."""
+    return values if domain is None else domain._maximum(values)
+
+
+def replicated(domain: Domain | None, value: Any) -> Any:
+    """A value that is the same on all ranks; a tensor with a gradient that is complete on each of them."""
+    return domain.replicated(value) if domain is not None and isinstance(value, torch.Tensor) else value
+
+
 def of_all_atoms(domain: Domain | None, value: Any) -> Any:
     """A value of atoms; if it is one tensor for all of them, with a gradient that is complete on each rank."""
-    is_one = domain is not None and isinstance(value, torch.Tensor) and value.ndim == 0
-    return domain.replicated(value) if domain is not None and is_one else value
+    return replicated(domain, value) if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+
+
+def beside_ghosts(domain: Domain | None, values: torch.Tensor) -> torch.Tensor:
+    """Values of the owned atoms, then of ghosts."""
+    return values if domain is None else domain._with_ghosts(values)
+
+
+def check_atoms(domain: Domain | None, atoms: System) -> None:
+    """Raise unless this rank owns these atoms, in the cells of the domain."""
+    if domain is not None:
+        domain._check(atoms)
+
+
+def must_be_near(domain: Domain | None, positions: torch.Tensor) -> None:
+    """Raise on all ranks if an atom has moved too far since the domain was made, in a part of a call `together`."""
+    if domain is not None:
+        domain._must_be_near(positions)
+
+
+def numbers_of_all(domain: Domain, numbers: torch.Tensor, size: int) -> list[int]:
+    """The numbers from 0 to ``size - 1`` that occur on any rank. A collective call."""
+    return domain._union(numbers, size)
+
+
+def rows_of_domain(
+    domain: Domain, positions: torch.Tensor, cutoff: float | None, neighbors: GivenNeighbors, alpha: Any = None
+) -> tuple[Rows, float, Any]:
+    """Neighbors of owned atoms, up to the cutoff of the domain by default; the cutoff; and alpha, if any, replicated.
+
+    A collective call. Cutoff and alpha must be the same on all ranks.
+    """
+    with domain._together() as agreement:
+        if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
+            raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
+        cutoff = domain.cutoff if cutoff is None else cutoff
+        agreement.must_be_same(alpha=alpha, cutoff=cutoff)
+        rows = domain._owned_rows(positions, cutoff).alone
+    return rows, cutoff, replicated(domain, alpha)
+
+
+def found_rows(domain: Domain, cutoff: float) -> Rows:
+    """The result of `rows_of_domain`, which was called before for these positions and this cutoff."""
+    return domain._found_rows(cutoff).alone
 
 
 def together(domain: Domain | None) -> Any:
@@ -70,10 +136,19 @@ def together(domain: Domain | None) -> Any:
     return domain._together()
 
 
-def exclusions_of_share(domain: Domain, exclusions: Any, factors: Any, positions: torch.Tensor) -> ExclusionRows | None:
-    """Rows of excluded pairs among owned atoms and ghosts, given by the numbers of all atoms, the same on all ranks."""
-    if exclusions is None:
-        return exclusion_rows(exclusions, factors, positions)
+def exclusions_of_share(
+    domain: Domain | None, exclusions: Any, factors: Any, positions: torch.Tensor, batch_idx: torch.Tensor | None = None
+) -> ExclusionRows | None:
+    """Rows of excluded pairs; raise unless both atoms of each pair are in one system by ``batch_idx``.
+
+    With a domain, pairs are given by the numbers of all atoms, the same on all ranks; rows are those of owned atoms and
+    ghosts.
+    """
+    if exclusions is None or domain is None:
+        rows = exclusion_rows(exclusions, factors, positions)
+        if rows is not None:
+            check_same_system(rows, batch_idx)
+        return rows
     with domain._together() as agreement:
         agreement.must_be_same(exclusions=exclusions, exclusion_factors=factors)
         everywhere = positions.new_empty((1, 3)).expand(domain.n_atoms, 3)
@@ -93,9 +168,11 @@ def must_be_same(domain: Domain | None, **values: Any) -> None:
             agreement.must_be_same(**values)
 
 
-def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain: Domain) -> dict[str, Any]:
+def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain: Domain | None) -> dict[str, Any]:
     """Parameters by name, of which those that are the same on all ranks have complete gradients on each."""
     found = dict(parameters)
+    if domain is None:
+        return found
     with domain._together() as agreement:
         agreement.must_be_same(formula=formula)
         for name, value in found.items():
@@ -108,16 +185,15 @@ def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain:
                     f"({domain.n_owned},), got {tuple(value.shape)}"
                 )
     for name in (*formula.per_atom, *formula.global_parameters, *formula.per_pair):
-        value = found.get(name)
-        if isinstance(value, torch.Tensor) and (name not in formula.per_atom or value.ndim == 0):
-            found[name] = domain.replicated(value)
+        if name in found:
+            found[name] = (of_all_atoms if name in formula.per_atom else replicated)(domain, found[name])
     return found
 
 
 def complete(
-    formula: Formula, results: Sequence[torch.Tensor], request: Any, domain: Domain
+    formula: Formula, results: Sequence[torch.Tensor], request: Any, domain: Domain | None
 ) -> tuple[torch.Tensor, ...]:
     """The results of `sum_pairs`, those that are not of atoms added up over the ranks."""
     of_atoms = [request.energy_reduction == "atom"] + [True] * request.forces
     of_atoms += [name in formula.per_atom for name in request.gradients] + [False] * request.virial
-    return tuple(r if is_own else domain._sum(r) for r, is_own in zip(results, of_atoms, strict=True))
+    return tuple(r if is_own else summed(domain, r) for r, is_own in zip(results, of_atoms, strict=True))

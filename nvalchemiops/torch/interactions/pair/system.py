@@ -7,7 +7,7 @@ import torch
 
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.shares import together
+from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import (
     NO_PADDING,
     GivenNeighbors,
@@ -108,18 +108,15 @@ def pair_system(
 def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: float | None) -> PairSystem:
     """The atoms that a rank owns, with neighbors by the domain."""
     positions = atoms.positions
-    with together(domain):
-        domain._check(atoms)
+    with shares.together(domain):
+        shares.check_atoms(domain, atoms)
         if atoms.pbc is not None:
             raise ValueError("`pbc` belongs to the `domain`: leave it out")
         if cutoff is None:
             raise ValueError("with a `domain` this potential needs a cutoff: neighbors are found by it")
-        if given.neighbor_list is not None or given.neighbor_matrix is not None:
-            raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
         cell, _, _ = _batch(atoms._replace(batch_idx=domain.batch_idx, pbc=domain.pbc), domain.n_systems, True)
-        rows = domain._owned_rows(positions, cutoff).alone
-    cell = None if cell is None else domain.replicated(cell)
-    return PairSystem(positions, cell, domain.batch_idx, domain.n_systems, rows, domain)
+        rows, _, _ = shares.rows_of_domain(domain, positions, cutoff, given)
+    return PairSystem(positions, shares.replicated(domain, cell), domain.batch_idx, domain.n_systems, rows, domain)
 
 
 def _batch(

@@ -9,6 +9,7 @@ import torch
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import spacing_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.pair.shares import largest
 from nvalchemiops.torch.runtime.context import is_mapped, may_read, on_host, slices_of
 
 NEAR_MOMENTS = 4.0
@@ -120,7 +121,6 @@ def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:
         most = widths.amax(0, keepdim=True) if widths.shape[0] else most
     else:
         most = most.scatter_reduce(0, numbers.long(), widths, "amax")
-    if system.domain is not None:
-        most = system.domain._maximum(most)
+    most = largest(system.domain, most)
     limit = 0.5 / most
     return torch.where(most > 0.0, core.in_steps(limit, "up", core.STEPS, torch), limit)

@@ -36,7 +36,7 @@ from nvalchemiops.torch.interactions.electrostatics.response.solver import (
     solve,
     with_fields,
 )
-from nvalchemiops.torch.interactions.pair.shares import together
+from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime.context import eager
 
@@ -154,7 +154,7 @@ def induced_moments(
     batch = _Batch(batch_idx, n_systems)
     if domain is not None:
         batch = _batch_of_domain(domain, batch, given, parameters)
-    with together(domain):
+    with shares.together(domain):
         problem, tensors = _check(energy, parameters, given, batch, tolerance, max_iterations)
     if domain is not None:
         problem = problem._replace(returns_atoms=returns_atoms(problem, tensors))
@@ -330,7 +330,7 @@ class _Batch(NamedTuple):
 def _batch_of_domain(domain: "Domain", batch: _Batch, given: dict[str, Any], parameters: Any) -> _Batch:
     """The systems of a domain. A collective call."""
     field = given["external_field"]
-    with domain._together() as agreement:
+    with shares.together(domain) as agreement:
         for name, value in given.items():
             agreement.same[f"`{name}`"] = of_atoms(value)
         if isinstance(parameters, Sequence):
@@ -340,7 +340,7 @@ def _batch_of_domain(domain: "Domain", batch: _Batch, given: dict[str, Any], par
     of_systems = None
     if isinstance(field, torch.Tensor) and field.ndim == 2:
         misfits = torch.tensor([field.shape[0] != domain.n_systems], dtype=torch.int32, device=domain.device)
-        of_systems = not bool(domain._maximum(misfits))
+        of_systems = not bool(shares.largest(domain, misfits))
     return _Batch(domain.batch_idx, domain.n_systems, domain, of_systems)
 
 
@@ -391,8 +391,7 @@ def _check(
             raise ValueError(f"`{name}` must have shape {allowed}, got {tuple(value.shape)}")
         found[name] = value
     if "total_charge" in found:
-        total = found["total_charge"].expand(n_systems)
-        found["total_charge"] = total if domain is None else domain.replicated(total)
+        found["total_charge"] = shares.replicated(domain, found["total_charge"].expand(n_systems))
     if polarizabilities is not None and polarizabilities.ndim == 3:
         found["polarizabilities"] = 0.5 * (polarizabilities + polarizabilities.mT)
     if polarizabilities is not None:
@@ -429,5 +428,5 @@ def _field_of_atoms(field: torch.Tensor, batch: _Batch, batch_idx: Any, n_atoms:
         of_systems = field.shape[0] == batch.n_systems
     if field.ndim == 2 and not of_systems:
         return field
-    field = field if batch.domain is None else batch.domain.replicated(field)
+    field = shares.replicated(batch.domain, field)
     return field.expand(n_atoms, 3) if field.ndim == 1 else spread_systems(field, batch_idx, n_atoms)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.shares import together
+from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ class Problem(NamedTuple):
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (n_systems, ...) of constants over the atoms of each system."""
         found = system_sums(values, self.batch_idx, self.n_systems)
-        return found if self.domain is None else self.domain._sum_for_shares(found)
+        return shares.summed_for_shares(self.domain, found)
 
     def results(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (n_systems,) of energies over the atoms of each system; replicated on several ranks."""
         found = system_sums(values, self.batch_idx, self.n_systems)
-        return found if self.domain is None else self.domain._sum(found)
+        return shares.summed(self.domain, found)
 
     def counts(self, like: torch.Tensor) -> torch.Tensor:
         """Numbers of atoms (n_systems,), in the dtype of ``like``."""
@@ -106,7 +106,7 @@ class Problem(NamedTuple):
     def deviations(self, initial: Sequence[torch.Tensor | None], tensors: Tensors) -> torch.Tensor:
         """These charges and dipoles as columns."""
         columns = []
-        with together(self.domain):
+        with shares.together(self.domain):
             for name, found, unknown in zip(("charges", "dipoles"), initial, (self.has_charges, self.has_dipoles)):
                 if not unknown:
                     continue
@@ -359,12 +359,14 @@ def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
     with torch.no_grad():
         zero = tensors[0].new_zeros(problem.n_atoms, problem.has_charges + 3 * problem.has_dipoles)
         found = problem.returned(zero, [t.detach() for t in tensors])
-    with together(domain):
+    with shares.together(domain):
         checks.check_tensor("energy(...)", found)
         fits = problem.fits(found)
         if not any(fits):
             raise problem.wrong_shape(found)
-    not_atoms, not_systems = domain._maximum(torch.tensor(fits, device=domain.device).logical_not().int()).tolist()
+    not_atoms, not_systems = shares.largest(
+        domain, torch.tensor(fits, device=domain.device).logical_not().int()
+    ).tolist()
     if not_atoms and not_systems:
         raise ValueError("`energy` returns energies of atoms on some ranks, and of systems on others")
     if not_systems:
@@ -378,7 +380,7 @@ def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
             found = problem.returned(numbers.to(zero), [t.detach() for t in tensors])
     # energies of systems are the same on all ranks
     values = found.detach().reshape(problem.n_systems).to(torch.float64)
-    ends = domain._maximum(torch.stack([values, -values]))
+    ends = shares.largest(domain, torch.stack([values, -values]))
     differ = bool((ends.sum(0) > 1e-9 * ends.abs().amax(0)).any())
     if differ and not_atoms:
         raise ValueError(

@@ -10,6 +10,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangeP
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system
+from nvalchemiops.torch.interactions.pair.shares import beside_ghosts
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
 
@@ -29,10 +30,8 @@ def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: 
 def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Shifts (n, 3) of the images of the second atoms that are closest to the first ones."""
     with torch.no_grad():
-        positions, batch_idx = system.positions.detach(), system.batch_idx
-        if system.domain is not None:
-            positions, batch_idx = system.domain._with_ghosts(positions), system.domain.batch_idx_with_ghosts
-        positions = positions.to(torch.float64)
+        positions = beside_ghosts(system.domain, system.positions.detach()).to(torch.float64)
+        batch_idx = system.batch_idx if system.domain is None else system.domain.batch_idx_with_ghosts
         cell = system.cell.detach().to(torch.float64)
         # along the shortest lattice vectors, where the nearest image differs from the rounded one by at most one
         short = shortest_vectors(cell).to(torch.float64)

@@ -31,6 +31,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangeP
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, frames_of
+from nvalchemiops.torch.interactions.pair.shares import must_be_near
 from nvalchemiops.torch.operators.lattice import (
     Lattice,
     check_spline_order,
@@ -181,8 +182,7 @@ class MeshSum(NamedTuple):
         system: ChargedSystem,
     ) -> "MeshSum":
         """The long-range part that these arguments of `particle_mesh_ewald` describe."""
-        if system.domain is not None:  # windows of the mesh are around bricks
-            system.domain._must_be_near(system.positions)
+        must_be_near(system.domain, system.positions)  # windows of the mesh are around bricks
         if prepared is not None:
             valid = prepared.check_cell(system.cell)
             mesh, order = prepared.mesh_dimensions, prepared.spline_order

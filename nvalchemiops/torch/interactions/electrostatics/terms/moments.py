@@ -249,9 +249,7 @@ class BackgroundTerm(NamedTuple):
         assert system.widths is not None
         moments, batch_idx, n_systems = system.moments.to(torch.float64), system.batch_idx, system.n_systems
         charges, squares = moments[..., 0], system.widths.to(torch.float64).square().unsqueeze(-1)
-        sums = totals(torch.stack([charges, charges * squares], -1), batch_idx, n_systems)
-        if system.domain is not None:
-            sums = system.domain._sum_for_shares(sums)
+        sums = system.totals(torch.stack([charges, charges * squares], -1))
         sums = spread_systems(sums, batch_idx, system.n_atoms)
         factor = spread_systems(2.0 * math.pi / system.lattice().volume, batch_idx, system.n_atoms).unsqueeze(-1)
         potential = factor * (sums[..., 1] + sums[..., 0] * squares)
@@ -278,9 +276,7 @@ class SurfaceTerm(NamedTuple):
         charges = moments[..., :1]
         of_atom = charges * x
         dipole = of_atom + moments[..., 1:4] if n_moments > 1 else of_atom
-        dipole = totals(dipole, batch_idx, n_systems)  # (n_systems, n_channels, 3)
-        if system.domain is not None:
-            dipole = system.domain._sum_for_shares(dipole)
+        dipole = system.totals(dipole)  # (n_systems, n_channels, 3)
         of_volume = 4.0 * math.pi / (2.0 * self.dielectric + 1.0) / system.lattice().volume
         field = spread_systems(of_volume[:, None, None] * dipole, batch_idx, n_atoms)
         potential = (x * field).sum(-1)

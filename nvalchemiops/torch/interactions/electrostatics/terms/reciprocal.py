@@ -35,6 +35,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangeP
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import frames_of
+from nvalchemiops.torch.interactions.pair.shares import summed_for_shares
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
@@ -193,9 +194,8 @@ class ReciprocalTerm(NamedTuple):
             k_vectors.points,
             k_vectors.point_begin,
         )
-        share = structure = fourier_spread(frames.moments, coordinates, *plan, frames.highest)
-        if system.domain is not None:
-            structure = system.domain._sum_for_shares(share)
+        share = fourier_spread(frames.moments, coordinates, *plan, frames.highest)
+        structure = summed_for_shares(system.domain, share)
         value, dyads = cached_by_value(
             "reciprocal factors",
             (system.cell, alpha, k_vectors.points, k_vectors.weights),
