@@ -80,7 +80,7 @@ def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 MOST_STEPS = 1000
-"""Largest number of steps of `shortest_vectors`, a safeguard: few steps suffice, because few vectors are shorter."""
+"""Largest number of steps of `shortest_vectors`, as a safeguard: each step shortens a vector, so few are needed."""
 
 
 @kernel_variants(())

@@ -17,7 +17,7 @@ reproducible. On a CPU, weights are computed for `LANES` atoms at a time, and th
 vector. On a GPU, a warp owns as many points of a row as it has lanes; each lane prepares an atom, then all lanes add
 this atom to their points.
 
-**Gathering.** On a GPU, a warp owns an atom, and its lanes share the stencil.
+**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, a warp owns an atom, and its lanes share the stencil.
 """
 
 import math

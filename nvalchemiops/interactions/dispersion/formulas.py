@@ -7,10 +7,10 @@ difference of coordination numbers:
     CN_i = Σ_j 1 / (1 + exp(-k1 ((R_i + R_j)/r_ij - 1))),    w_ia ∝ exp(k3 (CN_i - CN_a)²),
     C6_ij = Σ_ab w_ia w_jb C6(a, b),    C8_ij = 3 C6_ij z_i² z_j².
 
-So both the coordination number and the energy are sums over pairs. Pair potentials need parameters of atoms, of which
-C6 is made as follows. The table ``C6(a, b)`` over all reference states of the elements present is a symmetric matrix,
-so its eigenvectors give exactly ``C6(a, b) = Σ_q ± v_aq v_bq``. With the parameters ``c_iq = Σ_a w_ia v_aq`` of each
-atom, ``C6_ij = Σ_q ± c_iq c_jq``.
+So both the coordination number and the energy are sums over pairs. To write the energy as a pair potential, ``C6_ij``
+must follow from parameters of the two atoms. The table ``C6(a, b)`` over all reference states of the elements present
+is a symmetric matrix, so its eigenvectors give exactly ``C6(a, b) = Σ_q ± v_aq v_bq``. With the parameters
+``c_iq = Σ_a w_ia v_aq`` of each atom, ``C6_ij = Σ_q ± c_iq c_jq``.
 
 Sources: S. Grimme, J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys. 132, 154104 (2010), doi:10.1063/1.3382344;
 Becke-Johnson (rational) damping: S. Grimme, S. Ehrlich and L. Goerigk, J. Comput. Chem. 32, 1456 (2011),

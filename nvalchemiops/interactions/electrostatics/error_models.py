@@ -14,10 +14,10 @@ The first two are those of Kolafa and Perram (the second for a cube). In the thi
 ``e^u E₁(u) / 2 ≈ 1 / 2(u + 1)`` of it, with u = 2 y². The last has the same form; the function c_p was measured for a
 cube (`MESH_ERROR`).
 
-Each part of a sum has a share of the error. The share of the mesh is small, because halving its error costs little;
-moreover mesh sizes come in steps, so that the actual error is often smaller still. If the mesh or the k-vectors are
-given, and are too coarse for their share, a smaller splitting parameter is chosen, for which both parts exceed their
-shares by the same factor (`balanced_alpha`).
+Each part of a sum has a share of the error. The share of the mesh is smaller than that of real space, because halving
+the error of the mesh costs little; moreover, mesh sizes come in steps, so that its actual error is often smaller still.
+If the mesh or the k-vectors are given, and are too coarse for their share, a smaller splitting parameter is chosen, for
+which both parts exceed their shares by the same factor (`balanced_alpha`).
 
 All chosen parameters are rounded to steps (`in_steps`), so that they stay the same while a cell changes a little. Then
 energies are continuous, except for jumps of the size of the error, and virials are their derivatives.
@@ -59,7 +59,7 @@ water, slabs of water, and an ionic gas.
 """
 
 FORCE_PER_ROOT = 0.7
-"""Largest assumed RMS force divided by √N, unless that is below `TYPICAL_FORCE`.
+"""Upper bound of the assumed RMS force divided by √N; the bound is at least `TYPICAL_FORCE`.
 
 The error of a virial grows with the error of the forces and with √N; the virial itself grows with N, independent of the
 forces. Without this bound, large forces between a few close atoms would allow large relative errors of the virial.
@@ -92,15 +92,16 @@ FINEST = 0.027
 """Smallest α h of a mesh: beyond this, use splines of a higher order instead of a finer mesh."""
 
 MOST_POINTS, MOST_POINTS_PER_ATOM = 2**24, 2048
-"""Largest number of points of a mesh with this smallest spacing: it misses the accuracy, so it should not also take
-gigabytes."""
+"""Largest number of points, in total and per atom, of a mesh with the spacing `FINEST`.
 
-WIDEST = 4.0
-"""Largest cutoff of a list that is built because the given reciprocal part is coarse, in units of the cheapest cutoff.
+Such a mesh misses the accuracy anyway, so it should not take gigabytes.
 """
 
+WIDEST = 4.0
+"""Largest cutoff, in units of the cheapest one, of a list that is built because the given reciprocal part is coarse."""
+
 ATOMS_OF_IMAGE = 40.0
-"""Cost of searching one more image of a cell, in atoms per cell of the same cost.
+"""Number of atoms in a cell that cost as much as the search of one more image of the cell.
 
 Measured for batches of cells of 20 and 64 atoms, in which pairs cost about 3 and 1.5 times as much as in one large
 cell.

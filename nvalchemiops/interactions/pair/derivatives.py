@@ -5,10 +5,11 @@ collects all variables: positions, cell, parameters and weights. The family of f
 
     T_n(y; v_1 .. v_n) = gradient with respect to y of the n-fold derivative of F in the directions v_1 .. v_n
 
-is closed under differentiation: the vector-Jacobian product of T_n with a vector v is T_{n+1}(y; v_1 .. v_n, v) with
-respect to y, and T_n with v_k replaced by v with respect to v_k. T_0 contains the forces and, as the gradient with
-respect to the weights, the energies of the atoms. F is linear in the weights: if a direction changes only the weights,
-the derivative is the function one order lower with this direction as weights.
+is closed under differentiation. If v is the incoming gradient of T_n in a backward pass, the gradient with respect to y
+is T_{n+1}(y; v_1 .. v_n, v), and the gradient with respect to v_k is T_n with v in place of v_k. T_0 contains the
+forces (with opposite sign) and, as the gradient with respect to the weights, the energies of the atoms. F is linear in
+the weights: if a direction changes only the weights, the derivative is the function one order lower with this direction
+as weights.
 
 The geometry enters only through scalar products: s = d.d of the displacement d, b_k = d.δ_k and c_kl = δ_k.δ_l, where
 δ_k is the change of d in direction v_k. In the direction v_k, s changes by 2 b_k, b_l by c_kl, and parameters and
@@ -97,7 +98,7 @@ def program(request: Request) -> Program:
 def printed(results: Mapping[str, Any], definitions: Mapping[Any, Any] | None = None) -> Program:
     """Statements that compute the expressions ``results``.
 
-    The expressions contain the symbols of a formula (`symbols_of`) and symbols that ``definitions`` define by them.
+    The expressions contain the symbols of a formula (`symbols_of`), and symbols that ``definitions`` defines in order.
     """
     return _Printer(results, definitions or {}).program()
 

@@ -108,7 +108,7 @@ def check_names(formula: Formula) -> None:
     names = [*formula.per_atom, *formula.global_parameters, *formula.per_pair]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"the parameter '{name}' is declared twice, but a call gives it by its name")
+            raise ValueError(f"the parameter '{name}' is declared twice: names must be unique")
 
 
 @functools.cache

@@ -8,11 +8,11 @@ The sum S = Σ_i g_i^a out_i^a is symmetric in g and m. So its derivatives are s
 
 * with respect to m: the sum ``out`` of g;
 * with respect to a position: the sums of g and of m with one more derivative;
-* with respect to a parameter p: the same sums of ∂u/∂p;
+* with respect to a parameter p: such sums with ∂u/∂p instead of u;
 * with respect to the cell: the sum over pairs of the shift times the derivative with respect to the displacement.
 
-If the cell changes in a direction h', a displacement changes by δ = shift h', and the derivative of S is the sum of
-(δ.∇) u. So sums with any number of such directions are closed under differentiation.
+If the cell changes in a direction h', a displacement changes by δ = shift h', and the derivative of S is the same sum
+with (δ.∇) u instead of u. So sums with any number of such directions are closed under differentiation.
 
 **Contraction.** No tensor of derivatives of u is formed. Let d = x_j - x_i, s = d.d and B_n = (-2 d/ds)^n u. For a
 homogeneous polynomial f of degree λ, Hobson's theorem (E. W. Hobson, Proc. London Math. Soc. 24, 55 (1892)) gives
@@ -222,7 +222,7 @@ def _screened(function: Any, s: Any) -> list[tuple[Any, Any]]:
 
 
 def _overlapping(n_terms: int, order: int) -> list[str]:
-    """Statements for B_n of ``Σ c erfc(κ r)/r`` at κ r < 1 if the weights add up to zero, which also hold at r = 0.
+    """Statements for B_n of ``Σ c erfc(κ r)/r`` at κ r < 1, including r = 0, if the weights c add up to zero.
 
     The function is then ``-Σ c erf(κ r)/r``, and the usual statements would subtract large numbers. With x = (κ r)²
     and ``G_n = x^-(n + 1/2) γ(n + 1/2, x)``, a series of positive terms, ``B_n = -Σ c 2^n κ^(2n+1) G_n / sqrt(π)`` and

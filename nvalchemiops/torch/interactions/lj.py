@@ -45,7 +45,7 @@ def lj_energy(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message.
+        An invalid argument, named in the message.
     """
     potential = lennard_jones(cutoff, mixing=mixing, shifted=shifted, r_switch=r_switch)
     vars(potential)[tables.OWN] = tables.everywhere  # the potential exists for this call only

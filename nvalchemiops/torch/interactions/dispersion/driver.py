@@ -201,7 +201,7 @@ def _system(structure: System, settings: Settings, given: GivenNeighbors) -> Pai
     has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
     if has_padding:
         structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, structure.positions))
-    # ranks need no more ghosts than the sums that are requested
+    # with a domain, cutoffs of sums that are not requested do not count, so that ranks need fewer ghosts
     cutoffs = [reach.cutoff for reach in (ranges if domain is None or settings.has_triples else ranges[:2])]
     farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
     by_system, absent = settings.tells_apart or settings.request.by_system, is_padding if has_padding else None
@@ -327,7 +327,7 @@ def _pair_energy(
 
 
 def _scalar(name: str, value: Any) -> Any:
-    """A number as a float, or a tensor with one entry, which may require a gradient, without axes."""
+    """A number as a float, or a tensor with one entry reshaped to (); the tensor may require a gradient."""
     if not isinstance(value, torch.Tensor):
         return checks.as_float(name, value)
     if value.numel() != 1:
@@ -375,7 +375,7 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
     smoothing = checks.check_positive("smoothing", smoothing)
     known = [c for c in cutoffs if c is not None]
     if len(known) < len(cutoffs):
-        raise ValueError("`cutoff` is needed with `smoothing`, which is the width before it")
+        raise ValueError("`cutoff` is needed with `smoothing`, which ends at the cutoff")
     if smoothing >= min(known):
         raise ValueError(f"`smoothing` = {smoothing} must be smaller than the smallest cutoff, {min(known)}")
     return Ranges(*(Range(c, c - smoothing) for c in known))

@@ -15,7 +15,7 @@ from nvalchemiops.torch.runtime.modules import ExactModule
 from nvalchemiops.torch.systems import Neighbors, System, long_arguments, named
 
 CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.0
-"""Default cutoffs in bohr, the first two those of the program s-dftd3, and the width below them of the switching."""
+"""Default cutoffs, of which the first two are those of s-dftd3, and the width of the switching below them, in bohr."""
 
 
 _NUMBERS = ("cutoff", "coordination_cutoff", "smoothing", "s9", "three_body_cutoff")
@@ -157,7 +157,7 @@ class DFTD3(ExactModule):
 
 
 def _summary(data: D3Parameters, elements: Sequence[int]) -> list[float]:
-    """For each table its values for these elements, summed over each element: numbers that tell tables apart."""
+    """For each table and each of these elements, the sum of the values: numbers by which tables are compared."""
     chosen = torch.tensor(elements, device="cpu")
     tables = [data.rcov, data.r4r2, data.cn_ref, data.c6ab, data.r0ab]
     rows = [table.detach().to("cpu", torch.float64)[chosen] for table in tables if table is not None]

@@ -73,9 +73,9 @@ def damped_shifted_force(cutoff: float) -> PairPotential:
 
 
 def reaction_field(cutoff: float) -> PairPotential:
-    """Reaction field of charges ``q`` beyond ``cutoff``, with the dielectric constant ``dielectric`` (global).
+    """Coulomb energy of charges ``q`` with a reaction field (Tironi et al. 1995).
 
-    The surroundings beyond the cutoff are a dielectric continuum (Tironi et al. 1995).
+    Beyond the cutoff is a continuum with the dielectric constant ``dielectric`` (global).
     """
     return PairPotential.of(potentials.REACTION_FIELD, cutoff=cutoff)
 

@@ -51,9 +51,9 @@ def order_of(n_moments: int) -> int:
 
 
 class _Form(NamedTuple):
-    """A sum ``Σ_i row_i out_i[source]`` over pairs, differentiated along directions of the cell.
+    """A sum ``Σ_i row_i out_i[source]``, differentiated along ``directions`` of the cell.
 
-    The gradients of such sums are again gradients of such sums.
+    Its gradients are sums of the same form.
     """
 
     row: torch.Tensor

@@ -296,7 +296,9 @@ def fold_systems(
     mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
     for name in mapped:
         if name != "shifts" and not given[name].is_floating_point():
-            raise NotImplementedError(f"vmap over `{name}`: map positions, cells and parameters over one list")
+            raise NotImplementedError(
+                f"vmap over `{name}` is not supported: map positions, cells and parameters over one neighbor list"
+            )
         given[name] = given[name].movedim(dims[name], 0)
     chunk = max(1, FOLDED_SLOTS // max(given["neighbors"].shape[0], 1))
     parts = []

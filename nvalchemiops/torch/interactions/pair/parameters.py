@@ -77,8 +77,7 @@ def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor)
 
 
 MOST_REPEATED = 4096
-"""Largest number of systems for which global numbers are kept as a tensor; for more, making it costs relatively little.
-"""
+"""Largest number of systems for which a tensor of global numbers is kept; for more, making it is relatively cheap."""
 
 
 @functools.lru_cache(maxsize=64)
