@@ -99,10 +99,10 @@ def phase_tables() -> Any:
     def kernel(
         v: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),  # (n_atoms, 3)
-        order: wp.array(dtype=wp.int32),  # (n_atoms,), atoms sorted by system; or none: they are
+        order: wp.array(dtype=wp.int32),  # (n_atoms,), atoms sorted by system; none if they are sorted
         atom_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), into the order
         vector_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), first vector of each system
-        values: wp.array2d(dtype=wp.float64),  # (n_atoms, n_values), to be arranged as well; or none
+        values: wp.array2d(dtype=wp.float64),  # (n_atoms, n_values), to be sorted into the tables; or none
         from_y: wp.int32,  # rows at which the tables of y and z begin
         from_z: wp.int32,
         tables: wp.array2d(dtype=wp.float64),  # (rows, 8 * vectors): cosine and sine of each multiple, then values
@@ -653,7 +653,7 @@ def fourier_coefficients() -> Any:
     )
     def kernel(
         point: wp.int32,
-        field: wp.array(dtype=wp.float64),  # (8 * channels and points,)
+        field: wp.array(dtype=wp.float64),  # (8 * n_channels * n_points,)
         coefficients: wp.array(dtype=wp.float64),  # the same
     ):
         """Factors for one point."""

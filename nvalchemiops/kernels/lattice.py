@@ -102,13 +102,13 @@ def shortest_vectors() -> Any:
         n = offset + wp.tid()
         vectors = cell[n]
         numbers = wp.identity(n=3, dtype=wp.float64)
-        # what rounding alone makes shorter would go on for ever
+        # a step that shortens a vector only by rounding does not count, or the loop might not end
         enough = wp.float64(1.0 - 1e-9)
         steps = int(0)
-        still = int(0)  # tries in a row that changed nothing
+        still = int(0)  # consecutive steps that changed nothing
         k = int(0)
         while still < 12 and steps < MOST_STEPS:
-            # four tries for each of three vectors: by either of the others, by their difference and their sum
+            # four steps for each of three vectors: by either of the others, by their difference and by their sum
             row = k % 3
             kind = (k // 3) % 4
             k += 1

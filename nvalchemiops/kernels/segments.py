@@ -118,12 +118,12 @@ def sum_rows(precision: str) -> Any:
     def kernel(
         thread: wp.int32,
         values: wp.array2d(dtype=real),  # (n_atoms, n_columns)
-        order: wp.array(dtype=wp.int32),  # (n_atoms,), rows sorted by system; or none: they are
+        order: wp.array(dtype=wp.int32),  # (n_atoms,), rows sorted by system; none if they are sorted
         begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), into the order; or none: one system
         block_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), numbers of the first blocks; or none
         by_block: wp.int32,  # whether a thread has one block rather than one system
-        level: wp.int32,  # on a GPU: how many times rows were added up to blocks, which ``values`` are
-        n_atoms: wp.int32,  # on a GPU, of all systems
+        level: wp.int32,  # on a GPU: how many times rows were summed to blocks already; 0 for atoms
+        n_atoms: wp.int32,  # on a GPU: number of atoms of all systems
         sums: wp.array2d(dtype=wp.float64),  # a row for each thread
     ):
         """Add the rows of a system or a block."""
