@@ -9,10 +9,10 @@ average distance d = (V/N)^(1/3). For uncorrelated charges, the RMS errors in th
     ε_b = ε_k / √(2 (2 y² + 1))                             k-vectors beyond two opposite faces of a box, at k_c
     ε_m = √(α d) c_p(α h)                                   mesh of spacing h with splines of order p
 
-The first two are those of Kolafa and Perram (the second for a cube). In the third, their integral over
-``k⁻² exp(-k² / 2α²)`` is taken beyond two planes instead of a sphere, which gives a fraction
-``e^u E₁(u) / 2 ≈ 1 / 2(u + 1)`` of it, with u = 2 y². The last has the same form; the function c_p was measured for a
-cube (`MESH_ERROR`).
+The first two are those of Kolafa and Perram (the second for a cube). The third follows from the second: ε_k² is an
+integral over ``k⁻² exp(-k² / 2α²)`` outside of a sphere; beyond two planes, the integral is smaller by the factor
+``e^u E₁(u) / 2 ≈ 1 / 2(u + 1)`` with u = 2 y². The last has the same form; the function c_p was measured for a cube
+(`MESH_ERROR`).
 
 Each part of a sum has a share of the error. The share of the mesh is smaller than that of real space, because halving
 the error of the mesh costs little; moreover, mesh sizes come in steps, so that its actual error is often smaller still.

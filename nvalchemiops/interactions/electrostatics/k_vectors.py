@@ -2,7 +2,8 @@
 
 Only one of k and -k is needed, and the four vectors (n_x, ±n_y, ±n_z) form one *point* of
 `nvalchemiops.kernels.fourier`. The weights of a point say how often each of its vectors counts in a sum over all
-k-vectors: twice if n_x > 0, since there is no point for -k, and zero times if the vector repeats one with another sign.
+k-vectors: twice if n_x > 0, since there is no point for -k; not at all if the vector is too long, or equal to another
+one of the point.
 """
 
 import numpy as np

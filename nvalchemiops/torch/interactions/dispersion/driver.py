@@ -273,7 +273,7 @@ def _factorised(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, set
 def _by_pair(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings) -> AtCounts:
     """Energies with a separate C6 for each pair, for tables that do not factorise."""
     if settings.has_triples:
-        raise ValueError("`s9`: there is no three-body term for tables `c6ab` and `cn_ref` that do not factorise")
+        raise ValueError("`s9`: there is no three-body energy for tables `c6ab` and `cn_ref` that do not factorise")
     dtype, n_atoms, request = coordination.dtype, coordination.shape[0], settings.request
     derivatives = request.forces or request.virial
     first, second, vectors, alone = pairs_apart(pairs)

@@ -66,7 +66,7 @@ _fault = Lent(_no_fault)
 
 
 class RowKernel:
-    """A kernel over rows of pairs, with what an op needs to launch it.
+    """A kernel over rows of pairs, with the names of the arguments and results with which ops launch it.
 
     Parameters
     ----------
