@@ -198,7 +198,7 @@ HOPS = {
         f"{SUMS}/ewald.py",
         f"{SUMS}/terms/reciprocal.py",
         "torch/operators/fourier.py",
-        "kernels/fourier.py",
+        "kernels/fourier/spread.py",
     ],
     "its sum over pairs": [
         f"{SUMS}/ewald.py",

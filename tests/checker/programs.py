@@ -16,7 +16,8 @@ import warp as wp
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels import mesh as splines
-from nvalchemiops.kernels.fourier import fourier_coefficients, phase_tables
+from nvalchemiops.kernels.fourier.gather import fourier_coefficients
+from nvalchemiops.kernels.fourier.phases import phase_tables
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels

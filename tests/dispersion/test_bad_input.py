@@ -111,7 +111,7 @@ def of_dftd3():
         yield ValueError, f"`{name}`", {name: torch.ones(3, dtype=F64)}
     for value in ("d3", {}, tuple(STATES)):
         yield TypeError, "`parameters`|`d3_params`", {"d3_params": value}
-    yield ValueError, "`d3_params`.*covalent_radii, r4r2, c6_reference, coord_num_ref missing", {"d3_params": None}
+    yield ValueError, "`d3_params`.*missing: covalent_radii, r4r2, c6_reference, coord_num_ref", {"d3_params": None}
     yield ValueError, "`d3_params`", {"r4r2": parameters().r4r2}
     for on, off in ((6.0, 5.0), (1e10, 5.0)):
         yield ValueError, "s5_smoothing_off", {"s5_smoothing_on": on, "s5_smoothing_off": off, "cutoff": None}

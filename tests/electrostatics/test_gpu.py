@@ -6,8 +6,8 @@ import pytest
 import torch
 import warp as wp
 
-from nvalchemiops.kernels import fourier as fourier_kernels
 from nvalchemiops.kernels import mesh as spline_kernels
+from nvalchemiops.kernels.fourier import gather, phases, spread
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import spline
 from nvalchemiops.torch.interactions import electrostatics
@@ -244,10 +244,10 @@ def test_splines_on_a_gpu(order, derivatives, dtype, gpu):
 # -- without a GPU --------------------------------------------------------------------------------
 
 KERNELS = {
-    "phase tables": fourier_kernels.phase_tables,
-    "coefficients": fourier_kernels.fourier_coefficients,
-    **{f"Fourier spread {d}": functools.partial(fourier_kernels.fourier_spread, d) for d in (0, 1, 3)},
-    **{f"Fourier gather {d}": functools.partial(fourier_kernels.fourier_gather, d) for d in (0, 1, 3)},
+    "phase tables": phases.phase_tables,
+    "coefficients": gather.fourier_coefficients,
+    **{f"Fourier spread {d}": functools.partial(spread.fourier_spread, d) for d in (0, 1, 3)},
+    **{f"Fourier gather {d}": functools.partial(gather.fourier_gather, d) for d in (0, 1, 3)},
     **{f"columns {p}": functools.partial(spline_kernels.find_columns, p) for p in (1, 8)},
     **{f"stencils {p} {d}": functools.partial(spline_kernels.spline_stencils, p, d) for p, d in ((1, 0), (8, 3))},
     **{

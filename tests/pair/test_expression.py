@@ -365,7 +365,7 @@ REFUSED = [  # text, column, part of the message
     *((text, None, "column .* (large|finite)") for text in ("exp(1000)*r", "sinh(1000)/r", "exp(exp(100))*r")),
     *((text, None, "column") for text in ("cosh(-900) + r", "sqrt(-1)/r", "log(-2)*r", "asin(2) + r", "(-8)^(1/3)*r")),
     *(
-        (text, None, "not real|no finite real number|column")
+        (text, None, "not real|not a finite real number|column")
         for text in ("(-2)^0.5*r", "sqrt(-r)", "epsilon*a*q1*q2*log(-2 - r^2)")
     ),
 ]
