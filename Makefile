@@ -26,7 +26,7 @@ MATRIX_TESTS := $(addprefix tests/,\
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest test-matrix lint format docs bench stand-in clients clean
+.PHONY: help demo test test-all test-newest test-matrix lint format docs bench stand-in clients mutations clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
@@ -99,6 +99,9 @@ clients:  ## install real clients into .venv-clients and run their code on this 
 	@$(CLIENTS)/python -m pip install -qq --no-deps --ignore-requires-python -r tests/clients/clients.txt
 	@$(CLIENTS)/python -m pip install -qq -r tests/clients/requirements.txt
 	$(CLIENTS)/python tests/clients/run.py
+
+mutations: $(STAMP)  ## whether tests notice the mistakes of tests/mutations.txt, one at a time (a quarter of an hour)
+	@$(BIN)/python -m tests.mutations
 
 clean:  ## remove what the targets above made, except environments and Warp's kernel cache
 	rm -rf demo.png build dist docs/_build docs/gallery.md benchmarks/results examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache

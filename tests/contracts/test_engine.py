@@ -68,6 +68,18 @@ def test_numbers_and_tensors_are_told_apart():
     assert len(plans_of_calls(potential)) == 6
 
 
+def test_precisions_are_told_apart():
+    """Also where positions alone have one: there is no cell."""
+    potential = lennard_jones(3.0)
+    near = dict(zip(("neighbor_list", "neighbor_ptr"), neighbor_list(X, 3.0, return_neighbor_list=True)))
+    for x in (X, X.float(), X):
+
+        def call(x=x):
+            return potential(x, sigma=1.0, epsilon=1.0, **near)
+
+        close([several(call)], [ordinary(call)], 0.0)
+
+
 def test_what_changes_in_place_is_noticed():
     """Parameters, cells, numbers and tables, by torch, NumPy and ``.data``."""
     sigma, cell, numbers = torch.ones(12, dtype=F64), CELL.clone(), torch.tensor([6, 8] * 6)

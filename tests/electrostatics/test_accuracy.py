@@ -321,3 +321,13 @@ def test_the_accuracy_is_met_with_any_list(name, share, accuracy, method):
     for neighbors in (csr(system, cutoff), {"cutoff": cutoff}, {"cutoff": cutoff, **csr(system, cutoff)}):
         forces = summed(method, system, accuracy=accuracy, compute_forces=True, **neighbors)[1]
         assert relative_error(forces, exact_forces(name)) < 3.0 * accuracy
+
+
+@METHODS
+def test_a_system_without_atoms_changes_nothing_about_a_given_list(method):
+    """It has no pair that would say how far the list reaches."""
+    system = crystal("rocksalt", 5.64, 3, 0.3)
+    near, options = csr(system, 7.0), {"accuracy": 1e-4, "energy_reduction": "system"}
+    alone = summed(method, system, **near, **options)
+    found = summed(method, system._replace(cell=system.cell.expand(2, 3, 3)), **near, **options)
+    torch.testing.assert_close(found, torch.cat([alone, torch.zeros(1, dtype=alone.dtype)]), rtol=1e-5, atol=0.0)

@@ -219,6 +219,21 @@ def test_gradients_of_channels_equal_a_loop_over_channels(case, channels):
     close(*found, 1e-9)
 
 
+@pytest.mark.parametrize("reduction", ["atom", "system"])
+def test_weights_that_the_atoms_of_a_channel_share(reduction):
+    """The gradient of energies is then a product, but not if channels have different weights."""
+    system, weights = inputs_of(ONE, 3), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    leaves = system.leaves()
+    options = {"k_cutoff": 5.0, "energy_reduction": reduction, **near(ONE)}
+
+    def energies(charges):
+        return ewald_summation(leaves.x, charges, leaves.cell, ALPHA, **options)
+
+    found = torch.autograd.grad((energies(leaves.a) * weights).sum(), (leaves.x, leaves.cell))
+    columns = [w * energies(q).sum() for w, q in zip(weights, leaves.a.unbind(1))]
+    close(found, torch.autograd.grad(sum(columns), (leaves.x, leaves.cell)))
+
+
 # -- where numbers are awkward --------------------------------------------------------------------
 
 

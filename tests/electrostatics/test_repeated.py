@@ -323,6 +323,17 @@ def test_memory_of_the_caller_is_neither_kept_nor_used_later():
     plan_of()
 
 
+def test_a_replay_leaves_earlier_results_alone():
+    x, q, cell, near = arguments()
+    kept = []
+    for step in range(5):
+        found = ewald_summation((1.0 + 0.01 * step) * x, q, cell, 0.9, k_cutoff=6.0, compute_forces=True, **near)
+        kept.append((found, tuple(t.clone() for t in found)))
+    plan_of()
+    for found, then in kept:
+        same_bits(found, then)
+
+
 def test_wave_vectors_that_were_changed_are_others():
     x, q, cell, near = arguments()
     vectors = prepare_wave_vectors(cell, 6.0)

@@ -177,6 +177,8 @@ def test_a_list_of_the_other_kind_is_refused(crystal):
     reverse = sorted((j, i, -a, -b, -c) for i, j, a, b, c in half)
     with pytest.raises(ValueError, match="not a half list"):
         half_to_full(*as_list(reverse, 5))
+    with pytest.raises(ValueError, match="not a half list"):
+        half_to_full(*as_list([(0, 0, 0, 0, 0), (0, 1, 0, 0, 0)], 2))
     with pytest.raises(ValueError, match="itself"):
         full_to_half(*as_list([(0, 0, 0, 0, 0), (0, 1, 0, 0, 0), (1, 0, 0, 0, 0)], 2))
 

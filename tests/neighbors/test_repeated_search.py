@@ -117,14 +117,18 @@ def test_long_rows_and_faults():
         same(call(), expected[0])
 
 
-def test_systems_of_atoms_that_change():
+@pytest.mark.parametrize("cutoff", [3.0, 16.0], ids=["short rows", "long rows"])
+def test_systems_of_atoms_that_change(cutoff):
     x, cell, numbers = batch()
+    before = numbers.clone()
 
     def call(numbers=numbers):
-        return neighbor_list(x, 3.0, cell, batch_idx=numbers, return_neighbor_list=True)
+        return neighbor_list(x, cutoff, cell, batch_idx=numbers, return_neighbor_list=True)
 
     first = [call() for _ in range(3)][-1]
     numbers[30:33] = 0
+    same(call(before), first)  # its plan has numbers of its own
+    assert way() == REPLAYED
     for _ in range(3):
         same(call(), ordinary(call))
     numbers[30:33] = torch.tensor([1, 3, 3], dtype=torch.int32)

@@ -106,6 +106,21 @@ def test_four_orders():
     close(derivatives(flat.energies, flat.vector, directions, weights), expected, tolerance=1e-11)
 
 
+@KINDS
+def test_gradients_are_linear_in_weights_of_energies(case):
+    """To any order: the derivative by weights of what is linear in them does not depend on them any more."""
+    flat = Flat(case, triclinic(4, charged=True), CUTOFF)
+    direction, vector = directions_for(flat, 1)[0], flat.vector.clone().requires_grad_()
+    weights = weights_like(flat.system.charges).requires_grad_()
+    slopes = []
+    for function in (flat.energies, flat.reference):
+        gradient = torch.autograd.grad(function(vector), vector, weights, create_graph=True)[0]
+        slopes.append(torch.autograd.grad(gradient @ direction, weights, create_graph=True)[0])
+    close(*([slope.detach()] for slope in slopes))
+    again = torch.autograd.grad(slopes[0].square().sum(), weights, allow_unused=True)[0]
+    assert again is None or not again.any()
+
+
 def loss_of(outputs):
     """A loss of everything, with random targets and weights, as training on energies, forces and stresses has."""
     return sum((weights_like(t, 2 * k) * (t - weights_like(t, 2 * k + 1)) ** 2).sum() for k, t in enumerate(outputs))

@@ -100,6 +100,13 @@ def test_a_list_beyond_the_room(made, calls, gpu):
     assert len(made) == n_replays(made) == 2
 
 
+def test_a_list_that_gets_shorter(made, calls, gpu):
+    """What a longer list has left in the memory of a graph are no pairs."""
+    for n_fewer in (0, 7, 3, 11):
+        assert calls.check(pointers(gpu.device, n_fewer=n_fewer), 3).isfinite().all()
+    assert len(made) == 1
+
+
 POINTERS = {
     "too early": lambda p: p - 1,
     "too late": lambda p: p + 1,
