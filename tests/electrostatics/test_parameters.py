@@ -145,6 +145,3 @@ def test_modules_take_a_system_as_they_take_its_tensors(kind):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     with pytest.raises(TypeError, match="`cell` goes with tensors"):
         kind.estimate(atoms, CELL)
-    errors = electrostatics.estimate_errors(atoms, alpha=0.5, real_space_cutoff=5.0, reciprocal_space_cutoff=3.0)
-    alone = {"alpha": 0.5, "real_space_cutoff": 5.0, "reciprocal_space_cutoff": 3.0, "charges": charges}
-    assert torch.equal(errors.total, electrostatics.estimate_errors(X, CELL, SYSTEM.batch_idx, **alone).total)
