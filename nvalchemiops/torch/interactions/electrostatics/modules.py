@@ -226,7 +226,7 @@ class EwaldSummation(_ConfiguredSum):
         *,
         charges: torch.Tensor | None = None,
     ) -> "EwaldSummation":
-        """The module with parameters from `estimate_ewald_parameters`, which has the same arguments; or for a System."""
+        """The module with parameters from `estimate_ewald_parameters`, with the same arguments or for a System."""
         found = ewald_parameters(_atoms(positions, cell, batch_idx, charges), accuracy)
         return cls(found.alpha, found.reciprocal_space_cutoff, float(found.real_space_cutoff.max()))
 
@@ -320,7 +320,7 @@ class ParticleMeshEwald(_ConfiguredSum):
         spline_order: int = 5,
         charges: torch.Tensor | None = None,
     ) -> "ParticleMeshEwald":
-        """The module with parameters from `estimate_pme_parameters`, which has the same arguments; or for a System."""
+        """The module with parameters from `estimate_pme_parameters`, with the same arguments or for a System."""
         atoms = _atoms(positions, cell, batch_idx, charges)
         found = pme_parameters(atoms, accuracy, real_space_cutoff, spline_order)
         return cls(found.alpha, found.mesh_dimensions, spline_order, float(found.real_space_cutoff.max()))
