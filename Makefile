@@ -17,12 +17,14 @@ MATRIX_WITH ?=
 # what another torch or Python would break: registration of ops, derivatives, compiled and exported graphs, transforms,
 # private names of torch, plans, copies, the bridge to JAX, imports and the package
 MATRIX_TESTS := $(addprefix tests/,\
-	autograd contracts/test_compiled.py contracts/test_clients_sums.py contracts/test_import_paths.py \
-	contracts/test_library_ops.py dispersion/test_clients.py electrostatics/test_compile.py \
-	electrostatics/test_repeated.py electrostatics/test_response.py jax/test_bridge.py jax/test_torch_bridge.py \
-	neighbors/test_neighbor_list.py neighbors/test_verlet.py pair/test_gradients.py robustness/test_copies.py \
-	robustness/test_default_device.py robustness/test_optional_imports.py test_cache.py test_launch.py \
-	test_openmp.py test_package.py users/test_training.py)
+	arguments/test_custom_ops*.py clients/test_dispersion.py clients/test_electrostatics.py \
+	clients/test_import_paths.py derivatives/test_custom_ops*.py derivatives/test_kernel_functions.py \
+	derivatives/test_pair.py derivatives/test_response.py derivatives/test_training.py jax/test_bridge.py \
+	jax/test_torch_bridge.py package/test_optional_imports.py package/test_package.py \
+	package/test_torch_internals.py resources/test_cache.py resources/test_copies.py resources/test_openmp.py \
+	routes/test_all_calls_compiled.py routes/test_custom_ops*.py routes/test_default_device.py \
+	routes/test_ewald_compiled.py routes/test_launch.py routes/test_library_ops.py routes/test_repeated_sums.py \
+	values/test_neighbors.py values/test_verlet.py)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help

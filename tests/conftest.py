@@ -1,5 +1,6 @@
 """Shared fixtures. Kernels compile into Warp's usual cache (or WARP_CACHE_PATH), which all workers share."""
 
+import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -55,8 +56,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(params=["lanes", pytest.param("cuda", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest) -> Any:
-    """`tests.gpu.OnGpu`: a GPU, or the CPU with the layout of one."""
-    from tests.gpu import OnGpu
+    """`tests.support.gpu.OnGpu`: a GPU, or the CPU with the layout of one."""
+    from tests.support.gpu import OnGpu
 
     return OnGpu(request.param)
 
@@ -91,6 +92,16 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_hanging() -> Iterator[None]:
+    """An example that hangs in a kernel cannot be interrupted; the whole process can."""
+    from tests.support.campaigns import LONG, PATIENCE  # imports the library
+
+    faulthandler.dump_traceback_later(PATIENCE * (30.0 if LONG else 1.0), exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

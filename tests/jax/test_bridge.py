@@ -18,7 +18,7 @@ from nvalchemiops.jax.bridge import SCALAR, Bridge, from_torch
 from nvalchemiops.jax.dtypes import torch_dtype
 from nvalchemiops.torch.segment_ops import segmented_sum
 from tests.jax.precision import QUICKLY, double_precision  # noqa: F401
-from tests.processes import python_says
+from tests.support.processes import python_says
 
 X, V, T = np.array([[0.3, 0.7, 1.1], [0.1, -0.5, 0.3], [1.0, 0.5, -0.3]])
 W = np.array([1.2, 0.4, 0.9])

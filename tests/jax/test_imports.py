@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.processes import python_says
+from tests.support.processes import python_says
 
 WORK = """
 import json, sys, torch

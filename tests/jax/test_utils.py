@@ -46,7 +46,7 @@ from nvalchemiops.jax.utils import (
     tree_zeros_like,
     vectorize,
 )
-from tests.processes import ROOT, in_threads
+from tests.support.processes import ROOT, in_threads
 
 
 @dataclass
