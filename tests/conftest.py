@@ -1,6 +1,7 @@
 """Shared fixtures. Kernels compile into Warp's usual cache (or WARP_CACHE_PATH), which all workers share."""
 
 import faulthandler
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needed, reason = marker.args
             if TORCH < tuple(map(int, needed.split("."))):
                 item.add_marker(pytest.mark.skip(reason=f"torch {needed} is needed: {reason}"))
+
+
+def pytest_collection_finish() -> None:
+    # Modules and tests stay to the end. A test that collects garbage would look through all of them, for half a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", "lanes", pytest.param("cuda", marks=pytest.mark.gpu)])

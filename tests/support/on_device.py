@@ -207,7 +207,9 @@ def _ops() -> dict[Any, WarpOp]:
     if not _by_overload:
         import gc
 
+        gc.unfreeze()  # what conftest.py has put aside is not among the objects
         _by_overload.update({found.overload: found for found in gc.get_objects() if issubclass(type(found), WarpOp)})
+        gc.freeze()
     return _by_overload
 
 
