@@ -28,7 +28,7 @@ MATRIX_TESTS := $(addprefix tests/,\
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest test-matrix lint format docs bench stand-in clients clean
+.PHONY: help demo test test-later test-slow test-long test-all test-newest test-matrix lint format docs bench stand-in clients clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
@@ -44,11 +44,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train charges with long-range electrostatics, run dynamics, draw a picture
 	@$(BIN)/python examples/01_train_charges.py
 
-test: $(STAMP)  ## the tests that every change must pass (tests marked gpu run where there is a GPU)
-	$(PYTEST) -m "not slow"
+test: $(STAMP)  ## the tests of every day: each property of each call (tests marked gpu run where there is a GPU)
+	$(PYTEST) -m "not slow and not later"
 
-test-all: $(STAMP)  ## all tests: soaks, races, inductor everywhere, long hypothesis runs
-	HYPOTHESIS_PROFILE=long $(PYTEST)
+test-later: $(STAMP)  ## tests that take seconds and see what a quicker one sees, elsewhere; CI runs them after `test`
+	$(PYTEST) -m "later and not slow"
+
+test-slow: $(STAMP)  ## tests of minutes: soaks, races, ranks, checks of memory, inductor everywhere
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m slow
+
+test-long: $(STAMP)  ## long runs of hypothesis
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow"
+
+test-all: test test-later test-slow test-long  ## all tests, in these four parts
 
 test-newest:  ## the tests with the newest torch and Warp there are, whatever constraints.txt says, in .venv-newest
 	@test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest

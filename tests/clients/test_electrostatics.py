@@ -54,6 +54,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.everyday_cases("D3-matrix", "Coulomb-list", "DSF-matrix", "Lennard-Jones-list")
 @pytest.mark.parametrize("form", ["list", "matrix"])
 @pytest.mark.parametrize("op", EXPECTED)
 def test_shifts_without_a_cell_are_zeros(op, form):

@@ -1,6 +1,7 @@
 """The import paths that clients use lead to the objects of this package, in whatever order they are imported."""
 
 import importlib
+import json
 import warnings
 
 import pytest
@@ -135,44 +136,74 @@ def test_warp_types():
 PATH = "nvalchemiops.torch.neighbors"
 
 
-@pytest.mark.parametrize("name", ["cell_list", "batch_cell_list"])
-@pytest.mark.parametrize(
-    "imports",
-    [
-        ["from {path} import {name} as a", "from {path}.{name} import {name} as b"],
-        ["from {path}.{name} import {name} as b", "from {path} import {name} as a"],
-        ["import {path}.{name}", "a = {path}.{name}", "from {path}.{name} import {name} as b"],
-        # the attribute of the package is the function, so this is the function too
-        ["import {path}.{name} as a", "from {path}.{name} import *", "b = {name}"],
-        [
-            "from {path} import *",
-            "a = {name}",
-            "import importlib",
-            "b = importlib.import_module('{path}.{name}').{name}",
-        ],
-        [
-            "import {path}.naive, {path}.{name}",
-            "import {path}",
-            "a = {path}.{name}",
-            "from {path}.{name} import {name} as b",
-        ],
+IMPORTS = {
+    "package first": ["from {path} import {name} as a", "from {path}.{name} import {name} as b"],
+    "module first": ["from {path}.{name} import {name} as b", "from {path} import {name} as a"],
+    "attribute": ["import {path}.{name}", "a = {path}.{name}", "from {path}.{name} import {name} as b"],
+    # the attribute of the package is the function, so this is the function too
+    "as": ["import {path}.{name} as a", "from {path}.{name} import *", "b = {name}"],
+    "star": [
+        "from {path} import *",
+        "a = {name}",
+        "import importlib",
+        "b = importlib.import_module('{path}.{name}').{name}",
     ],
-    ids=["package first", "module first", "attribute", "as", "star", "another module first"],
-)
-def test_function_with_the_name_of_its_module(name, imports):
-    lines = [line.format(path=PATH, name=name) for line in imports]
-    found = python_says(
-        "\n".join(
+    "another module first": [
+        "import {path}.naive, {path}.{name}",
+        "import {path}",
+        "a = {path}.{name}",
+        "from {path}.{name} import {name} as b",
+    ],
+}
+NAMES = ["cell_list", "batch_cell_list"]
+FORKED = """
+    import json, os, sys
+
+    import torch
+
+    assert not any(name.startswith("nvalchemiops") for name in sys.modules)
+    said = {}
+    for case, code in json.loads(sys.argv[1]).items():
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            try:
+                scope = {}
+                exec(code, scope)
+                answer = scope["answer"]
+            except BaseException as error:
+                answer = repr(error)
+            os.write(writer, json.dumps(answer).encode())
+            os._exit(0)
+        os.close(writer)
+        os.wait()
+        said[case] = json.loads(os.read(reader, 65536))
+    print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said_by_imports():
+    """By name and way to import it. Each way has a process of its own, which has imported torch and nothing of ours."""
+    codes = {
+        f"{name}, {way}": "\n".join(
             [
-                *lines,
-                "import json, pickle, sys, types",
+                *(line.format(path=PATH, name=name) for line in lines),
+                "import pickle, sys, types",
                 f"module = sys.modules['{PATH}.{name}']",
                 "same = a is b is pickle.loads(pickle.dumps(a)) is getattr(module, a.__name__)",
-                "print(json.dumps([same, isinstance(a, types.FunctionType), isinstance(module, types.ModuleType)]))",
+                "answer = [same, isinstance(a, types.FunctionType), isinstance(module, types.ModuleType)]",
             ]
         )
-    )
-    assert found == [True, True, True]
+        for name in NAMES
+        for way, lines in IMPORTS.items()
+    }
+    return python_says(FORKED, json.dumps(codes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", IMPORTS)
+def test_function_with_the_name_of_its_module(name, way, said_by_imports):
+    assert said_by_imports[f"{name}, {way}"] == [True, True, True]
 
 
 def test_dftd3_is_a_function():

@@ -476,6 +476,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.everyday_cases("*-False-*", "singular-True-*", "one NaN-True-False")
 @pytest.mark.parametrize("memory", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("cell", UNUSABLE.values(), ids=UNUSABLE)

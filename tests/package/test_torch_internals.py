@@ -285,15 +285,18 @@ REFUSED = {"stack": "forward mode through an operator", "inside": "derivative by
 
 
 @pytest.fixture(scope="module")
-def answers():
-    """What each case gave, by the names that were missing; all in one process that forks."""
+def answers(request):
+    """What each case gave that is asked for, by the names that were missing; all in one process that forks."""
     if not hasattr(os, "fork"):
         pytest.skip("no fork here")
-    said = output_of(run_python(WITHOUT, json.dumps(CASES), timeout=600))
+    asked = {item.callspec.params.get("shortcut") for item in request.session.items if hasattr(item, "callspec")}
+    cases = {shortcut: names for shortcut, names in CASES.items() if shortcut in asked}
+    said = output_of(run_python(WITHOUT, json.dumps(cases), timeout=600))
     lines = [json.loads(line[7:]) for line in said.splitlines() if line.startswith("ANSWER ")]
     return {shortcut: (found, messages) for shortcut, found, messages in lines}
 
 
+@pytest.mark.everyday_cases("stack", "all of the dispatcher")
 @pytest.mark.skipif(sys.platform != "linux", reason="forks after torch has started")
 @pytest.mark.parametrize("shortcut", CASES)
 def test_without_a_name_results_are_the_same_or_an_error_says_why(shortcut, answers):

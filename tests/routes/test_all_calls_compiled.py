@@ -34,6 +34,7 @@ from tests.support.comparing import (
 from tests.support.systems import System, batch, csr, in_form
 
 
+@pytest.mark.later_cases("mesh", "real space")
 @EACH
 def test_compiled_equals_eager(case):
     """All results of a batch and their gradients by everything, the flag included."""
@@ -54,6 +55,9 @@ def test_compiled_by_inductor_equals_eager(case):
     assert_compiled_equals_eager(lambda *i: case.results(*i, near), case.inputs(MIXED), "inductor")
 
 
+@pytest.mark.everyday_cases(
+    "LJ-half list", "LJ-padding in between", "Ewald-padding in between", "PME-int64", "D3-int64", "D3-built inside"
+)
 @pytest.mark.parametrize(
     ("case", "form"),
     [
@@ -71,6 +75,7 @@ def test_forms_of_neighbors(case, form):
     assert_compiled_equals_eager(lambda *i: case.results(*i, near), case.inputs(ONE))
 
 
+@pytest.mark.later_cases("LJ", "DSF")
 @EACH_WHOLE
 def test_neighbors_built_behind_a_graph_break(case):
     """Host code that reads values there is not for a compiler, which looks at each function that Python calls."""
@@ -120,6 +125,7 @@ def test_one_tensor_in_two_places(case):
 # -- shapes and recompilations --------------------------------------------------------------------
 
 
+@pytest.mark.later_cases("mesh", "real space", "reciprocal space", "slab")
 @EACH
 def test_dynamic_shapes_compile_at_most_twice(case):
     """Other numbers of atoms and pairs."""
@@ -185,6 +191,7 @@ def test_training_compiled_equals_training_eager(case):
     close(other, eager, 1e-9, atol=1e-11)
 
 
+@pytest.mark.everyday_cases("*-aot_eager-*", "LJ-inductor-autograd inside", "PME-inductor-*")
 @pytest.mark.parametrize("way", ["returned forces", "autograd inside"])
 @pytest.mark.parametrize(
     ("case", "backend"),
@@ -227,6 +234,7 @@ def test_second_derivatives_of_a_compiled_energy_are_an_error(case):
 # -- export ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.later_cases("True-Ewald", "True-PME")
 @each(*SUMS, *PAIRS, D3)
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(case, strict):
@@ -310,6 +318,9 @@ SHAPES = [
 ]
 
 
+@pytest.mark.everyday_cases(
+    "Ewald-None", "PME-None", "LJ, number given-*", "DSF-None", "D3-None", "slab-None", "splines-None"
+)
 @pytest.mark.parametrize(("case", "dynamic"), SHAPES, ids=lambda value: getattr(value, "name", value))
 def test_one_compiled_function_takes_batches_of_three_two_and_one(case, dynamic):
     """A batch of one may be compiled for itself, but is no error."""

@@ -105,6 +105,7 @@ def test_the_reference_is_what_the_calculator_computes():
         assert atoms.get_potential_energy() == pytest.approx(energy_of_magnesia(a), rel=1e-7)
 
 
+@pytest.mark.everyday_cases("ExpCellFilter")
 @pytest.mark.parametrize("cell_filter", [FrechetCellFilter, pytest.param(ExpCellFilter, id="ExpCellFilter")])
 @pytest.mark.filterwarnings("ignore:Use FrechetCellFilter:DeprecationWarning")
 def test_a_cell_relaxes_to_the_lattice_constant(cell_filter):
