@@ -322,6 +322,7 @@ def test_an_alpha_that_is_none_is_named(op, alpha):
             compiled(lambda: call(alpha))()
 
 
+@pytest.mark.later_cases("mesh")
 @pytest.mark.parametrize("op", WITH_ALPHA)
 def test_an_alpha_that_is_not_read_gives_nan_in_its_system_only(op):
     call = compiled(WITH_ALPHA[op])

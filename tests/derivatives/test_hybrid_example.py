@@ -128,6 +128,7 @@ def test_explicit_forces_need_one_pass_and_no_backward_through_the_sum():
 # -- the example ----------------------------------------------------------------------------------
 
 
+@pytest.mark.later
 def test_the_example_runs():
     said = said_by("12_hybrid_forces", "--quick")
     rows = re.findall(r"^ +64 +(whole|by energy|by charge gradients)(.*)$", said, re.MULTILINE)

@@ -158,6 +158,7 @@ def test_energy_needs_no_second_solution_and_its_hessian_is_right():
     close_to_largest([second], [by_difference], 1e-8)
 
 
+@pytest.mark.later
 def test_third_derivatives_against_differences():
     """Implicit differentiation of the implicit second derivative."""
     leaves = leaves_for("both")

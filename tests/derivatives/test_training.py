@@ -201,6 +201,7 @@ def test_padding_changes_nothing():
 # -- what is not the right way says so ------------------------------------------------------------
 
 
+@pytest.mark.later
 @NEEDS_LEAVES_INSIDE
 def test_autograd_inside_a_graph_needs_its_setting():
     data, step = labelled(0), steps(setting()[2])["compiled, autograd inside"]
@@ -297,6 +298,7 @@ def averaged_gradients(rank):
     return [p.grad for p in potential.parameters()]
 
 
+@pytest.mark.later
 def test_two_processes_give_the_gradients_of_one(tmp_path):
     """DistributedDataParallel over gloo; the two take different ways to their forces."""
     torch.multiprocessing.start_processes(one_of_two, (str(tmp_path),), nprocs=2, start_method="spawn")
@@ -310,6 +312,7 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
 # -- the example ----------------------------------------------------------------------------------
 
 
+@pytest.mark.later
 @NEEDS_LEAVES_INSIDE
 def test_the_example_runs():
     said = said_by("10_force_matching", "--quick")

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.two_processes import WAYS
 
 
+@pytest.mark.later
 def test_two_processes_with_different_systems(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.distributed.two_processes"]

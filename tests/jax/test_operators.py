@@ -204,6 +204,7 @@ def transformations(energy, x, order):
 MODES = [True, pytest.param(False, marks=pytest.mark.slow)]
 
 
+@pytest.mark.later_cases("jit-dftd3", "jit-splines")
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("jitted", MODES, ids=["jit", "eager"])
 def test_every_transformation_equals_torch(name, jitted):

@@ -28,6 +28,7 @@ def test_without_docstrings():
     assert (run.returncode, run.stdout) == (0, f"nvalchemiops {nvalchemiops.__version__}\n"), run.stderr
 
 
+@pytest.mark.later
 def test_info_as_json():
     finished = command("info", "--json")
     assert finished.returncode == 0
@@ -72,6 +73,7 @@ def test_info_without_torch():
     assert "torch         not installed" in finished.stdout
 
 
+@pytest.mark.later
 def test_info_where_the_home_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     unset = {"WARP_CACHE_PATH": None, "XDG_CACHE_HOME": None}
@@ -135,12 +137,14 @@ def test_warmup_compiles_into_the_cache(warmup):
     assert list(warmup.cache.rglob("wp_*/*.o"))
 
 
+@pytest.mark.later
 def test_warmup_without_tqdm_prints_plain_lines(warmup):
     finished = warmup("good", "no-bar")
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == "[1/1] good [cpu]\n"
 
 
+@pytest.mark.later
 def test_warmup_reports_a_broken_kernel_and_builds_the_others(warmup):
     finished = warmup("bad,good", "no-bar")
     assert finished.returncode == 1
@@ -148,6 +152,7 @@ def test_warmup_reports_a_broken_kernel_and_builds_the_others(warmup):
     assert "nvalchemiops warmup: bad [cpu]: " in finished.stderr
 
 
+@pytest.mark.later
 def test_warmup_of_named_kernels_only(warmup):
     finished = warmup("bad,good", "no-bar", "=goo")
     assert finished.returncode == 0, finished.stderr
@@ -195,6 +200,7 @@ assert used and not missing, missing
 """
 
 
+@pytest.mark.later
 def test_warmup_has_what_ewald_sums_and_their_gradients_need():
     output_of(run_python(FIRST_ORDER))
 
@@ -250,6 +256,7 @@ def write_nothing():
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
+@pytest.mark.later
 def test_after_warmup_a_first_call_writes_and_compiles_nothing(tmp_path):
     names = ("search_neighbors", "compact_neighbors", "prepare_search", "shortest_vectors")
     finished = command("warmup", "--device", "cpu", *names, WARP_CACHE_PATH=tmp_path)

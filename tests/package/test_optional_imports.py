@@ -53,6 +53,7 @@ def python_says(code: str, absent: list[str]):
     return processes.python_says(ABSENT.replace("ABSENT", repr(absent)) + textwrap.dedent(code))
 
 
+@pytest.mark.later
 def test_torch_alone_is_enough():
     """The same numbers, and with everything installed nothing of it is imported in passing."""
     numbers, _ = python_says(WORK, OPTIONAL)

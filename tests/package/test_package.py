@@ -286,6 +286,7 @@ def test_importing_the_torch_layer_compiles_nothing_and_leaves_warp_settings_alo
     assert not list(tmp_path.rglob("wp_*"))
 
 
+@pytest.mark.later
 def test_a_kernel_is_compiled_alone_and_once(tmp_path):
     """Using op B never recompiles op A, whatever was defined in between."""
     before, after = python_says(
@@ -315,6 +316,7 @@ def test_a_kernel_is_compiled_alone_and_once(tmp_path):
     assert all(release in name for name in after), "the folder of each kernel carries the release"
 
 
+@pytest.mark.everyday_cases("absent0")
 @pytest.mark.parametrize("absent", [["torch"], ["jax"], ["ase"], ["torch", "jax", "ase"]])
 def test_everything_else_imports_without_optional_packages(absent):
     modules = python_says(
@@ -351,6 +353,7 @@ def test_importing_everything_warns_of_nothing():
 # -- wheel and sdist ------------------------------------------------------------------------------
 
 
+@pytest.mark.later
 def test_wheel_and_sdist_build_and_the_wheel_works_elsewhere(tmp_path):
     dist, site = tmp_path / "dist", tmp_path / "site"
     quietly = {"check": True, "capture_output": True, "text": True}
@@ -463,6 +466,7 @@ def test_existing_cache_that_is_read_only(tmp_path, kernel_script):
     assert len(messages) == 1
 
 
+@pytest.mark.later
 def test_replacement_folder_of_somebody_else_is_not_trusted(tmp_path, kernel_script):
     (tmp_path / "file").write_text("not a folder")
     environment = {"HOME": str(tmp_path / "file" / "home")}

@@ -101,6 +101,7 @@ def test_ours_over_theirs_is_an_error(tmp_path, ours, theirs):
     assert place.says(VERSION) == nvalchemiops.__version__
 
 
+@pytest.mark.later
 def test_theirs_over_ours_is_an_error_where_a_file_of_ours_is_reached(tmp_path, ours, theirs):
     place = Environment(tmp_path / "place")
     place.install(ours, theirs)
@@ -117,6 +118,7 @@ def test_another_folder_is_no_mixture(tmp_path, theirs):
     assert place.says(code) == nvalchemiops.__version__
 
 
+@pytest.mark.later
 def test_stand_in(tmp_path, ours):
     place = Environment(tmp_path / "place")
     wheel = write_stand_in(tmp_path / "dist")
@@ -165,6 +167,7 @@ def test_stand_in_is_what_a_client_requires(tmp_path, client, requirement, relea
     assert found.requires is None
 
 
+@pytest.mark.later
 def test_stand_in_by_command(tmp_path):
     command = [sys.executable, "-m", "nvalchemiops", "stand-in", "--folder", tmp_path, "--release"]
     finished = run(*command, "0.3.1", cwd=ROOT)

@@ -163,6 +163,7 @@ def serial_results() -> dict[tuple[int, int], Results]:
     return {(job, which): function(system_of(which)) for job, function in enumerate(JOBS) for which in range(N_THREADS)}
 
 
+@pytest.mark.later_cases("each launch on two")
 @pytest.mark.parametrize("of_each", [1, 2], ids=["one thread each", "each launch on two"])
 def test_eight_threads_get_what_one_gets(of_each, threads, always_split):
     """Different ops, differentiated twice, on different systems."""
@@ -173,6 +174,7 @@ def test_eight_threads_get_what_one_gets(of_each, threads, always_split):
     assert live_recordings() == recordings
 
 
+@pytest.mark.later
 def test_the_first_calls_of_a_process_may_come_from_eight_threads_at_once():
     """Kernels are written, loaded and found by all of them; what they get is what one thread gets afterwards."""
     script = """
@@ -268,6 +270,7 @@ def first_of(samples: list) -> dict[str, torch.Tensor]:
     return samples[0]
 
 
+@pytest.mark.everyday_cases("fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12, about every fork
 @pytest.mark.parametrize("start", multiprocessing.get_all_start_methods())
 def test_workers_of_a_data_loader_compute_the_same(start, threads):

@@ -458,6 +458,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.later_cases("ewald_summation, prepared, channels, exclusions, slab")
 @pytest.mark.parametrize(
     "name", [name if name in AT_LEAST else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED]
 )

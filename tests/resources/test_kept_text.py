@@ -30,6 +30,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / kept_text.FOLDER
 
 
+@pytest.mark.later
 def test_a_second_process_does_not_import_sympy(tmp_path):
     """Its import takes longer than the sum."""
     script = tmp_path / "program.py"

@@ -74,6 +74,7 @@ def test_eight_processes_start_at_once_on_an_empty_folder(tmp_path, filled):
     assert len(compiled(tmp_path / "empty")) == len(compiled(filled[0]))
 
 
+@pytest.mark.later
 def test_processes_start_at_once_on_a_folder_that_one_of_them_fills(folder, filled):
     """Some kernels are there, the others are compiled by two processes at the same time."""
     for path in compiled(folder)[::2]:
@@ -82,6 +83,7 @@ def test_processes_start_at_once_on_a_folder_that_one_of_them_fills(folder, fill
     assert len(compiled(folder)) == len(compiled(filled[0]))
 
 
+@pytest.mark.later
 def test_a_folder_that_is_deleted_while_a_process_works(folder, filled):
     """What is loaded stays; what is not is compiled again, into a new folder."""
     code = WORK + textwrap.dedent(f"""
@@ -123,6 +125,7 @@ def cut_notes(path: Path) -> None:
 DAMAGE = [cut, emptied, scrambled, ending_in_zeros, cut_notes]
 
 
+@pytest.mark.everyday_cases("scrambled")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_files_are_made_again(damage, folder, filled):
     """As after a full disk: the same numbers, a warning that names the folder, and whole files for the next one."""
@@ -137,6 +140,7 @@ def test_damaged_files_are_made_again(damage, folder, filled):
     assert len(compiled(folder)) == len(compiled(filled[0])) and not list(folder.rglob("*damaged*"))
 
 
+@pytest.mark.later
 def test_files_without_notes_are_made_again(folder, filled):
     for victim in compiled(folder):
         for notes in victim.parent.glob("*.meta"):
@@ -144,6 +148,7 @@ def test_files_without_notes_are_made_again(folder, filled):
     assert result_of(folder) == filled[1]
 
 
+@pytest.mark.later
 def test_processes_that_meet_damage_at_once(folder, filled):
     """One of them may remove what another has just made, which then makes it again or has it loaded."""
     cut(compiled(folder)[0])
@@ -214,6 +219,7 @@ def read_only(folder) -> Iterator[Callable[[], None]]:
         path.chmod(0o755)
 
 
+@pytest.mark.later_cases("True")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="permissions and capabilities of Linux")
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_folder_that_cannot_be_written(complete, folder, filled, read_only):

@@ -48,6 +48,7 @@ def test_compiled_equals_eager(case):
         assert not any(r.requires_grad for r in compiled(function)(*inputs.leaves()))
 
 
+@pytest.mark.later_cases("Ewald", "DSF")
 @EACH_OF_ATOMS
 @pytest.mark.inductor
 def test_compiled_by_inductor_equals_eager(case):

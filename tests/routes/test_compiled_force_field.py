@@ -51,6 +51,7 @@ def slopes(function, system=SYSTEM):
 # -- compiled -------------------------------------------------------------------------------------
 
 
+@pytest.mark.everyday_cases("aot_eager")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.inductor])])
 def test_compiled_equals_eager(backend):
     """Results, and the gradients of a loss on all of them, which are second derivatives of the energy."""
@@ -288,6 +289,7 @@ def results_elsewhere(load, path, folder):
     return [torch.tensor(values, dtype=torch.float64) for values in found]
 
 
+@pytest.mark.later
 def test_the_program_runs_in_a_process_that_imports_the_library(program, tmp_path):
     expected = MODEL(*SYSTEM)
     found = results_elsewhere(EXPORTED, program, tmp_path)
@@ -295,6 +297,7 @@ def test_the_program_runs_in_a_process_that_imports_the_library(program, tmp_pat
         assert torch.equal(a, b.double())
 
 
+@pytest.mark.later
 def test_without_the_import_the_error_names_the_library(program):
     """In the log of torch, and so does the example."""
     run = run_python(f"import sys, torch; {EXPORTED}", program)
@@ -326,6 +329,7 @@ def test_a_program_holds_no_infinite_number(program):
 # -- the example ----------------------------------------------------------------------------------
 
 
+@pytest.mark.later
 def test_the_example_runs():
     said = said_by("11_compiled_force_field", "--quick")
     rows = dict(re.findall(r"^(eager|aot_eager|loaded elsewhere) +[\d.]+ +[\d.]+ +(-[\d.]+)", said, re.MULTILINE))

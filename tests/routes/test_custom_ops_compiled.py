@@ -30,6 +30,7 @@ def chain(f, pair):
     return loss
 
 
+@pytest.mark.everyday_cases("aot_eager-*", "inductor-explicit")
 @ops.OPS
 @BACKENDS
 def test_chain_equals_eager_and_reference(op, reference, backend):
@@ -159,6 +160,7 @@ def with_optional(
     return y
 
 
+@pytest.mark.everyday_cases("aot_eager")
 @BACKENDS
 def test_optional_inputs_present_and_absent(backend):
     x, w = ops.leaf(5), ops.leaf(5, seed=1)
@@ -203,6 +205,7 @@ def test_opcheck_of_the_backward_of_a_tape_op():
     torch.library.opcheck(op.backward_overload, (token, x, w, 1.0, y, torch.ones_like(y), 0b11, 1))
 
 
+@pytest.mark.everyday_cases("aot_eager")
 @BACKENDS
 def test_mutated_buffers(backend):
     def loss(x, w, scratch):
@@ -246,6 +249,7 @@ def force_loss(f):
     return loss
 
 
+@pytest.mark.everyday_cases("aot_eager")
 @BACKENDS
 def test_parameter_gradient_of_a_force_loss(backend):
     """The known trap: a wrong factor in the gradient, with the right loss."""

@@ -127,6 +127,7 @@ def test_cells_in_a_row(name):
     assert counter.frame_count == 1
 
 
+@pytest.mark.later
 @pytest.mark.inductor
 def test_a_mesh_in_single_precision_with_reduced_overhead():
     """Twice in a row with different cells, gradients too."""
@@ -364,6 +365,7 @@ def test_derivatives_that_do_not_come_along(leaf):
     assert_compiled_equals_eager(function, (leaf,))
 
 
+@pytest.mark.later
 def test_functions_of_a_user_are_traced():
     """Their code is part of the graph."""
     potential = power_law(6)._replace(slope=None)

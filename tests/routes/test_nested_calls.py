@@ -265,6 +265,7 @@ def test_backward_passes_through_one_recording():
 # -- as Python makes them -------------------------------------------------------------------------
 
 
+@pytest.mark.later_cases("list")
 @pytest.mark.parametrize("name", ["list", "Ewald", "PME, parameters chosen"])
 def test_a_handler_of_a_timer(name):
     outer, inner = repeated_call(name)

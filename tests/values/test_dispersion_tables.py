@@ -235,6 +235,7 @@ def test_three_body_terms_need_coefficients_of_atoms():
 # -- graphs, transforms, modules ------------------------------------------------------------------
 
 
+@pytest.mark.later
 def test_compiled_for_several_sizes():
     states = D3Parameters(**draw()).states([1, 6, 8])
 

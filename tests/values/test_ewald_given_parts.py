@@ -121,6 +121,7 @@ def test_an_open_cutoff_grows_until_the_accuracy_is_met(name, method, given):
     assert relative_error(forces, exact_forces(name)) < 2e-5 and not none
 
 
+@pytest.mark.later
 def test_a_cutoff_does_not_grow_without_end():
     """The list for this mesh would have to be as long as a hundred cells."""
     forces, (warning,) = forces_and_warnings("pme", disordered("water"), mesh_dimensions=(5, 5, 5), spline_order=4)

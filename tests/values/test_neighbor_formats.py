@@ -395,6 +395,7 @@ def around(pairs, ptr, shifts):
     return half, full, get_neighbor_matrix_from_neighbor_list(*full, max_neighbors=pairs.shape[1])
 
 
+@pytest.mark.everyday_cases("aot_eager")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_compiled_geometry_equals_eager(crystal, backend):
     x, cell, batch_idx, (pairs, _, shifts), matrix, _ = two_systems(crystal)

@@ -560,10 +560,12 @@ def processes(tmp_path_factory):
     return reports
 
 
+@pytest.mark.later
 def test_every_process_prints_the_same_source(processes):
     assert processes[0]["digests"] == processes[1]["digests"]
 
 
+@pytest.mark.later
 def test_an_expression_compiles_once_in_its_life(processes):
     """Energies one kernel, gradients another; not again for another potential, cutoff or process."""
     first, second = (report["kernels"] for report in processes)
@@ -571,6 +573,7 @@ def test_an_expression_compiles_once_in_its_life(processes):
     assert second == [2] * 8
 
 
+@pytest.mark.later
 def test_importing_compiles_nothing_and_imports_no_more_of_sympy_than_torch(processes):
     assert processes[0]["at_import"] == 0
     assert processes[0]["added"] == []
