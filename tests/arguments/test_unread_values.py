@@ -121,6 +121,7 @@ def assert_nan_in_the_second_only(found: Any, expected: Any) -> None:
         assert broken.isnan().all()
 
 
+@pytest.mark.later_cases("mesh", "reciprocal space")
 @pytest.mark.parametrize("op", OPS)
 def test_an_unusable_cell_that_is_not_read_gives_nan_in_its_system_only(op):
     """Not the sum of pairs without images. One graph: neither the graph nor the kernels know which cell is broken."""
@@ -322,7 +323,7 @@ def test_an_alpha_that_is_none_is_named(op, alpha):
             compiled(lambda: call(alpha))()
 
 
-@pytest.mark.later_cases("mesh")
+@pytest.mark.later_cases("mesh", "reciprocal space")
 @pytest.mark.parametrize("op", WITH_ALPHA)
 def test_an_alpha_that_is_not_read_gives_nan_in_its_system_only(op):
     call = compiled(WITH_ALPHA[op])

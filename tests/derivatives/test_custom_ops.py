@@ -36,8 +36,15 @@ from tests.support.ops import (
 from tests.support.processes import in_threads
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays():
+    """So that the collections below look at what a test has made."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def no_recording_is_left():
+def no_recording_is_left(what_is_there_stays):
     gc.collect()
     before = live_recordings()
     yield

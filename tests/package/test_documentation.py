@@ -13,7 +13,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
-@pytest.mark.everyday_cases("README.md", "custom_ops.md")
+@pytest.mark.everyday_cases("README.md")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_examples_run(page, tmp_path):
     if page.name == "jax.md":

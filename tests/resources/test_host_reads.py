@@ -71,6 +71,7 @@ def no_waiting(device: torch.device):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.later_cases("lanes-Ewald")
 @pytest.mark.parametrize("method", ["Ewald", "PME"])
 def test_ten_steps_read_nothing_and_are_right(method, device):
     system = systems(device)

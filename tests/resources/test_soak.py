@@ -104,6 +104,7 @@ def soak(folder: Path, *steps: int) -> list[dict[str, int]]:
     return json.loads(output_of(run).splitlines()[-1])
 
 
+@pytest.mark.later
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")
 @pytest.mark.parametrize(
     "calls", [pytest.param(1_500, id="1500 calls"), pytest.param(20_000, id="20000 calls", marks=pytest.mark.slow)]

@@ -192,7 +192,7 @@ def test_training_compiled_equals_training_eager(case):
     close(other, eager, 1e-9, atol=1e-11)
 
 
-@pytest.mark.everyday_cases("*-aot_eager-*", "LJ-inductor-autograd inside", "PME-inductor-*")
+@pytest.mark.everyday_cases("*-aot_eager-*", "LJ-inductor-autograd inside")
 @pytest.mark.parametrize("way", ["returned forces", "autograd inside"])
 @pytest.mark.parametrize(
     ("case", "backend"),
@@ -319,9 +319,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.everyday_cases(
-    "Ewald-None", "PME-None", "LJ, number given-*", "DSF-None", "D3-None", "slab-None", "splines-None"
-)
+@pytest.mark.everyday_cases("Ewald-None", "PME-None", "LJ, number given-*", "DSF-None", "D3-None", "slab-None")
 @pytest.mark.parametrize(("case", "dynamic"), SHAPES, ids=lambda value: getattr(value, "name", value))
 def test_one_compiled_function_takes_batches_of_three_two_and_one(case, dynamic):
     """A batch of one may be compiled for itself, but is no error."""

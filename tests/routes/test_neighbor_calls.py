@@ -28,7 +28,7 @@ def layouts(x, cell, idx, pbc):
     yield "expanded", x, cell[:1].expand(len(cell), 3, 3), idx, pbc[:1, :1].expand(len(cell), 3)
 
 
-@pytest.mark.everyday_cases("*-eager", "batch_naive-compiled")
+@pytest.mark.everyday_cases("*-eager")
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list"])
 def test_layouts_of_the_input_do_not_matter(method, mode):
