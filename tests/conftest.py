@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 # One compile process per test worker is plenty on the machines that run this.
@@ -32,26 +33,25 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def mark_later(item: pytest.Item) -> None:
-    """What `later_cases` and `everyday_cases` say of one case."""
-    for name in ("later_cases", "everyday_cases"):
-        for marker in item.iter_markers(name):
-            named = any(fnmatchcase(item.callspec.id, pattern) for pattern in marker.args)
-            _named.setdefault((item.path, item.originalname, marker.args), set()).add(named)
-            if named == (name == "later_cases"):
-                item.add_marker(pytest.mark.later)
-
-
-_named: dict[tuple[Any, ...], set[bool]] = {}
-"""Whether cases were named, and others were not, by tests and their ids."""
+def mark_later(items: list[pytest.Item]) -> list[str]:
+    """By what `later_cases` and `everyday_cases` say; returns the ids that no case has."""
+    found: dict[tuple[Path, str, str], bool] = {}
+    for item in items:
+        for name in ("later_cases", "everyday_cases"):
+            for marker in item.iter_markers(name):
+                fits = {wanted: fnmatchcase(item.callspec.id, wanted) for wanted in marker.args}
+                for wanted, does in fits.items():
+                    key = (item.path, item.originalname, wanted)
+                    found[key] = does or found.get(key, False)
+                if any(fits.values()) == (name == "later_cases"):
+                    item.add_marker(pytest.mark.later)
+    return [f"{path.name}, {test}: {wanted}" for (path, test, wanted), is_there in found.items() if not is_there]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        mark_later(item)
-    for (path, name, ids), found in _named.items():
-        if len(found) == 1 and not any("::" in argument for argument in config.args):
-            raise pytest.UsageError(f"{path.name}, {name}: all or none of its cases are {ids}")
+    unknown = mark_later(items)
+    if unknown and not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no such cases: {unknown}")
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not torch.cuda.is_available():
         for item in on_gpu:
