@@ -182,6 +182,14 @@ def test_accumulated_gradients_add_up(case):
 CHANGED = [*Inputs._fields, "neighbor_list", "neighbor_shifts", "batch_idx"]
 
 
+@pytest.mark.everyday_cases(
+    "eager-*",
+    "compiled-x-PME",
+    "compiled-cell-Ewald",
+    "compiled-neighbor_list-DSF",
+    "compiled-a-LJ",
+    "compiled-batch_idx-LJ",
+)
 @EACH_OF_ATOMS
 @pytest.mark.parametrize("changed", CHANGED)
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
