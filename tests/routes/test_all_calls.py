@@ -159,6 +159,15 @@ def test_derivatives_of_requested_derivatives(case, system, ways, ordinary):
     assert (len(ways.plans) > before) == (case.name in HAS_PLAN), engine.explain()
 
 
+@pytest.mark.everyday_cases(
+    "*-batch-Ewald",
+    "*-batch-PME",
+    "*-one-LJ",
+    "*-one-DSF",
+    "results-one-D3",
+    "first-one-reciprocal space",
+    "first-batch-slab",
+)
 @EACH
 @SYSTEMS
 @pytest.mark.parametrize("of", [results_of, first_of], ids=["results", "first"])
