@@ -247,6 +247,7 @@ MISSING = """
 """
 
 
+@pytest.mark.later_cases("tad_mctc")
 @pytest.mark.parametrize("package", ["tad_dftd3", "tad_mctc"])
 def test_without_the_package_with_the_data(package):
     """It is optional: everything can be imported, and the error says what to install and what to do else."""

@@ -345,6 +345,7 @@ def test_larger_random_systems(n_atoms, density, cutoff, pbc):
         check(Case(positions, cell, pbc, cutoff), formats=[(True, False), (False, True)], search=tree)
 
 
+@pytest.mark.later_cases("block4-pbc0", "block4-pbc2")
 @pytest.mark.parametrize("pbc", [OPEN, FULLY, (True, False, False), (True, True, False)])
 @pytest.mark.parametrize("block", [(3, 4, 4), (5, 5, 4), (4, 6, 6), (7, 6, 7), (9, 8, 9)])
 def test_atoms_within_rounding_of_the_faces_of_bins(block, pbc):
