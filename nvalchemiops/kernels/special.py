@@ -15,9 +15,9 @@ Relative accuracy on the CPU, in units of 1e-16: exp 3.5; erfcx 4.5. ``erfc(x)``
 relative rounding error of x^2 is multiplied by x^2. The force needs the same exponential, so `erfc_from` and `erf_from`
 take it as an argument.
 
-Coefficients are those of Chebyshev interpolation, converted to powers (`tests/math/test_special.py` recomputes them).
-The variable (x - K)/(x + K), which maps all x >= 0 to a finite interval, is that of M. M. Shepherd and
-J. G. Laframboise, Math. Comp. 36, 249 (1981), doi:10.1090/S0025-5718-1981-0595058-X.
+Coefficients are those of Chebyshev interpolation, converted to powers (`tests/values/test_special_functions.py`
+computes them again). The variable (x - K)/(x + K), which maps all x >= 0 to a finite interval, is that of
+M. M. Shepherd and J. G. Laframboise, Math. Comp. 36, 249 (1981), doi:10.1090/S0025-5718-1981-0595058-X.
 """
 
 from collections.abc import Iterable, Sequence

@@ -40,8 +40,8 @@ from nvalchemiops.torch.operators.lattice import shortest_vectors
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.checker.launches import Fault
 from tests.checker.session import checked
-from tests.pair.cases import TABLE
-from tests.systems import ALL, System, batch, csr, triclinic
+from tests.support.potentials import TABLE
+from tests.support.systems import ALL, System, batch, csr, triclinic
 
 SIZES = (1, 2, 32, 33, 34, 66)
 RADIUS = 1.2

@@ -25,8 +25,8 @@ from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import build_rows
-from tests.dispersion.cases import parameters as d3_parameters
 from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, compare, rows_of_owned
+from tests.support.molecules import parameters as d3_parameters
 
 PAIRS = PairPotential(
     "4*((sigma/r)**12 - (sigma/r)**6) + k*q1*q2*c*exp(-r); sigma = (sigma1 + sigma2)/2",
