@@ -113,7 +113,7 @@ def test_numbers_belong_to_their_names():
     several(lambda: potential(X, CELL, a=1.0, b=2.0, **NEAR))
     expected = ordinary(lambda: potential(X, CELL, a=2.0, b=1.0, **NEAR))
     close([potential(X, CELL, b=1.0, a=2.0, **NEAR)], [expected], 0.0)
-    with pytest.raises(TypeError, match="`c` is no argument"):
+    with pytest.raises(TypeError, match="`c` is neither an argument nor a parameter"):
         potential(X, CELL, a=1.0, c=2.0, **NEAR)
     near = PairPotential("near*exp(-r)", global_parameters=("near",), cutoff=3.0)
     assert torch.isfinite(near(X, CELL, near=2.0, **NEAR)).all()
