@@ -25,6 +25,7 @@ class Costs(NamedTuple):
     pair: float  # of an atom and a neighbor, with a share of the search for neighbors
     k_vectors: float  # of an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
     mesh: float  # of a point of the mesh
+    spline: float = 0.35  # of an atom and one of the order³ points of its splines
 
 
 # -- what is kept for the user --------------------------------------------------------------------
@@ -50,7 +51,7 @@ def read() -> dict[str, Costs]:
         return {}
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        found = {kind: Costs(*(float(costs[name]) for name in Costs._fields)) for kind, costs in kept.items()}
+        found = {kind: _costs_in(costs) for kind, costs in kept.items()}
         for kind, costs in found.items():
             if kind not in BUILT_IN or not all(0.0 < number < math.inf for number in costs):
                 raise ValueError(f"costs of '{kind}': {tuple(costs)}")
@@ -65,6 +66,11 @@ def read() -> dict[str, Costs]:
             stacklevel=2,
         )
         return {}
+
+
+def _costs_in(kept: dict[str, float]) -> Costs:
+    """The costs of a device; files of earlier releases have none of splines."""
+    return Costs(**{name: float(kept[name]) for name in Costs._fields if name != "spline" or name in kept})
 
 
 def write(costs: dict[str, Costs]) -> Path:

@@ -121,7 +121,7 @@ def estimate_ewald_parameters(
     -----
     Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
     """
-    atoms = _atoms(positions, cell, batch_idx, charges)
+    atoms = atoms_of(positions, cell, batch_idx, charges)
     positions = atoms.positions
     sizes = _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
@@ -175,7 +175,7 @@ def estimate_pme_parameters(
     -----
     Errors, formulas and sources: see `estimate_ewald_parameters`. Reads values on the host.
     """
-    atoms = _atoms(positions, cell, batch_idx, charges)
+    atoms = atoms_of(positions, cell, batch_idx, charges)
     positions = atoms.positions
     sizes = _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
@@ -266,7 +266,7 @@ def estimate_errors(
     >>> estimate_errors(positions, cell, **parameters._asdict()).total < 1.1e-5
     tensor([True])
     """
-    atoms = _atoms(positions, cell, batch_idx, charges)
+    atoms = atoms_of(positions, cell, batch_idx, charges)
     positions = atoms.positions
     sizes = _sizes_of(atoms)
     n_systems, device = len(sizes.cell), positions.device
@@ -374,7 +374,7 @@ def mesh_spacing_to_dimensions(
 # -- common to all ------------------------------------------------------------------------------
 
 
-def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
+def atoms_of(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
     """The system, or the tensors as a system."""
     if not isinstance(positions, System):
         return System(positions, charges, cell, batch_idx)
@@ -382,6 +382,16 @@ def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
     if positions.domain is not None:
         raise ValueError("`domain`: estimate parameters for all atoms, before they are divided among ranks")
     return positions._replace(pbc=None)
+
+
+def order_of_estimate(atoms: System, accuracy: float, real_space_cutoff: Any) -> int:
+    """The order of splines that takes the least time, for `estimate_pme_parameters`."""
+    sizes = _sizes_of(atoms)
+    target = core.Target(choice.check_accuracy(accuracy, atoms.positions))
+    reach = None if real_space_cutoff is None else float(torch.as_tensor(real_space_cutoff).max())
+    lowest = choice.DEFAULT_ORDER
+    costs = core.COSTS[atoms.positions.device.type]
+    return core.mesh_order(sizes.n_atoms, sizes.volume, target, costs, lowest=lowest, cutoff=reach)
 
 
 def _sizes_of(atoms: System) -> Sizes:

@@ -26,7 +26,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import (
     widest_alpha,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Term
+from nvalchemiops.torch.interactions.electrostatics.results import SumOptions, Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh
@@ -376,6 +376,25 @@ def _warn_of_overlap(limit: np.ndarray, spacing: np.ndarray, accuracy: float) ->
 
 
 # -- meshes ---------------------------------------------------------------------------------------
+
+DEFAULT_ORDER = 5
+"""Order of splines on a mesh that is given without an order."""
+
+
+def order_for(system: ChargedSystem, options: SumOptions, lowest: int) -> int:
+    """The order of splines that takes the least time, for a mesh that is still to be chosen.
+
+    It is at least ``lowest``, and at least `DEFAULT_ORDER`, so that energies have as many derivatives as on a given
+    mesh. It does not depend on positions. Reads values on the host.
+    """
+    alpha, sizes = options.alpha, sizes_of_system(system)
+    if isinstance(alpha, torch.Tensor) and not may_read(alpha, wait=True):
+        return max(lowest, DEFAULT_ORDER)
+    given = None if alpha is None else on_host(given_alpha(alpha, system).detach())
+    target = core.Target(check_accuracy(options.accuracy, system.positions))
+    costs = core.COSTS[system.positions.device.type]
+    reach: Any = {"alpha": given, "cutoff": options.cutoff, "lowest": max(lowest, DEFAULT_ORDER)}
+    return core.mesh_order(sizes.n_atoms, sizes.volume, target, costs, **reach)
 
 
 def mesh_for(
