@@ -286,9 +286,8 @@ class ParticleMeshEwald(_ConfiguredSum):
         self.spline_order = None if spline_order is None else check_spline_order(spline_order)
         self.mesh_dimensions: tuple[int, int, int] | None = None
         if mesh_dimensions is not None:
-            self.mesh_dimensions, self.spline_order = mesh_and_order(
-                mesh_dimensions, self.spline_order or DEFAULT_ORDER
-            )
+            order = self.spline_order or DEFAULT_ORDER
+            self.mesh_dimensions, self.spline_order = mesh_and_order(mesh_dimensions, order)
 
     def _settings(self) -> dict[str, Any]:
         names = ("alpha", "mesh_dimensions", "spline_order", "cutoff", "accuracy", "prepared_cell")
@@ -303,7 +302,7 @@ class ParticleMeshEwald(_ConfiguredSum):
         with torch.device("cpu"):
             made = ParticleMeshEwald(**{name: settings[name] for name in names}, potential=self.potential)
         cell, alpha, mesh = settings["prepared_cell"], settings["prepared_alpha"], made.mesh_dimensions
-        if cell is not None and mesh is not None:
+        if cell is not None and mesh is not None and made.spline_order is not None:
             made._prepared = prepare_mesh(cell, alpha, mesh, made.spline_order, potential=self.potential)
         return {name: getattr(made, name) for name in (*names, "_prepared")}
 
