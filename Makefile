@@ -17,16 +17,18 @@ MATRIX_WITH ?=
 # what another torch or Python would break: registration of ops, derivatives, compiled and exported graphs, transforms,
 # private names of torch, plans, copies, the bridge to JAX, imports and the package
 MATRIX_TESTS := $(addprefix tests/,\
-	autograd contracts/test_compiled.py contracts/test_clients_sums.py contracts/test_import_paths.py \
-	contracts/test_library_ops.py dispersion/test_clients.py electrostatics/test_compile.py \
-	electrostatics/test_repeated.py electrostatics/test_response.py jax/test_bridge.py jax/test_torch_bridge.py \
-	neighbors/test_neighbor_list.py neighbors/test_verlet.py pair/test_gradients.py robustness/test_copies.py \
-	robustness/test_default_device.py robustness/test_optional_imports.py test_cache.py test_launch.py \
-	test_openmp.py test_package.py users/test_training.py)
+	arguments/test_custom_ops*.py clients/test_dispersion.py clients/test_electrostatics.py \
+	clients/test_import_paths.py derivatives/test_custom_ops*.py derivatives/test_kernel_functions.py \
+	derivatives/test_pair.py derivatives/test_response.py derivatives/test_training.py jax/test_bridge.py \
+	jax/test_torch_bridge.py package/test_optional_imports.py package/test_package.py \
+	package/test_torch_internals.py resources/test_cache.py resources/test_copies.py resources/test_openmp.py \
+	routes/test_all_calls_compiled.py routes/test_custom_ops*.py routes/test_default_device.py \
+	routes/test_ewald_compiled.py routes/test_launch.py routes/test_library_ops.py routes/test_repeated_sums.py \
+	values/test_neighbors.py values/test_verlet.py)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest test-matrix lint format docs bench stand-in clients clean
+.PHONY: help demo test test-later test-slow test-long test-all test-newest test-matrix lint format docs bench stand-in clients mutations clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
@@ -42,11 +44,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train charges with long-range electrostatics, run dynamics, draw a picture
 	@$(BIN)/python examples/01_train_charges.py
 
-test: $(STAMP)  ## the tests that every change must pass (tests marked gpu run where there is a GPU)
-	$(PYTEST) -m "not slow"
+test: $(STAMP)  ## the tests of every day: each property of each call (tests marked gpu run where there is a GPU)
+	$(PYTEST) -m "not slow and not later"
 
-test-all: $(STAMP)  ## all tests: soaks, races, inductor everywhere, long hypothesis runs
-	HYPOTHESIS_PROFILE=long $(PYTEST)
+test-later: $(STAMP)  ## tests that take seconds and see what a quicker one sees, elsewhere; CI runs them after `test`
+	$(PYTEST) -m "later and not slow"
+
+test-slow: $(STAMP)  ## tests of minutes: soaks, races, ranks, checks of memory, inductor everywhere
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m slow
+
+test-long: $(STAMP)  ## long runs of hypothesis
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow"
+
+test-all: test test-later test-slow test-long  ## all tests, in these four parts
 
 test-newest:  ## the tests with the newest torch and Warp there are, whatever constraints.txt says, in .venv-newest
 	@test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
@@ -99,6 +109,9 @@ clients:  ## install real clients into .venv-clients and run their code on this 
 	@$(CLIENTS)/python -m pip install -qq --no-deps --ignore-requires-python -r tests/clients/clients.txt
 	@$(CLIENTS)/python -m pip install -qq -r tests/clients/requirements.txt
 	$(CLIENTS)/python tests/clients/run.py
+
+mutations: $(STAMP)  ## whether tests notice the mistakes of tests/mutations.txt, one at a time (a quarter of an hour)
+	@$(BIN)/python -m tests.mutations
 
 clean:  ## remove what the targets above made, except environments and Warp's kernel cache
 	rm -rf demo.png build dist docs/_build docs/gallery.md benchmarks/results examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache

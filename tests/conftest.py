@@ -1,8 +1,12 @@
 """Shared fixtures. Kernels compile into Warp's usual cache (or WARP_CACHE_PATH), which all workers share."""
 
+import faulthandler
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 # One compile process per test worker is plenty on the machines that run this.
@@ -29,7 +33,25 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def mark_later(items: list[pytest.Item]) -> list[str]:
+    """By what `later_cases` and `everyday_cases` say; returns the ids that no case has."""
+    found: dict[tuple[Path, str, str], bool] = {}
+    for item in items:
+        for name in ("later_cases", "everyday_cases"):
+            for marker in item.iter_markers(name):
+                fits = {wanted: fnmatchcase(item.callspec.id, wanted) for wanted in marker.args}
+                for wanted, does in fits.items():
+                    key = (item.path, item.originalname, wanted)
+                    found[key] = does or found.get(key, False)
+                if any(fits.values()) == (name == "later_cases"):
+                    item.add_marker(pytest.mark.later)
+    return [f"{path.name}, {test}: {wanted}" for (path, test, wanted), is_there in found.items() if not is_there]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unknown = mark_later(items)
+    if unknown and not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no such cases: {unknown}")
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not torch.cuda.is_available():
         for item in on_gpu:
@@ -39,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needed, reason = marker.args
             if TORCH < tuple(map(int, needed.split("."))):
                 item.add_marker(pytest.mark.skip(reason=f"torch {needed} is needed: {reason}"))
+
+
+def pytest_collection_finish() -> None:
+    # Modules and tests stay to the end. A test that collects garbage would look through all of them, for half a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", "lanes", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -55,8 +83,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(params=["lanes", pytest.param("cuda", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest) -> Any:
-    """`tests.gpu.OnGpu`: a GPU, or the CPU with the layout of one."""
-    from tests.gpu import OnGpu
+    """`tests.support.gpu.OnGpu`: a GPU, or the CPU with the layout of one."""
+    from tests.support.gpu import OnGpu
 
     return OnGpu(request.param)
 
@@ -91,6 +119,16 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_hanging() -> Iterator[None]:
+    """An example that hangs in a kernel cannot be interrupted; the whole process can."""
+    from tests.support.campaigns import LONG, PATIENCE  # imports the library
+
+    faulthandler.dump_traceback_later(PATIENCE * (30.0 if LONG else 1.0), exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ class Dispersion:
         for name, length in lengths.items():
             if length is not None or name != "smoothing":
                 check_positive(name, length)
-        ranges_of(**lengths)  # raises unless they fit
+        ranges_of(**lengths)  # raises if they are invalid
         self._reach = max(cutoff, coordination_cutoff, three_body_cutoff if as_float("s9", s9) else 0.0)
         self._options: dict[str, Any] = {
             name: None if v is None else v / BOHR_IN_ANGSTROM for name, v in lengths.items()

@@ -1,1 +1,1 @@
-"""Physics: every formula and the kernels that sum it, free of torch."""
+"""Physics: the formulas, and the kernels that sum them, without torch."""

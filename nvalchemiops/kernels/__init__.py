@@ -1,1 +1,1 @@
-"""Kernels that know no physics: Fourier sums, splines on meshes, sums over segments, lattices, special functions."""
+"""Kernels without physics: Fourier sums, splines on meshes, sums over segments, lattices, special functions."""

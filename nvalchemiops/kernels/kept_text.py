@@ -1,7 +1,7 @@
-"""Texts of kernels that take long to derive, kept beside the compiled kernels.
+"""A cache on disk for the text of kernels that takes long to derive.
 
-A formula is differentiated by a computer algebra system, whose import alone takes longer than most programs' first sum.
-What was derived once is a file in Warp's kernel cache, and as trusted as the compiled kernels there.
+Formulas are differentiated by a computer algebra system, whose import alone takes longer than the first sum of most
+programs. The results are stored in Warp's kernel cache, and are as trustworthy as the compiled kernels there.
 """
 
 import hashlib
@@ -20,35 +20,36 @@ FOLDER = "nvalchemiops_texts"
 
 
 def kept_text(sources: tuple[str, ...], key: Any, derive: Callable[[], Any]) -> Any:
-    """``derive()``, made of lists, dictionaries and strings, or the same from before.
+    """The result of ``derive()``, from the cache if it was derived before.
 
     Parameters
     ----------
     sources : tuple of str
-        Files of the code that derives it: after a change of theirs it is derived again.
+        Source files of the code that derives the result: if one of them changes, the result is derived again.
     key : object
-        On whose ``repr`` the result depends.
+        The result may depend on nothing but ``repr(key)``.
     derive : callable
+        Returns lists, dictionaries and strings, which can be stored as JSON.
     """
     path = _path_of(sources, key)
     if path is None:
         return derive()
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):  # there is none yet, or it was cut off
+    except (OSError, ValueError):  # the file does not exist yet, or is incomplete
         found = derive()
     try:
         path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
             json.dump(found, part)
-        os.replace(part.name, path)  # all of it at once, for other processes
-    except OSError:  # a cache that cannot be written
+        os.replace(part.name, path)  # in one step, so that other processes never read an incomplete file
+    except OSError:  # the cache cannot be written: derive again in the next process
         pass
     return found
 
 
 def _path_of(sources: tuple[str, ...], key: Any) -> Path | None:
-    """The file of a text; None where the code that derives it is not in files."""
+    """The file of a result; None if the source files of the code that derives it cannot be read."""
     ensure_warp()
     try:
         code = b"".join(Path(source).read_bytes() for source in sources)

@@ -1,7 +1,7 @@
 """Lattice geometry: displacements between images, dual vectors, the shortest vectors of a lattice.
 
-Conventions: ``cell[a]`` is lattice vector a, in any handedness; atom j in image S lies at ``x_j + S @ cell``, so
-the displacement from atom i is ``r_ij = x_j - x_i + S @ cell``. Arithmetic is in float64.
+Conventions: ``cell[a]`` is lattice vector a; cells may be left-handed. Image S of atom j is at ``x_j + S @ cell``, so
+its displacement from atom i is ``r_ij = x_j - x_i + S @ cell``. Arithmetic is in float64.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from nvalchemiops.arguments import ValuesError
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 SMALLEST_VOLUME_RATIO = 1e-10
-"""Least volume of the periodic lattice vectors relative to the product of their lengths. Below it, rounding
-of the cell decides where the images are."""
+"""Smallest volume spanned by the periodic lattice vectors, relative to the product of their lengths. Below it, the
+positions of images depend on rounding of the cell."""
 
 
 @wp.func
@@ -30,7 +30,7 @@ def separation(x_i: wp.vec3d, x_j: wp.vec3d, shift: wp.vec3i, cell: wp.mat33d):
 
 
 def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
-    """Dual basis of the periodic lattice vectors, within the space that they span.
+    """Dual basis of the periodic lattice vectors within the space that they span.
 
     Parameters
     ----------
@@ -41,24 +41,25 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     Returns
     -------
     (n_systems, 3, 3) float64 array
-        Row a is the vector with ``dual[a] . cell[b] = 1 if a == b else 0`` for periodic a and b; zero along open
-        axes. ``1 / |dual[a]|`` is the distance between the lattice planes along a.
+        Row a is the vector with ``dual[a] . cell[b] = 1 if a == b else 0`` for periodic axes a and b, and zero for an
+        open axis a. ``1 / |dual[a]|`` is the distance between lattice planes along a.
 
     Raises
     ------
     ValueError
-        If periodic lattice vectors are zero, not finite or linearly dependent; the message names ``cell``.
+        Periodic lattice vectors are zero, not finite, or linearly dependent; the message names ``cell``.
     """
     units, lengths = unit_vectors(cell, pbc)
     dual = np.linalg.pinv(units, rcond=1e-14).transpose(0, 2, 1) / lengths[:, :, None]
-    # exactly zero along open axes: rounding there would look like a thin crystal
+    # exactly zero along open axes: rounding errors would look like planes at a large but finite distance
     return np.ascontiguousarray(np.where(pbc[:, :, None], dual, 0.0))
 
 
 def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Directions (n_systems, 3, 3) and lengths (n_systems, 3) of the periodic lattice vectors, zero and one otherwise.
+    """Directions (n_systems, 3, 3) and lengths (n_systems, 3) of the periodic lattice vectors.
 
-    Arguments and errors as of `dual_vectors`.
+    Along open axes the direction is a zero vector and the length is one. Arguments and errors are as for
+    `dual_vectors`.
     """
     rows = np.where(pbc[:, :, None], np.asarray(cell, dtype=np.float64), 0.0)
     if not np.isfinite(rows).all():
@@ -67,8 +68,8 @@ def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndar
     if (lengths == 0.0).any():
         raise ValuesError("`cell` has a zero lattice vector along a periodic axis")
     units = rows / lengths[:, :, None]
-    # The product of singular values is the volume of unit vectors along the periodic axes. For open ones 1 is taken,
-    # whose singular value zero is among the last. A Gram determinant would lose half of the digits.
+    # The volume spanned by the unit vectors of the periodic axes is the product of the n_periodic largest singular
+    # values; those of open axes are zero and come last. A Gram determinant would lose half of the digits.
     values = np.linalg.svd(units, compute_uv=False)
     n_periodic = pbc.sum(1, keepdims=True)
     ratio = np.where(np.arange(3) < n_periodic, values, 1.0).prod(1)
@@ -79,16 +80,17 @@ def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 MOST_STEPS = 1000
-"""Steps of `shortest_vectors`, at most: each makes a lattice vector shorter, of which there are few."""
+"""Largest number of steps of `shortest_vectors`, as a safeguard: each step shortens a vector, so few are needed."""
 
 
 @kernel_variants(())
 def shortest_vectors() -> Any:
-    """Kernel that finds the three shortest lattice vectors that are a basis, as integer combinations.
+    """The kernel that finds the three shortest lattice vectors that form a basis, as integer combinations.
 
-    Vectors are shortened by multiples of one another, as in Lagrange's reduction of two, and by sums of two others,
-    until no such step makes one shorter: then the basis is reduced in the sense of Minkowski. Source: I. Semaev, in
-    Cryptography and Lattices, Lecture Notes in Computer Science 2146, 181 (2001), doi:10.1007/3-540-44670-2_13.
+    Each vector is shortened by multiples of another vector, as in Lagrange's reduction in two dimensions, and by
+    multiples of the sum and the difference of the two others, until no such step shortens any vector. Then the basis is
+    Minkowski-reduced. Source: I. Semaev, in Cryptography and Lattices, Lecture Notes in Computer Science 2146, 181
+    (2001), doi:10.1007/3-540-44670-2_13.
     """
 
     @wp.kernel(module=kernel_module("shortest_vectors"), enable_backward=False)
@@ -100,13 +102,13 @@ def shortest_vectors() -> Any:
         n = offset + wp.tid()
         vectors = cell[n]
         numbers = wp.identity(n=3, dtype=wp.float64)
-        # what rounding alone makes shorter would go on for ever
+        # a step that shortens a vector only by rounding does not count, or the loop might not end
         enough = wp.float64(1.0 - 1e-9)
         steps = int(0)
-        still = int(0)  # tries in a row that changed nothing
+        still = int(0)  # consecutive steps that changed nothing
         k = int(0)
         while still < 12 and steps < MOST_STEPS:
-            # four tries for each of three vectors: by either of the others, by their difference and their sum
+            # four steps for each of three vectors: by either of the others, by their difference and by their sum
             row = k % 3
             kind = (k // 3) % 4
             k += 1

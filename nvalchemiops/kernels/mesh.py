@@ -1,20 +1,23 @@
-"""Cardinal B-splines on periodic meshes: weights, and spreading and gathering as gather kernels.
+"""Cardinal B-splines on periodic meshes: weights, spreading and gathering, both as gather kernels.
 
-A spline of order p (degree p - 1) gives an atom at ``u``, in mesh spacings, the weight ``M_p(x - u + p/2)`` at the mesh
-point x, along each axis: p points around the atom carry weights that add up to one. Mesh point j lies at the fractional
-coordinate j/n. Source: I. J. Schoenberg, Q. Appl. Math. 4, 45 (1946), doi:10.1090/qam/15914; on meshes of charges
-U. Essmann et al., J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117.
+Along each axis, a spline of order p (degree p - 1) gives an atom at ``u``, in mesh spacings, the weight
+``M_p(x - u + p/2)`` at mesh point x. The weights are non-zero at p points around the atom and add up to one. Mesh point
+j has the fractional coordinate j/n. Sources: I. J. Schoenberg, Q. Appl. Math. 4, 45 (1946), doi:10.1090/qam/15914; for
+meshes of charges, U. Essmann et al., J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117.
 
     spread:  field(x) = Σ_i m_i w(x; u_i)          gather:  φ_i = Σ_x field(x) w(x; u_i)
 
-are transposes, with derivatives by u as `nvalchemiops.kernels.moments` numbers them. A spline of order p has p - 2
-continuous derivatives; the one of order p - 1 is piecewise constant.
+The two are transposes of each other, also with derivatives with respect to u, numbered as in
+`nvalchemiops.kernels.moments`. A spline of order p has p - 2 continuous derivatives; derivative p - 1 is piecewise
+constant.
 
-When spreading, a thread owns a row of mesh points along z and looks at the atoms whose stencils meet it: those in p x p
-columns of mesh cells, by which atoms are sorted. So nothing is added by two threads, and results are reproducible. On a
-CPU weights are computed for `LANES` atoms at a time, and the points of a stencil along z are a vector. On a GPU a warp
-owns as many points of a row as it has lanes; each lane prepares an atom, then all add it to their points. When
-gathering, a warp owns an atom, and its lanes share the stencil.
+**Spreading.** A thread owns a row of mesh points along z and loops over the atoms whose stencils meet the row. These
+are in p x p columns of mesh cells, by which atoms are sorted. Only one thread adds to a point, so results are
+reproducible. On a CPU, weights are computed for `LANES` atoms at a time, and the points of a stencil along z form a
+vector. On a GPU, a warp owns as many points of a row as it has lanes; each lane prepares an atom, then all lanes add
+this atom to their points.
+
+**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, a warp owns an atom, and its lanes share the stencil.
 """
 
 import math
@@ -28,11 +31,11 @@ from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import kernel_variants
 
 WIDTH = 8
-"""Places for weights along an axis: those beyond the order are zero."""
+"""Number of stored weights along an axis: those beyond the order are zero."""
 
 _ORDERS = (4, 5, 8)
 _COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))
-"""Orders and precisions of common meshes: 4 is usual elsewhere, 5 the default of this library, 8 for high accuracy."""
+"""Orders and precisions of common meshes: 4 is common in other codes, 5 is the default here, 8 is for high accuracy."""
 
 _PLACE = """
     // Where the stencil begins, and how far into a cell the atom is. What is NaN is put somewhere, with weights NaN.
@@ -101,7 +104,7 @@ def _place(order: int) -> str:
 
 
 def first_point(u: float, order: int) -> int:
-    """The first of the points around ``u``, in mesh spacings, that have weights; as kernels place them."""
+    """The first mesh point of the stencil of an atom at ``u``, in mesh spacings, as in the kernels."""
     return math.floor(u + 0.5 * (order % 2)) - (order - 1) // 2
 
 
@@ -110,7 +113,7 @@ def first_point(u: float, order: int) -> int:
 
 @kernel_variants(*((p,) for p in _ORDERS))
 def find_columns(order: int) -> Any:
-    """Kernel that finds the column of mesh cells in which the stencil of an atom begins."""
+    """The kernel that finds the column of mesh cells in which the stencil of an atom begins."""
     body = """
         @place@
         double inside;
@@ -172,7 +175,7 @@ _STENCILS_GPU = """
 
 
 def _values(order: int, derivatives: int) -> dict[str, object]:
-    """What texts of kernels for both devices refer to."""
+    """Values of the placeholders in the text of kernels for both types of device."""
     numbers = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
     return numbers | {
         "place": _place(order),
@@ -185,9 +188,9 @@ def _values(order: int, derivatives: int) -> dict[str, object]:
 
 @kernel_variants(*((p, n) for p in _ORDERS for n in (0, 1)))
 def spline_stencils(order: int, derivatives: int) -> Any:
-    """Kernel that tabulates the weights of atoms, in the order of their columns.
+    """The kernel that tabulates the weights of atoms, sorted by column.
 
-    A CPU thread has `LANES` atoms, a thread of a GPU one.
+    A thread handles `LANES` atoms on a CPU, and one on a GPU.
     """
     values = _values(order, derivatives)
     body = by_device(
@@ -338,13 +341,13 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
 
 
 def rows_of_mesh(n_systems: int, n_x: int, n_y: int, n_z: int, warps: bool) -> int:
-    """Rows of `spline_spread`: along z, on a GPU cut into as many points as a warp has lanes."""
+    """Number of rows of `spline_spread`; on a GPU, rows along z are cut into parts of as many points as lanes."""
     return n_systems * n_x * n_y * (-(-n_z // WARP) if warps else 1)
 
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1)))
 def spline_spread(order: int, derivatives: int, precision: str) -> Any:
-    """Kernel that fills a row of the mesh, or a part of one (`rows_of_mesh`)."""
+    """The kernel that computes a row of the mesh, or a part of a row (`rows_of_mesh`)."""
     real = getattr(wp, precision)
 
     @native_kernel(
@@ -502,7 +505,7 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
             for n, (a, b, c) in parts_of
         ),
     }
-    # lanes stand for lines along x; where there are half as many of them, two share one
+    # each lane handles lines of the stencil along x; if half of the lanes suffice, two lanes share a line
     parts = 2 if 2 * order**2 <= WARP and order % 2 == 0 else 1
     each = order // parts
     on_gpu = {
@@ -520,7 +523,7 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1, 2)))
 def spline_gather(order: int, derivatives: int, precision: str) -> Any:
-    """Kernel that sums the values of the mesh around atoms: `LANES` of them for a CPU thread, one for a GPU's warp."""
+    """The kernel that gathers mesh values for atoms: `LANES` atoms per thread of a CPU, one per warp of a GPU."""
     real = getattr(wp, precision)
 
     @native_kernel(

@@ -1,9 +1,10 @@
-"""Moments of atoms, and the numbering of derivatives: what spreading and gathering share.
+"""Moments of atoms, and the numbering of derivatives, which spreading and gathering share.
 
-An atom at ``u`` contributes ``Σ_abc m_abc ∂x^a ∂y^b ∂z^c w(u)`` to a field, where w is the contribution of a unit
-charge: the weights of a spline on a mesh, or phases. *Spreading* adds this up over atoms; *gathering*, its
-transpose, gives for a field F the numbers ``<F, ∂x^a ∂y^b ∂z^c w(u)>``. The derivative of either by F or m is the
-other one, by u the same with derivatives one order higher. So the two are closed under differentiation.
+An atom at ``u`` contributes ``Σ_abc m_abc ∂x^a ∂y^b ∂z^c w(u)`` to a field, where w(u) is the field of a unit charge:
+spline weights on a mesh, or phases at k-vectors. *Spreading* sums this over atoms. *Gathering*, its transpose, computes
+``<F, ∂x^a ∂y^b ∂z^c w(u)>`` for a field F. The derivative of spreading with respect to m is gathering, that of
+gathering with respect to F is spreading, and the derivative of either with respect to u needs the same sums with
+derivatives one order higher. So the two are closed under differentiation.
 """
 
 import functools
@@ -13,7 +14,10 @@ Component = tuple[int, int, int]
 
 @functools.cache
 def components(derivatives: int) -> tuple[Component, ...]:
-    """How often each moment differentiates by x, y and z, up to ``derivatives`` in all; lower orders come first."""
+    """For each moment, how often it differentiates with respect to x, y and z.
+
+    The total order is at most ``derivatives``; lower orders come first.
+    """
     return tuple(
         (a, b, order - a - b)
         for order in range(derivatives + 1)
@@ -23,13 +27,13 @@ def components(derivatives: int) -> tuple[Component, ...]:
 
 
 def count(derivatives: int) -> int:
-    """Number of moments."""
+    """Number of moments up to this order."""
     return (derivatives + 1) * (derivatives + 2) * (derivatives + 3) // 6
 
 
 @functools.cache
 def raised(derivatives: int) -> tuple[tuple[int, int, int], ...]:
-    """For each moment the numbers of those with one more derivative by x, y and z."""
+    """For each moment, the indices of the moments with one more derivative with respect to x, y and z."""
     places = {component: n for n, component in enumerate(components(derivatives + 1))}
     found = []
     for a, b, c in components(derivatives):

@@ -1,4 +1,4 @@
-"""Kernels whose bodies are C++ text, which Warp's own language cannot express well, and pieces of such text."""
+"""Kernels whose bodies are C++, for code that Warp's Python dialect cannot express well, and parts of such bodies."""
 
 import hashlib
 import linecache
@@ -27,32 +27,32 @@ SYSTEM_OF = """
 
 
 def filled(text: str, **values: object) -> str:
-    """``text`` with values in the place of ``@name@``."""
+    """``text`` with each ``@name@`` replaced by the value of that name."""
     return re.sub(r"@(\w+)@", lambda match: str(values[match[1]]), text)
 
 
 def by_device(cpu: str, gpu: str = "") -> str:
-    """Text that differs between CPU and GPU."""
+    """C++ that differs between CPU and GPU."""
     return f"\n#if defined(__CUDA_ARCH__)\n{gpu}\n#else\n{cpu}\n#endif\n"
 
 
 def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callable[..., Any]], wp.Kernel]:
-    """Make a gather-only kernel of C++ text and the signature of a function.
+    """Make a gather-only kernel from C++ text and the signature of a function.
 
     Parameters
     ----------
     name : str
         Name of the kernel and of its module (`kernel_module`): an identifier.
     body : str
-        C++ text for one thread. It reads and writes the parameters of the function by name.
+        C++ text for one thread, which reads and writes the parameters of the function by name.
     lanes : bool, optional
-        Whether the kernel is launched with lanes: those of a warp.
+        Whether the lanes of a warp share a row; the kernel is then launched with lanes.
 
     Returns
     -------
     callable
-        Decorator of a function without a body. Its first parameter is the row of the thread; all others are those of
-        the kernel, in this order, with their types.
+        Decorator for a function without a body. Its first parameter is the row of the thread; the others are the
+        parameters of the kernel, in order, with their types.
     """
 
     def decorate(function: Callable[..., Any]) -> wp.Kernel:
@@ -62,7 +62,7 @@ def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callab
 
 
 def signature(**parameters: Any) -> Callable[..., Any]:
-    """A function without a body and with these parameters and types, for `native_kernel`."""
+    """A function without a body that has these parameters and types, for `native_kernel`."""
     function = _defined("row_function", f"def row_function({', '.join(parameters)}): ...\n")
     function.__annotations__ = parameters
     return function
@@ -76,8 +76,8 @@ def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp
     name : str
         An identifier.
     function : wp.Function
-        Made by ``wp.func`` or ``wp.func_native``. Its first parameter is the row of the thread; all others are those of
-        the kernel.
+        Made by ``wp.func`` or ``wp.func_native``. Its first parameter is the row of the thread; the others are the
+        parameters of the kernel.
     module : wp.Module
     lanes : bool, optional
         As for `native_kernel`.
@@ -96,7 +96,7 @@ def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp
 
 
 def _defined(name: str, text: str, **scope: Any) -> Any:
-    """The function ``name`` that ``text`` defines. Warp reads its text through `inspect`, which asks `linecache`."""
+    """The function ``name`` that ``text`` defines. The text is also put into `linecache`, where Warp looks for it."""
     file = f"<nvalchemiops kernel {hashlib.sha256(text.encode()).hexdigest()[:20]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     scope["wp"] = wp

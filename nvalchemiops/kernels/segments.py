@@ -1,8 +1,9 @@
-"""Sums over the atoms of each system, in an order that depends on nothing but the system and the kind of device.
+"""Sums over the atoms of each system, in an order that depends only on the system and the type of device.
 
-On a CPU the atoms of a system are added in blocks of `BLOCK`, one after the other, then the blocks. On a GPU a warp
-adds the rows of a block (`rows_of_a_block`), a lane at most `READS` of them; sums of blocks are again rows, until there
-is one block. So a sum is the same to the last bit for any number of threads, and for a system alone or in a batch.
+On a CPU, the atoms of a system are summed in blocks of `BLOCK` atoms, one after the other, and then the sums of blocks.
+On a GPU, a warp sums the rows of a block (`rows_of_a_block`), of which each lane reads at most `READS`; the sums of
+blocks are the rows of the next level, until one block is left. So a sum is bitwise the same for any number of threads,
+and for a system alone or in a batch.
 """
 
 from typing import Any
@@ -14,17 +15,20 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import kernel_variants
 
 BLOCK = 256
-"""Atoms that are added one after the other on a CPU."""
+"""Number of atoms in a block on a CPU."""
 
 COLUMNS = 32
-"""Columns that are added at once, at most."""
+"""Largest number of columns that are summed at once on a CPU."""
 
 READS = 32
-"""Rows that a lane of a GPU adds for each of its columns, at most: a power of two."""
+"""Largest number of rows that a lane of a GPU reads for each of its columns; a power of two."""
 
 
 def rows_of_a_block(n_columns: int) -> int:
-    """Rows that a warp adds. Lanes stand side by side over as many columns as there are, rounded to a power of two."""
+    """Number of rows in a block on a GPU.
+
+    As many lanes as there are columns, rounded up to a power of two, read one row together.
+    """
     across = 1
     while across < min(n_columns, WARP):
         across *= 2
@@ -107,19 +111,19 @@ _SUM = by_device(_SUM_CPU, filled(_SUM_GPU, warp=WARP, bits=(READS * WARP).bit_l
 
 @kernel_variants(("float64",), ("float32",))
 def sum_rows(precision: str) -> Any:
-    """Kernel that adds the rows of ``values`` that belong to each system, or to each block of one."""
+    """The kernel that sums the rows of ``values`` over each system, or over each block of a system."""
     real = getattr(wp, precision)
 
     @native_kernel(f"sum_rows_{precision}", _SUM, lanes=True)
     def kernel(
         thread: wp.int32,
         values: wp.array2d(dtype=real),  # (n_atoms, n_columns)
-        order: wp.array(dtype=wp.int32),  # (n_atoms,), rows sorted by system; or none: they are
+        order: wp.array(dtype=wp.int32),  # (n_atoms,), rows sorted by system; none if they are sorted
         begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), into the order; or none: one system
         block_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), numbers of the first blocks; or none
         by_block: wp.int32,  # whether a thread has one block rather than one system
-        level: wp.int32,  # on a GPU: how many times rows were added up to blocks, which ``values`` are
-        n_atoms: wp.int32,  # on a GPU, of all systems
+        level: wp.int32,  # on a GPU: how many times rows were summed to blocks already; 0 for atoms
+        n_atoms: wp.int32,  # on a GPU: number of atoms of all systems
         sums: wp.array2d(dtype=wp.float64),  # a row for each thread
     ):
         """Add the rows of a system or a block."""

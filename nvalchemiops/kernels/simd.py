@@ -1,14 +1,14 @@
-"""How many numbers the C++ text of kernels takes at once: lanes of a vector on a CPU, threads of a warp on a GPU."""
+"""Widths for which the C++ of kernels is written: lanes of a vector on a CPU, threads of a warp on a GPU."""
 
 LANES = 8
-"""Numbers in a vector: one register of 512 bits, or two of 256."""
+"""Number of float64 values in a vector: one register of 512 bits, or two of 256 bits."""
 
 WARP = 32
-"""Threads of a GPU that run together, and share a row, a point or an atom."""
+"""Number of threads of a GPU that run together and share a row, a point or an atom."""
 
 
 def lanes_of_masks() -> str:
-    """For each set of lanes, as a bit mask: the numbers of its lanes, packed into the low bytes of an integer."""
+    """A C++ table over bit masks of lanes: the indices of the lanes in a mask, packed into the bytes of an integer."""
     entries = []
     for mask in range(1 << LANES):
         lanes = [lane for lane in range(LANES) if mask >> lane & 1]

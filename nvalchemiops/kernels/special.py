@@ -1,22 +1,23 @@
-"""Elementary and special functions as C++ text for generated kernels: on the CPU for eight numbers at a time.
+"""Elementary and special functions as C++ for generated kernels; on a CPU, for vectors of `LANES` numbers.
 
-Warp compiles kernels for the CPU without automatic vectorisation and calls the C library for each number. Here `exp`
-and the error functions work on vectors of `LANES` numbers; the others go to the library number by number. On a GPU,
-where a thread has one pair, all of them are CUDA's.
+Warp compiles kernels for the CPU without automatic vectorisation, and calls the C library for each number. Here, `exp`,
+`sqrt` and the error functions work on vectors; the other functions call the library for each number. On a GPU, where
+each thread evaluates one pair, all functions are those of CUDA.
 
-The text defines the types ``lanes`` (numbers of several pairs), ``condition`` (what comparing them gives),
-and ``one`` (a number that all pairs share), and a function ``<name>_lanes`` for each name asked for.
+The C++ defines the types ``lanes`` (a value for each of several pairs), ``condition`` (the result of comparing two
+``lanes``) and ``one`` (a value shared by all pairs), and a function ``<name>_lanes`` for each requested name.
 
-``lower_gamma(a, x)`` is ``x^-a γ(a, x)``, an incomplete gamma function that is smooth at zero, for halves of whole
-numbers a > 0 and x >= 0: a series of positive terms up to x = 80, where the rest of Γ(a) is less than rounding.
+``lower_gamma(a, x)`` is ``x^-a γ(a, x)``, a form of the incomplete gamma function that is smooth at zero, for x >= 0
+and positive integers and half-integers a. It is a series of positive terms up to x = 80, and ``x^-a Γ(a)`` beyond,
+where the difference is less than rounding.
 
-Accuracy on the CPU, in units of 1e-16 relative: exp 3.5; erfcx 4.5. ``erfc`` is ``exp(-x^2) erfcx(x)``, in which the
-rounding of x^2 is amplified by x^2. The force needs the same exponential, so `erfc_from` and `erf_from` take it as an
-argument.
+Relative accuracy on the CPU, in units of 1e-16: exp 3.5; erfcx 4.5. ``erfc(x)`` is ``exp(-x^2) erfcx(x)``, in which the
+relative rounding error of x^2 is multiplied by x^2. The force needs the same exponential, so `erfc_from` and `erf_from`
+take it as an argument.
 
-Coefficients are those of Chebyshev interpolation, converted to powers (`tests/math/test_special.py` computes them
-again). The variable (x - K)/(x + K), which maps all x >= 0 to a finite interval, is that of M. M. Shepherd and
-J. G. Laframboise, Math. Comp. 36, 249 (1981), doi:10.1090/S0025-5718-1981-0595058-X.
+Coefficients are those of Chebyshev interpolation, converted to powers (`tests/values/test_special_functions.py`
+computes them again). The variable (x - K)/(x + K), which maps all x >= 0 to a finite interval, is that of
+M. M. Shepherd and J. G. Laframboise, Math. Comp. 36, 249 (1981), doi:10.1090/S0025-5718-1981-0595058-X.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,7 +56,10 @@ EXP = (
 
 
 def _polynomial(coefficients: Sequence[float], x: str) -> str:
-    """Even and odd powers of ``x`` by Horner's rule, which the processor works on at once; needs ``square``."""
+    """C++ for a polynomial: Horner's rule for even and odd powers of ``x`` separately, which run in parallel.
+
+    The variable ``square`` must hold the square of ``x``.
+    """
     chains = []
     for part in (coefficients[::2], coefficients[1::2]):
         text = repr(part[-1])
@@ -144,7 +148,7 @@ _VECTOR = {"exp": _EXP, "erfcx": _ERFCX, "erfc_from": _ERFC_FROM, "erf_from": _E
 
 
 def _one_by_one(name: str, function: str, *arguments: str) -> str:
-    """A function of vectors that calls ``function`` for each number."""
+    """C++ for a function of vectors that calls ``function`` for each number."""
     vectors, numbers = (", ".join(form.format(a) for a in arguments) for form in ("lanes {}", "{}[l]"))
     return f"""
     const auto {name}_lanes = [=]({vectors}) {{
@@ -183,7 +187,7 @@ _SCALAR_TYPES = """
 
 
 def vector_functions(names: Iterable[str]) -> str:
-    """Types, and functions of these names, for vectors of numbers on the CPU."""
+    """C++ for the types and for the functions of these names, for vectors of numbers on the CPU."""
     wanted: list[str] = []
     for name in names:
         wanted += [n for n in (*_NEEDS.get(name, ()), name) if n not in wanted]
@@ -191,7 +195,7 @@ def vector_functions(names: Iterable[str]) -> str:
 
 
 def scalar_functions(names: Iterable[str], real: str) -> str:
-    """The same for one number at a time, of the C type ``real``, on a GPU."""
+    """The same as `vector_functions` for single numbers of the C type ``real`` on a GPU."""
     names = list(names)
     text = _SCALAR_TYPES.format(real=real)
     if "lower_gamma" in names:
@@ -204,4 +208,4 @@ def scalar_functions(names: Iterable[str], real: str) -> str:
 
 
 FUNCTIONS = frozenset(_VECTOR)
-"""Names that `vector_functions` and `scalar_functions` know."""
+"""Names of the functions that `vector_functions` and `scalar_functions` provide."""

@@ -16,7 +16,8 @@ import warp as wp
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels import mesh as splines
-from nvalchemiops.kernels.fourier import fourier_coefficients, phase_tables
+from nvalchemiops.kernels.fourier.gather import fourier_coefficients
+from nvalchemiops.kernels.fourier.phases import phase_tables
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels
@@ -39,8 +40,8 @@ from nvalchemiops.torch.operators.lattice import shortest_vectors
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.checker.launches import Fault
 from tests.checker.session import checked
-from tests.pair.cases import TABLE
-from tests.systems import ALL, System, batch, csr, triclinic
+from tests.support.potentials import TABLE
+from tests.support.systems import ALL, System, batch, csr, triclinic
 
 SIZES = (1, 2, 32, 33, 34, 66)
 RADIUS = 1.2

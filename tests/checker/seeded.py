@@ -13,7 +13,8 @@ import torch
 import warp as wp
 
 from nvalchemiops.interactions.pair import sum as pairs
-from nvalchemiops.kernels import fourier, native
+from nvalchemiops.kernels import native
+from nvalchemiops.kernels.fourier import spread
 from nvalchemiops.kernels.native import native_kernel
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.neighbors.search import search_neighbors
@@ -220,7 +221,7 @@ LIBRARY = {
         ("race of lanes", "index.data[r.start + slot] = fill_value;", 1),
     ),
     "Fourier sums: all lanes write a point": (
-        (fourier.fourier_spread, programs.fourier_program, "if (lane == 0) write_point", "write_point"),
+        (spread.fourier_spread, programs.fourier_program, "if (lane == 0) write_point", "write_point"),
         ("race of lanes", "to[2 * signs] =", 1),
     ),
 }

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checker.build import IS_POSSIBLE, NOT_HERE
 from tests.checker.seeded import CRASHES, LIBRARY, SEEDED
-from tests.processes import python_says, run_interpreter
+from tests.support.processes import python_says, run_interpreter
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_POSSIBLE, reason=NOT_HERE)]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nvalchemiops.kernels.fourier import fourier_spread
+from nvalchemiops.kernels.fourier.spread import fourier_spread
 from nvalchemiops.kernels.segments import sum_rows
 from tests.checker import warp_source
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.checker.build import IS_POSSIBLE, NOT_HERE
-from tests.processes import python_says
+from tests.support.processes import python_says
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_POSSIBLE, reason=NOT_HERE)]
 

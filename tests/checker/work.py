@@ -21,7 +21,7 @@ from nvalchemiops.torch.neighbors import rows
 from nvalchemiops.torch.neighbors.pairs import list_geometry
 from tests.checker.launches import Work
 from tests.checker.session import checked
-from tests.systems import ALL, System, batch
+from tests.support.systems import ALL, System, batch
 
 SIZES_OF_BATCH = (300, 200, 150, 120, 90, 60, 40, 20, 15, 5)
 """Atoms of the systems of a batch of 1,000; a batch of 16,000 has 16 of each."""

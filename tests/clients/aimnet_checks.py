@@ -8,8 +8,9 @@ lr = pytest.importorskip("aimnet.modules.lr")
 from aimnet import nbops
 from aimnet.calculators.neighbors import AdaptiveNeighborList
 from ase.build import bulk
-from common import as_set, pairs, structures
 from dftd3.interface import DispersionModel, RationalDampingParam
+
+from tests.clients.common import as_set, pairs, structures
 
 SYSTEMS = structures()
 

@@ -16,12 +16,13 @@ if not torch.__version__.startswith(env.GLOBAL_CONFIG["pt_version"]):
     env.GLOBAL_CONFIG["cibuildwheel"] = "0"  # which would load MPI for them
 
 from ase.build import bulk, molecule
-from common import as_set, pairs, structures
 from deepmd.dpmodel.utils.default_neighbor_list import DefaultNeighborList
 from deepmd.dpmodel.utils.neighbor_graph import build_neighbor_graph
 from deepmd.pt.model.model import get_model
 from deepmd.pt.utils.nv_nlist import NvNeighborList
 from deepmd.pt_expt.utils.nv_graph_builder import build_neighbor_graph_nv, nv_search_matrix
+
+from tests.clients.common import as_set, pairs, structures
 
 SYSTEMS = {name: atoms for name, atoms in structures().items() if atoms.pbc.all() or not atoms.pbc.any()}
 """Its frames are periodic along all axes or along none."""

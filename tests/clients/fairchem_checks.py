@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("fairchem.core.graph.radius_graph_pbc_nvidia")
 from ase.build import bulk, molecule
 from ase.calculators.lj import LennardJones
-from common import as_set, pairs, slopes, stress, structures
 from dftd3.interface import DispersionModel, RationalDampingParam
 from fairchem.core.calculate.dftd3_calculator import DFTD3Calculator
 from fairchem.core.graph.radius_graph_pbc import radius_graph_pbc_v2
@@ -18,6 +17,8 @@ from fairchem.core.graph.radius_graph_pbc_nvidia import (
     get_neighbors_nvidia_atoms,
     radius_graph_pbc_nvidia,
 )
+
+from tests.clients.common import as_set, pairs, slopes, stress, structures
 
 SYSTEMS = structures()
 

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("matgl")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-from common import as_set, pairs, structures
+from tests.clients.common import as_set, pairs, structures
 
 SYSTEMS = structures()
 

@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("orb_models.common.atoms.graph_featurization", exc_type=(ImportError, SyntaxError))
 from ase.build import bulk
 from ase.neighborlist import neighbor_list
-from common import as_set, pairs, slopes, stress, structures
 from dftd3.interface import DispersionModel, RationalDampingParam
 from orb_models.common.atoms.batch.graph_batch import AtomGraphs
 from orb_models.forcefield.forcefield_adapter import ForcefieldAtomsAdapter
@@ -18,6 +17,7 @@ from orb_models.forcefield.inference.d3_model import AlchemiDFTD3, D3SumModel
 from orb_models.forcefield.models.coulomb_module import COULOMB_CONSTANT, CoulombModule
 from orb_models.forcefield.pretrained import orb_v3_conservative_architecture
 
+from tests.clients.common import as_set, pairs, slopes, stress, structures
 from tests.reference.ewald import everything
 
 SYSTEMS = {name: atoms for name, atoms in structures().items() if atoms.pbc.all() or not atoms.pbc.any()}

@@ -69,7 +69,7 @@ def main() -> int:
             install_stand_in(release, Path(folder))
             print(f"== {client} {version}", flush=True)
             report = Path(folder) / f"{file}.xml"
-            command = [sys.executable, "-m", "pytest", "-q", "-c", "pytest.ini", f"--junitxml={report}", file]
+            command = [sys.executable, "-m", "pytest", "-q", "-c", "checks.ini", f"--junitxml={report}", file]
             status = subprocess.run([*command, *sys.argv[1:]], cwd=HERE).returncode
             numbers = count(report) if report.exists() else {"passed": 0, "failed": 1, "skipped": 0}
             failed |= bool(numbers["failed"]) or status not in (0, 5)

@@ -7,13 +7,13 @@ import torch
 ts = pytest.importorskip("torch_sim", exc_type=(ImportError, SyntaxError))
 from ase import Atoms
 from ase.build import bulk
-from common import as_set, pairs, slopes, stress, structures
 from dftd3.interface import DispersionModel, RationalDampingParam
 from torch_sim.models.dispersion import D3DispersionModel
 from torch_sim.models.electrostatics import DSFCoulombModel, EwaldModel, PMEModel
 from torch_sim.neighbors import alchemiops_nl_cell_list, alchemiops_nl_n2, default_batched_nl
 
 from nvalchemiops.torch.interactions.dispersion import D3Parameters
+from tests.clients.common import as_set, pairs, slopes, stress, structures
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float64}
 SYSTEMS = structures()

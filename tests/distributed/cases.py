@@ -25,8 +25,8 @@ from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import build_rows
-from tests.dispersion.cases import parameters as d3_parameters
 from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, compare, rows_of_owned
+from tests.support.molecules import parameters as d3_parameters
 
 PAIRS = PairPotential(
     "4*((sigma/r)**12 - (sigma/r)**6) + k*q1*q2*c*exp(-r); sigma = (sigma1 + sigma2)/2",
@@ -434,6 +434,19 @@ def ewald_sums(group: Any) -> None:
 @case(1, 3)
 def particle_mesh_sums(group: Any) -> None:
     _long_range(group, particle_mesh_ewald, mesh_dimensions=(18, 24, 20), spline_order=6)
+
+
+@case(2)
+def a_mesh_that_is_cut_along_its_second_axis(group: Any) -> None:
+    """Atoms are any number of cells away, along each axis another one."""
+    atoms = Atoms(n=4)
+    cells = torch.randint(-2, 3, (atoms.count, 3), generator=torch.Generator().manual_seed(0)).to(F64)
+    x, mine = atoms.positions + cells @ atoms.cell, atoms.mine(group)
+    domain = Domain(x[mine], atoms.cell, cutoff=CUTOFF, group=group, grid=(1, 2, 1))
+    call = functools.partial(particle_mesh_ewald, alpha=0.7, mesh_dimensions=(10, 20, 12), cutoff=CUTOFF)
+    own = domain.distribute(x[mine]), domain.distribute(atoms.charges[mine])
+    found = call(*own, atoms.cell, domain=domain)
+    assert_equal(domain.gather(found), call(x, atoms.charges, atoms.cell)[mine], "energies")
 
 
 @case(2)

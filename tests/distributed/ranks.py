@@ -12,6 +12,11 @@ import traceback
 from pathlib import Path
 
 SIZES = (1, 2, 3, 4, 7)
+FEW = {
+    *("exchanges_are_transposes", "neighbors_are_those_of_one_process", "what_ranks_do_differently_is_named"),
+    *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion"),
+}
+"""Cases of every day, for two ranks."""
 TIMEOUT = 300
 
 
@@ -74,7 +79,9 @@ if __name__ == "__main__":
     for size in groups:
         spare[size] = [dist.new_group(range(size), timeout=timeout) for _ in range(SPARE)]
     for name, (case, sizes) in all_cases().items():
-        for size in sizes if which == "some" else SIZES[min(sizes) > 1 :]:
+        if which == "few":
+            sizes = (2,) if name in FEW else ()
+        for size in SIZES[min(sizes) > 1 :] if which == "all" else sizes:
             if rank < size:
                 try:
                     case(groups[size])

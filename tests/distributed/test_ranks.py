@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import SIZES, TIMEOUT, all_cases, run
+from tests.distributed.ranks import FEW, SIZES, TIMEOUT, all_cases, run
 
 
 def run_cases(folder, count, which, seconds=TIMEOUT):
@@ -24,6 +24,12 @@ def run_cases(folder, count, which, seconds=TIMEOUT):
     assert {path.name.removeprefix("passed_") for path in folder.glob("passed_*")} == set(all_cases()), said
 
 
+def test_two_ranks_get_what_one_process_gets(tmp_path):
+    assert set(all_cases()) >= FEW
+    run_cases(tmp_path, 2, "few")
+
+
+@pytest.mark.later
 def test_what_ranks_get_equals_what_one_process_gets(tmp_path):
     run_cases(tmp_path, 4, "some")
 
@@ -33,11 +39,13 @@ def test_on_groups_of_all_sizes(tmp_path):
     run_cases(tmp_path, max(SIZES), "all", seconds=1800)
 
 
+@pytest.mark.later
 def test_a_rank_that_is_gone_is_named(tmp_path):
     said = run("tests.distributed.gone", tmp_path, 2, ignore=(1,))
     assert said[0].count("rank 1 is gone or late") == 2, said[0]  # of a sum, and of a calculator
 
 
+@pytest.mark.later
 def test_salt_on_ranks_by_one_command():
     """The example under torchrun: energy is conserved, and the first step is that of one process."""
     example = Path(__file__).parents[2] / "examples" / "16_salt_on_ranks.py"

@@ -18,7 +18,7 @@ from nvalchemiops.jax.bridge import SCALAR, Bridge, from_torch
 from nvalchemiops.jax.dtypes import torch_dtype
 from nvalchemiops.torch.segment_ops import segmented_sum
 from tests.jax.precision import QUICKLY, double_precision  # noqa: F401
-from tests.processes import python_says
+from tests.support.processes import python_says
 
 X, V, T = np.array([[0.3, 0.7, 1.1], [0.1, -0.5, 0.3], [1.0, 0.5, -0.3]])
 W = np.array([1.2, 0.4, 0.9])
@@ -143,6 +143,7 @@ def assert_same(found, expected, rtol=1e-14):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(1.0, np.max(np.abs(b), initial=0)))
 
 
+@pytest.mark.later_cases("several")
 @pytest.mark.filterwarnings("ignore:.*do not depend on its inputs")  # of "several", an output on its own
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_transformations(kind):
@@ -594,6 +595,7 @@ def test_launches_are_prepared_once_in_threads_of_xla(monkeypatch):
     assert built and len(set(built)) == len(built)
 
 
+@pytest.mark.later
 def test_two_devices():
     """`jax.shard_map`: each device calls with its own shard; also gradients, which are summed over shards.
 
@@ -642,6 +644,7 @@ def test_two_devices():
     assert devices == 2 and sizes == [4] and error < 1e-14
 
 
+@pytest.mark.later
 def test_either_is_imported_first(tmp_path):
     """And JAX's persistent cache of compiled programs leaves out those that call torch."""
     code = """

@@ -11,7 +11,7 @@ from nvalchemiops.jax.interactions.electrostatics import ewald_summation
 from nvalchemiops.jax.neighbors import neighbor_list
 from nvalchemiops.torch.interactions import electrostatics as in_torch
 from tests.jax.precision import double_precision  # noqa: F401
-from tests.systems import triclinic
+from tests.support.systems import triclinic
 
 pytestmark = pytest.mark.gpu
 SYSTEM = triclinic(40, seed=3)

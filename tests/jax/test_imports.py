@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.processes import python_says
+from tests.support.processes import python_says
 
 WORK = """
 import json, sys, torch
@@ -32,6 +32,7 @@ def test_torch_neither_loads_jax_nor_minds_that_it_is_broken(usual, tmp_path):
     assert python_says(broken(tmp_path, "RuntimeError('broken')") + WORK) == usual
 
 
+@pytest.mark.later
 def test_torch_computes_the_same_after_jax(usual):
     """The other order is that of this process."""
     first = "import jax, jax.numpy as jnp\nassert jax.jit(jnp.sum)(jnp.ones(3)) == 3\n"

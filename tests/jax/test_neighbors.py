@@ -16,7 +16,7 @@ from nvalchemiops.jax.interactions.pair import lennard_jones
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors as in_torch
 from tests.jax.precision import double_precision  # noqa: F401
-from tests.systems import batch, triclinic
+from tests.support.systems import batch, triclinic
 
 SYSTEM = triclinic(20, seed=4)
 X, CELL = (jnp.asarray(t.numpy(), jnp.float32) for t in (SYSTEM.positions, SYSTEM.cell))

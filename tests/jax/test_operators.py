@@ -29,8 +29,8 @@ from nvalchemiops.torch.interactions import pair as torch_pair
 from nvalchemiops.torch.runtime import engine
 from tests.jax.precision import double_precision  # noqa: F401
 from tests.jax.signatures import SIGNATURES
-from tests.plans import forget, plan_of
-from tests.systems import batch, csr, triclinic
+from tests.support.plans import forget, plan_of
+from tests.support.systems import batch, csr, triclinic
 
 SYSTEM = triclinic(6, charged=True)
 NEAR = csr(SYSTEM, 3.5)
@@ -204,6 +204,7 @@ def transformations(energy, x, order):
 MODES = [True, pytest.param(False, marks=pytest.mark.slow)]
 
 
+@pytest.mark.later_cases("jit-dftd3", "jit-splines")
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("jitted", MODES, ids=["jit", "eager"])
 def test_every_transformation_equals_torch(name, jitted):

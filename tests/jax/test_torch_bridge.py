@@ -150,6 +150,7 @@ JACOBIANS = {
 }
 
 
+@pytest.mark.everyday_cases("attention-attention_of_jax-broadcast_all")
 @pytest.mark.filterwarnings("ignore:.*does not treat leading axes as a batch")
 @pytest.mark.parametrize(
     ("forward", "of_jax", "vmap_method"),

@@ -46,7 +46,7 @@ from nvalchemiops.jax.utils import (
     tree_zeros_like,
     vectorize,
 )
-from tests.processes import ROOT, in_threads
+from tests.support.processes import ROOT, in_threads
 
 
 @dataclass
@@ -748,6 +748,7 @@ Argument "b" to "f" has incompatible type "int"; expected "str"
 """
 
 
+@pytest.mark.later
 def test_decorated_functions_and_classes_keep_their_signatures_in_a_type_checker(tmp_path):
     pytest.importorskip("mypy", reason="no mypy")
     (tmp_path / "typed.py").write_text(TYPED)

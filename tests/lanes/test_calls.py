@@ -1,12 +1,12 @@
-"""The calls of `tests.cases` with 32 lanes: results, and first and second derivatives, are those of a CPU."""
+"""The calls of `tests.support.cases` with 32 lanes: results, and first and second derivatives, are those of a CPU."""
 
 import pytest
 import torch
 
-from tests.cases import EACH, MIXED, ONE, Inputs
-from tests.gpu import assert_equal, with_derivatives
 from tests.lanes.fibers import gpu_layout
-from tests.systems import no_atoms, one_atom
+from tests.support.cases import EACH, MIXED, ONE, Inputs
+from tests.support.gpu import assert_equal, with_derivatives
+from tests.support.systems import no_atoms, one_atom
 
 ACCURACY = {torch.float64: 1e-12, torch.float32: 2e-3}
 """Of second derivatives, in which sums of large numbers cancel, and inverses of cells come from another formula."""

@@ -9,23 +9,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contracts.test_gradients import test_gradients_without_pairs
-from tests.contracts.test_values import (
+from tests.derivatives.test_all_calls import test_gradients_without_pairs
+from tests.lanes.fibers import gpu_layout
+from tests.values import test_neighbors_exact as exactness
+from tests.values.test_all_calls import (
     test_a_batch_is_its_systems_one_by_one,
     test_an_empty_system_in_a_batch_has_nothing_and_changes_nothing,
     test_nan_in_one_system_does_not_reach_the_others,
     test_the_form_of_neighbors_does_not_matter,
 )
-from tests.dispersion.test_reference import test_slow_reference_of_few_atoms
-from tests.dispersion.test_three_body import test_all_shapes_of_lists, test_molecules_equal_s_dftd3
-from tests.electrostatics.test_exclusions import test_an_excluded_pair_at_the_same_spot, test_exclusions_in_a_batch
-from tests.electrostatics.test_physics import test_madelung_constants, test_torch_pme_gives_the_same
-from tests.electrostatics.test_slab import test_a_batch_of_slabs_and_bulk
-from tests.lanes.fibers import gpu_layout
-from tests.neighbors import test_exactness as exactness
-from tests.neighbors.test_exactness import (
+from tests.values.test_dispersion_references import test_slow_reference_of_few_atoms
+from tests.values.test_dispersion_three_body import test_all_shapes_of_lists, test_molecules_equal_s_dftd3
+from tests.values.test_ewald_physics import test_madelung_constants, test_torch_pme_gives_the_same
+from tests.values.test_exclusions import test_an_excluded_pair_at_the_same_spot, test_exclusions_in_a_batch
+from tests.values.test_neighbors_exact import (
     test_pairs_a_rounding_error_below_the_cutoff_are_seen_from_both_sides,
 )
+from tests.values.test_slab import test_a_batch_of_slabs_and_bulk
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from nvalchemiops.torch.operators.lattice import shortest_vectors
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.lanes.fibers import ORDERS, gpu_layout
-from tests.pair.test_gpu import VARIANTS
+from tests.routes.test_pair_on_gpu import VARIANTS
 
 LENGTHS = (0, 1, 31, 32, 33, 64, 65)
 """Of rows, and atoms of systems."""

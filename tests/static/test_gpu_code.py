@@ -21,8 +21,8 @@ from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
-from tests import cases
 from tests.static.cubin import Needs, needs
+from tests.support import cases
 
 ARCHITECTURE = 90
 MOST_REGISTERS, NO_STACK = 128, 0

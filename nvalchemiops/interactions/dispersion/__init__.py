@@ -1,4 +1,4 @@
-"""London dispersion between atoms that depends on their surroundings: formulas and published parameters."""
+"""DFT-D3 dispersion: formulas, kernels and published damping parameters."""
 
 from nvalchemiops.compat.deprecation import moved
 

@@ -1,11 +1,12 @@
-"""The kernel of the coefficients ``c_iq = Σ_a w_a v_aq`` of D3, and of their derivatives by the coordination number.
+"""The kernel of the coefficients ``c_iq = Σ_a w_a v_aq`` of D3 and their derivatives.
 
-Weights of the reference states of an atom are ``w_a = N_a / Z`` with ``N_a = exp(k3 (CN - CN_a)²)`` and
-``Z = Σ_a N_a``. Derivatives of N_a are ``N_a H_n`` with
+The weights of the reference states of an atom are ``w_a = N_a / Z`` with ``N_a = exp(k3 (CN - CN_a)²)`` and
+``Z = Σ_a N_a``, where CN is the coordination number of the atom. Since N_a is the exponential of a quadratic function,
+its n-th derivative with respect to CN is ``N_a H_n`` with
 
     H_0 = 1,  H_{n+1} = s_a H_n + 2 k3 n H_{n-1},  s_a = 2 k3 (CN - CN_a),
 
-as of every exponential of a quadratic function, and by Leibniz' rule for ``N_a = w_a Z``
+and Leibniz' rule for ``N_a = w_a Z`` gives the derivatives of the weights,
 
     w_a^(n) = w_a H_n - Σ_{k=1}^{n} binomial(n, k) z_k w_a^(n-k),  z_k = Σ_a w_a H_k.
 
@@ -22,7 +23,7 @@ from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import kernel_variants
 
 MOST_REFERENCES = 32
-"""Reference molecules of an element that there is room for, one for each lane of a warp; D3 has five, or seven."""
+"""Largest number of reference molecules of an element, one for each lane of a warp; D3 tables have five or seven."""
 
 _COMMON = """
     const int n_references = places.shape[1], n_coefficients = vectors.shape[1], absent = vectors.shape[0] - 1;
@@ -143,7 +144,7 @@ _GPU = """
 
 @kernel_variants((0,), (1,))
 def coefficients(derivative: int) -> Any:
-    """Kernel of the derivatives of this order and of the next one."""
+    """The kernel that computes the derivatives of this order and of the next order."""
     numbers = {"order": derivative + 1, "room": MOST_REFERENCES, "lanes": LANES, "warp": WARP}
     body = filled(_COMMON + by_device(_CPU, _GPU), **numbers)
 

@@ -1,7 +1,7 @@
-"""Damping parameters of DFT-D3 for density functionals, as published.
+"""Published damping parameters of DFT-D3 for density functionals.
 
-``damping.csv`` holds one row for each functional and kind of damping, with the paper where it is known. The values are
-those that the program s-dftd3 collects (S. Ehlert, J. Open Source Softw. 9, 7169 (2024), doi:10.21105/joss.07169).
+``damping.csv`` holds one row for each functional and damping function, with the paper if it is known. The values are
+those collected in the program s-dftd3 (S. Ehlert, J. Open Source Softw. 9, 7169 (2024), doi:10.21105/joss.07169).
 """
 
 import csv
@@ -12,18 +12,18 @@ import re
 from typing import Any, NamedTuple
 
 KINDS = ("bj", "zero", "bjm", "zerom")
-"""Becke and Johnson's damping, damping to zero, and the modified forms of both."""
+"""Damping functions: Becke-Johnson (rational) and zero damping, and the modified forms of both."""
 
 
 class RationalDamping(NamedTuple):
-    """Damping of Becke and Johnson; lengths in bohr. Numbers, or tensors with gradients to fit them.
+    """Parameters of Becke-Johnson (rational) damping: numbers, or tensors that may require gradients.
 
     Attributes
     ----------
     a1, a2 : float or tensor
-        The damping length is ``a1 sqrt(C8/C6) + a2``.
+        The damping length is ``a1 sqrt(C8/C6) + a2``; a2 is in bohr.
     s8, s6 : float or tensor
-        Factors of the two terms.
+        Factors of the terms with C8 and C6.
     """
 
     a1: Any
@@ -33,16 +33,16 @@ class RationalDamping(NamedTuple):
 
 
 class ZeroDamping(NamedTuple):
-    """Damping to zero; lengths in bohr. Numbers, or tensors with gradients to fit them.
+    """Parameters of zero damping: numbers, or tensors that may require gradients.
 
     Attributes
     ----------
     rs6, rs8 : float or tensor
-        Factors of the radii of pairs in the two terms.
+        Factors that scale the pair radii in the terms with C6 and C8.
     s8, s6 : float or tensor
-        Factors of the two terms.
+        Factors of the terms with C8 and C6.
     beta : float or tensor, 1/bohr
-        Of the modified form.
+        Parameter of the modified form; zero otherwise.
     """
 
     rs6: Any
@@ -58,14 +58,16 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
     Parameters
     ----------
     functional : str
-        Such as "pbe", "b3lyp" or "r2scan"; case, hyphens and other signs do not matter.
+        Name such as "pbe", "b3lyp" or "r2scan"; case, hyphens and other punctuation are ignored.
     damping : {"bj", "zero", "bjm", "zerom"}, optional
-        Becke and Johnson's, to zero, or the modified form of either.
+        Becke-Johnson or zero damping, or the modified form of either.
 
     Raises
     ------
     ValueError
-        Nothing is known for it; the message names what is.
+        There are no parameters for this functional and damping; the message names alternatives.
+    TypeError
+        ``functional`` is not a string.
 
     Examples
     --------
@@ -83,10 +85,10 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
         known = sorted({f for f, kind in table if kind == damping})
         if any(f == name for f, _ in table):
             others = " and ".join(f"'{kind}'" for kind in KINDS if (name, kind) in table)
-            raise ValueError(f"`damping`: for {functional!r} there is nothing for '{damping}', but for {others}")
+            raise ValueError(f"`damping`: {functional!r} has no parameters for '{damping}', but has some for {others}")
         close = difflib.get_close_matches(name, known, 3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
-        raise ValueError(f"`functional`: nothing is known for {functional!r}; {hint}")
+        raise ValueError(f"`functional`: there are no damping parameters for {functional!r}; {hint}")
     return table[name, damping]
 
 

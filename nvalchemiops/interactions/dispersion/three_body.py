@@ -1,16 +1,17 @@
-"""The kernel of the triple-dipole energy of Axilrod, Teller and Muto, as D3 has it.
+"""The kernel of the triple-dipole energy of Axilrod, Teller and Muto, as used in D3.
 
-A triple of atoms with sides of squares ``s1, s2, s3``, ``P = s1 s2 s3``, has the energy
+Let ``s1``, ``s2`` and ``s3`` be the squares of the sides of a triple of atoms, and ``P = s1 s2 s3``. Its energy is
 
     E = sqrt(C6_ij C6_ik C6_jk) (3/8 X / P + 1) P^(-3/2) / (1 + 6 (R² / P)^(8/3)),
     X = (s1 + s2 - s3)(s1 - s2 + s3)(s2 + s3 - s1),
 
-where X / 8P is the product of the cosines, and R the product of 4/3 of the radii of the three pairs. Each side ends at
-a cutoff, or goes to zero smoothly before.
+where X / 8P is the product of the cosines, and R is the product of 4/3 of the radii of the three pairs. A triple counts
+if all sides are shorter than the cutoff; optionally, a factor for each side goes to zero smoothly before the cutoff.
 
-The kernel is in gather form: an atom has a third of the energy of its triples, and adds up the derivatives by its own
-position and coefficients. For each neighbor j it goes through all others, `LANES` at a time on a CPU, and so sees each
-triple twice; the sums of j, the gradient by its displacement and the derivative by ``C6_ij``, are then complete.
+The kernel is in gather form: each atom gets a third of the energy of its triples, and sums the derivatives with respect
+to its own position and coefficients. For each neighbor j it loops over all other neighbors, `LANES` at a time on a CPU,
+so it visits each triple twice. After this loop, the gradient with respect to the displacement of j and the derivative
+with respect to ``C6_ij`` are complete.
 
 Sources: B. M. Axilrod and E. Teller, J. Chem. Phys. 11, 299 (1943), doi:10.1063/1.1723844; in D3: S. Grimme,
 J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys. 132, 154104 (2010), doi:10.1063/1.3382344, eq. (11) to (14).
@@ -25,16 +26,17 @@ from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import kernel_variants
 
 MOST_COEFFICIENTS = 256
-"""Coefficients ``c_iq`` that there is room for: those of some seventy elements."""
+"""Largest number of coefficients ``c_iq``: enough for about seventy elements."""
 
 TILE = 64
-"""Neighbors that are collected at once on a CPU."""
+"""Number of neighbors that are collected at once on a CPU."""
 
 AT_ONCE = 8
-"""Products of coefficients that a lane of a GPU adds up at once, with one look at those of its neighbor."""
+"""Number of sums over coefficients that a lane of a GPU computes at once, for one load of its neighbor's coefficients.
+"""
 
 N_SUMS = 18
-"""Columns of the sums by system: the gradient by the cell, and the virial."""
+"""Number of columns of the sums over systems: the gradient with respect to the cell, and the virial."""
 
 _COMMON = """
     typedef @real@ real;
@@ -334,7 +336,7 @@ def _source(precision: str) -> str:
 
 @kernel_variants(("float64",), ("float32",))
 def three_body(precision: str) -> Any:
-    """Kernel that adds up the triples of an atom, its first one being the atom itself."""
+    """The kernel that sums over the triples of an atom."""
     real = getattr(wp, precision)
 
     @native_kernel(f"three_body_{precision}", _source(precision), lanes=True)

@@ -1,14 +1,13 @@
-"""Times of the parts of an Ewald sum, by which alpha, cutoffs and meshes are chosen that are not given.
+"""Costs (times) of the parts of an Ewald sum, from which alpha, cutoffs and mesh sizes are chosen if not given.
 
-They change how long a sum takes, never how accurate it is: the parameters of any choice meet the accuracy asked for.
+Costs affect how long a sum takes, but not its accuracy: any choice of parameters meets the requested accuracy.
 
-For a CPU they were measured on two cores, for a GPU on an H100. Only ratios matter, so what all parts lose alike has no
-effect, and neither have launches (2 to 4 µs each): where they take most of the time, in small systems, any choice takes
-about as long.
+The built-in costs were measured on two cores of a CPU, and on an H100. Only their ratios matter. Kernel launches (2 to
+4 µs each) are not included: where they dominate, in small systems, any choice takes about the same time.
 
-``nvalchemiops tune`` measures them on the machine at hand and keeps them in a file, which later processes read:
-``$NVALCHEMIOPS_COSTS``, by default ``nvalchemiops/costs.json`` in the user's folder for configurations. If that
-variable is empty, there is none.
+``nvalchemiops tune`` measures the costs on the machine in use and stores them in a file that later processes read:
+``$NVALCHEMIOPS_COSTS``, by default ``nvalchemiops/costs.json`` in the user's configuration folder. If that variable is
+set but empty, no file is used.
 """
 
 import json
@@ -22,30 +21,30 @@ from typing import NamedTuple
 class Costs(NamedTuple):
     """Times in nanoseconds, for energies and forces in float64."""
 
-    pair: float  # of an atom and a neighbor, with a share of the search for neighbors
-    k_vectors: float  # of an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
-    mesh: float  # of a point of the mesh
-    spline: float = 0.35  # of an atom and one of the order³ points of its splines
+    pair: float  # for an atom and a neighbor, including a share of the neighbor search
+    k_vectors: float  # for an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
+    mesh: float  # for a point of the mesh
+    spline: float = 0.35  # for an atom and one of the order³ points of its splines
 
 
-# -- what is kept for the user --------------------------------------------------------------------
+# -- the file of costs ----------------------------------------------------------------------------
 
 VARIABLE = "NVALCHEMIOPS_COSTS"
 
 
 def file() -> Path | None:
-    """Where costs are kept, or None."""
+    """The file of costs, or None."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
     try:
         return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "nvalchemiops" / "costs.json"
-    except RuntimeError:  # a user without a folder
+    except RuntimeError:  # the user has no home folder
         return None
 
 
 def read() -> dict[str, Costs]:
-    """The costs that are kept, by type of device. A file that cannot be used gives none, and one warning."""
+    """The stored costs, by type of device. A file that cannot be read is ignored with a warning."""
     path = file()
     if path is None:
         return {}
@@ -60,7 +59,7 @@ def read() -> dict[str, Costs]:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(
-            f"{path}: costs that are no costs are ignored ({error!r}); `nvalchemiops tune` makes new ones, "
+            f"{path}: invalid costs are ignored ({error!r}); `nvalchemiops tune` measures new ones, "
             "`nvalchemiops tune --reset` removes the file",
             RuntimeWarning,
             stacklevel=2,
@@ -74,21 +73,21 @@ def _costs_in(kept: dict[str, float]) -> Costs:
 
 
 def write(costs: dict[str, Costs]) -> Path:
-    """Keep these costs beside those of other devices; the file.
+    """Store these costs, in addition to those of other types of device, and return the path of the file.
 
     Raises
     ------
     OSError
-        There is no file, or it cannot be written.
+        No file is used, or it cannot be written.
     """
     path = file()
     if path is None:
-        raise OSError(f"there is no file to keep them in: {VARIABLE} is empty")
+        raise OSError(f"there is no file to store the costs in: {VARIABLE} is empty")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         kept = read() | costs
     path.parent.mkdir(parents=True, exist_ok=True)
-    # whole or not at all, also for a process that reads at this moment
+    # replaced in one step, so that other processes never read an incomplete file
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     aside.write_text(json.dumps({kind: c._asdict() for kind, c in kept.items()}, indent=2) + "\n", encoding="utf-8")
     aside.replace(path)
@@ -96,7 +95,7 @@ def write(costs: dict[str, Costs]) -> Path:
 
 
 BUILT_IN = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41)}
-"""By type of device: measured on two cores of a CPU, and on an H100 by `nvalchemiops tune`."""
+"""Default costs by type of device, measured by `nvalchemiops tune` on two cores of a CPU, and on an H100."""
 
 COSTS = BUILT_IN | read()
-"""Those in use in this process."""
+"""The costs that this process uses."""

@@ -1,29 +1,32 @@
-"""Splitting parameter, cutoffs and mesh of an Ewald sum from the accuracy asked for, by models of the errors.
+"""Error models of an Ewald sum, from which its splitting parameter, cutoffs and mesh follow for a requested accuracy.
 
-``accuracy`` is the RMS error of the forces relative to their own RMS. Forces are not known beforehand; those of near
-neighbors are used instead (`force_of`), in units of ``(Σq²/N) / d²`` with the average distance d = (V/N)^(1/3). In that
-unit, for charges without correlation,
+``accuracy`` is the RMS error of the forces relative to the RMS force. The RMS force is not known beforehand; it is
+estimated from the forces of near neighbors (`force_of`). Forces and errors are in units of ``(Σq²/N) / d²`` with the
+average distance d = (V/N)^(1/3). For uncorrelated charges, the RMS errors in this unit are
 
-    ε_r = 2 √(d / r_c) exp(-x²),         x = α r_c          real space, beyond the cutoff r_c
+    ε_r = 2 √(d / r_c) exp(-x²),         x = α r_c          real space: pairs beyond the cutoff r_c
     ε_k = 4 α √(d / π k_c) exp(-y²),     y = k_c / 2α       k-vectors longer than k_c
     ε_b = ε_k / √(2 (2 y² + 1))                             k-vectors beyond two opposite faces of a box, at k_c
-    ε_m = √(α d) c_p(α h)                                   a mesh of spacing h and splines of order p
+    ε_m = √(α d) c_p(α h)                                   mesh of spacing h with splines of order p
 
-The first two are those of Kolafa and Perram (the second one for a cube). The third one is their integral over
-``k⁻² exp(-k² / 2α²)`` beyond two planes instead of a sphere, ``e^u E₁(u) / 2 ≈ 1 / 2(u + 1)`` of it with u = 2 y². The
-last one has their form; the function c_p was measured for a cube (`MESH_ERROR`). Each part of a sum gets its share of
-the error, the mesh a smaller one: its size comes in steps, so that its error is often smaller still, and halving it
-costs little. Where mesh or k-vectors are given, and too coarse for their share, the splitting parameter shrinks
-until both parts exceed their shares by the same factor (`balanced_alpha`).
+The first two are those of Kolafa and Perram (the second for a cube). The third follows from the second: ε_k² is an
+integral over ``k⁻² exp(-k² / 2α²)`` outside of a sphere; beyond two planes, the integral is smaller by the factor
+``e^u E₁(u) / 2 ≈ 1 / 2(u + 1)`` with u = 2 y². The last has the same form; the function c_p was measured for a cube
+(`MESH_ERROR`).
 
-What is chosen moves in steps (`in_steps`), so that it stays the same while a cell changes a little: energies are then
-continuous but for jumps of the size of the error, and virials are their derivatives.
+Each part of a sum has a share of the error. The share of the mesh is smaller than that of real space, because halving
+the error of the mesh costs little; moreover, mesh sizes come in steps, so that its actual error is often smaller still.
+If the mesh or the k-vectors are given, and are too coarse for their share, a smaller splitting parameter is chosen, for
+which both parts exceed their shares by the same factor (`balanced_alpha`).
 
-The best splitting parameter balances the work in real space, `COSTS.pair` for each pair, with that for each point of
-the mesh, or for each atom and group of eight k-vectors.
+All chosen parameters are rounded to steps (`in_steps`), so that they stay the same while a cell changes a little. Then
+energies are continuous, except for jumps of the size of the error, and virials are their derivatives.
+
+The best splitting parameter balances the cost of real space, `COSTS.pair` for each pair, with the cost of the points of
+the mesh, or of the k-vectors (for each atom and group of eight).
 
 Sources: J. Kolafa and J. W. Perram, Mol. Simul. 9, 351 (1992), doi:10.1080/08927029208049126 (errors); D. Fincham,
-Mol. Simul. 13, 1 (1994), doi:10.1080/08927029408022180 (balance of the work).
+Mol. Simul. 13, 1 (1994), doi:10.1080/08927029408022180 (balance of the costs).
 """
 
 import functools
@@ -39,28 +42,39 @@ from nvalchemiops.interactions.electrostatics.costs import Costs
 from nvalchemiops.locks import Kept
 
 TYPICAL_FORCE = 0.8
-"""RMS of the forces in units of (Σq²/N)/d² where charges are unknown: that of rock salt with displacements of a tenth
-of the distance of neighbors along each axis, and about that between molecules of water."""
+"""RMS force in units of (Σq²/N)/d² that is assumed if charges are unknown.
+
+This is the RMS force in rock salt with displacements of a tenth of the neighbor distance along each axis, and about
+that between water molecules.
+"""
 
 NEARBY = 3.0
-"""Reach of `nvalchemiops.interactions.pair.potentials.coulomb_nearby` in units of d, if neighbors are known as far."""
+"""Reach of `nvalchemiops.interactions.pair.potentials.coulomb_nearby` in units of d, if the list reaches that far."""
 
 FORCE_PER_NEARBY = 1.08
-"""RMS of all forces in units of those that `NEARBY` leaves. Measured: 1.02 to 1.15 in rock salt with displacements from
-5 to 20 %, films and clusters of ionic crystals, water, slabs of it, and a gas of ions."""
+"""RMS force divided by the RMS of the forces within `NEARBY`.
+
+Measured values are 1.02 to 1.15, in rock salt with displacements of 5 to 20 %, films and clusters of ionic crystals,
+water, slabs of water, and an ionic gas.
+"""
 
 FORCE_PER_ROOT = 0.7
-"""Largest force, but for `TYPICAL_FORCE`, divided by √N. Errors of virials grow with those of forces and with √N, and
-virials themselves with N, independent of the forces. Without this bound, large forces between a few close atoms would
-allow large relative errors of the virial."""
+"""Upper bound of the assumed RMS force divided by √N; the bound is at least `TYPICAL_FORCE`.
+
+The error of a virial grows with the error of the forces and with √N; the virial itself grows with N, independent of the
+forces. Without this bound, large forces between a few close atoms would allow large relative errors of the virial.
+"""
 
 LEAST_FORCE, LARGEST_FORCE = 0.25, 128.0**0.5
-"""What forces are taken for at least, as in rock salt with displacements of 3 % of the distance of neighbors, and at
-most. Perfect crystals have no forces to compare errors with; where atoms nearly touch, forces say little of others."""
+"""Smallest and largest RMS force that is assumed.
+
+The smallest is that of rock salt with displacements of 3 % of the neighbor distance. In perfect crystals forces vanish,
+so errors cannot be relative to them; if a few atoms nearly touch, their forces say little about those of other atoms.
+"""
 
 
 FLOAT32_FLOOR = 5e-7
-"""Relative error of forces that rounding leaves with float32 positions, measured at 4e-7."""
+"""Relative error of forces from rounding with float32 positions; measured as 4e-7."""
 
 MESH_SPACINGS = (0.06, 0.089, 0.13, 0.184, 0.241, 0.348, 0.522, 0.783, 1.044)
 MESH_ERROR = {
@@ -72,39 +86,48 @@ MESH_ERROR = {
     7: (1.41e-10, 1.66e-09, 1.8e-08, 1.87e-07, 1.17e-06, 1.89e-05),
     8: (5.99e-12, 9.86e-11, 1.66e-09, 2.48e-08, 2.13e-07, 5.52e-06),
 }
-"""c_p at α h = `MESH_SPACINGS`, measured for random charges at α d = 0.8; for small α h it goes as (α h)^(p-1)."""
+"""c_p at α h = `MESH_SPACINGS`, by order p, measured for random charges at α d = 0.8; ∝ (α h)^(p-1) for small α h."""
 
 FINEST = 0.027
-"""Least α h: finer meshes are a matter of higher orders."""
+"""Smallest α h of a mesh: beyond this, use splines of a higher order instead of a finer mesh."""
 
 MOST_POINTS, MOST_POINTS_PER_ATOM = 2**24, 2048
-"""Points of a mesh that is as fine as that, at most: one that misses its accuracy anyway should not take gigabytes."""
+"""Largest number of points, in total and per atom, of a mesh with the spacing `FINEST`.
+
+Such a mesh misses the accuracy anyway, so it should not take gigabytes.
+"""
 
 WIDEST = 4.0
-"""Cutoff, in units of the one that costs least, up to which a list is built if the given reciprocal part is coarse."""
+"""Largest cutoff, in units of the cheapest one, of a list that is built because the given reciprocal part is coarse."""
 
 ATOMS_OF_IMAGE = 40.0
-"""As many atoms in a cell cost as much as a look at one more image of it. Measured for batches of cells of 20 and of 64
-atoms, for which pairs with images take about 3 and 1.5 times as long as those in one large cell."""
+"""Number of atoms in a cell that cost as much as the search of one more image of the cell.
+
+Measured for batches of cells of 20 and 64 atoms, in which pairs cost about 3 and 1.5 times as much as in one large
+cell.
+"""
 
 OUT_OF_REACH = 2.0
-"""Expected error, in units of the accuracy, from which on callers are warned."""
+"""Ratio of the expected error to the accuracy from which callers are warned."""
 
 
 REAL_SHARE, RECIPROCAL_SHARE, MESH_SHARE = 0.87, 0.25, 0.5
-"""Of the error. That of missing k-vectors is small for the sake of energies and virials, in which the interaction of
-each atom with itself adds up."""
+"""Shares of the error of pairs beyond the cutoff, of missing k-vectors, and of the mesh.
+
+The share of missing k-vectors is small for the sake of energies and virials, to which each atom contributes an error of
+the same sign (its interaction with itself).
+"""
 
 
 class Target(NamedTuple):
-    """The accuracy asked for.
+    """The requested accuracy.
 
     Attributes
     ----------
     accuracy : float
-        Error of the forces, relative to them.
+        RMS error of the forces relative to the RMS force.
     force : float or array (n_systems,)
-        RMS of the forces in units of (Σq²/N)/d².
+        RMS force in units of (Σq²/N)/d².
     """
 
     accuracy: float
@@ -117,11 +140,11 @@ class Target(NamedTuple):
 
 
 MOST_REMEMBERED = 512
-"""Results that each of the functions below keeps for one system: each takes ten to a hundred microseconds."""
+"""Number of results that each of the functions below keeps: computing one takes ten to a hundred microseconds."""
 
 
 def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which keeps its results for arrays of NumPy with one number."""
+    """A decorator that keeps the results of ``function`` for NumPy arrays with one entry, that is, for one system."""
     kept: Kept[np.ndarray] = Kept(MOST_REMEMBERED)
 
     @functools.wraps(function)
@@ -141,7 +164,7 @@ def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _number(value: Any) -> Hashable:
-    """What tells this argument from others: a number, if there is one, or some; None if it is not known."""
+    """The part of the cache key for an argument; None if the result cannot be kept."""
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.shape == (1,) and value.dtype == np.float64 else None
     if isinstance(value, tuple):
@@ -153,20 +176,30 @@ def _number(value: Any) -> Hashable:
 # -- steps ----------------------------------------------------------------------------------------
 
 STEPS = 2**6
-"""Steps of lengths and their inverses in a factor of two: of 1.1 %."""
+"""Number of steps per factor of two for lengths and inverse lengths: each step is 1.1 %."""
 
 STEPS_OUT_OF_REACH = 2**4
-"""The same of alpha where the accuracy is out of reach, so that it changes energies: wider, which fewer strains meet.
-The error of the forces is at most a third larger than at the best alpha."""
+"""The same for alpha if the accuracy is out of reach.
+
+Then alpha affects energies noticeably, so steps are wider, and a strained cell changes alpha less often. The error of
+the forces is at most a third larger than at the best alpha.
+"""
 
 STEPS_OF_FORCES = 2
-"""The same of forces, of which the logarithm counts."""
+"""The same for forces, which matter only through their logarithm."""
 
 
 def in_steps(value: Any, kind: str = "nearest", steps: int = STEPS, xp: Any = np) -> Any:
-    """A positive value as one of ``steps`` powers of two in each factor of two, by numpy or torch.
+    """Round positive values to powers of two with ``steps`` steps per factor of two.
 
-    ``kind`` says which: the "nearest", that "down" or that "up"; what is a step but for rounding stays.
+    Parameters
+    ----------
+    value : array or tensor
+    kind : {"nearest", "down", "up"}, optional
+        Direction of rounding. Values that are a step apart from rounding errors stay at this step.
+    steps : int, optional
+    xp : module, optional
+        numpy or torch.
     """
     number = steps * xp.log2(value.clip(1e-290, 1e290))
     if kind == "nearest":
@@ -177,9 +210,9 @@ def in_steps(value: Any, kind: str = "nearest", steps: int = STEPS, xp: Any = np
 
 
 def force_of(nearby: Any, n_atoms: Any, xp: Any = np) -> Any:
-    """RMS of the forces from those of near neighbors, both in units of (Σq²/N)/d², in steps.
+    """Estimate of the RMS force from that of near neighbors, both in units of (Σq²/N)/d², rounded to steps.
 
-    What is no number, as without any charge, is taken for typical.
+    A value that is not finite, as for a system without charges, is replaced by `TYPICAL_FORCE`.
     """
     force = FORCE_PER_NEARBY * nearby
     force = xp.where(xp.isfinite(force), force, TYPICAL_FORCE)
@@ -189,9 +222,9 @@ def force_of(nearby: Any, n_atoms: Any, xp: Any = np) -> Any:
 
 @_remembered
 def average_distance(n_atoms: Any, volume: Any, xp: Any = np) -> Any:
-    """``d = (V/N)^(1/3)``, in steps; by numpy or torch. No atom counts as one.
+    """Average distance ``d = (V/N)^(1/3)``, rounded down to a step; a system without atoms counts as one atom.
 
-    Less than it is, rather than more: for the higher density, errors are larger.
+    Rounding down is safe, because errors grow with the density. ``xp`` is numpy or torch.
     """
     return in_steps((volume / n_atoms.clip(1.0, None)) ** (1.0 / 3.0), "down", STEPS, xp)
 
@@ -200,7 +233,7 @@ def average_distance(n_atoms: Any, volume: Any, xp: Any = np) -> Any:
 
 
 def _solve(prefactor: Any, error: Any, xp: Any = np) -> Any:
-    """The x >= 1 with ``prefactor(x) exp(-x²)`` equal to ``error``, for a prefactor that falls slowly."""
+    """The x >= 1 at which ``prefactor(x) exp(-x²)`` equals ``error``, for a slowly decreasing prefactor."""
     x: Any = 3.0
     for _ in range(8):  # a contraction: the prefactor enters through a logarithm
         x = xp.sqrt((xp.log(prefactor(x) * (1.0 / error))).clip(1.0, None))
@@ -209,31 +242,31 @@ def _solve(prefactor: Any, error: Any, xp: Any = np) -> Any:
 
 @_remembered
 def real_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
-    """Distance r_c at which the real-space error falls to its share; ``spacing`` is (V/N)^(1/3)."""
+    """Cutoff r_c at which the real-space error falls to its share; ``spacing`` is d = (V/N)^(1/3)."""
     error = REAL_SHARE * target.error
     return _solve(lambda x: 2.0 * xp.sqrt(spacing * alpha / x), error, xp) / alpha
 
 
 @_remembered
 def reciprocal_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
-    """Length k_c of k-vectors at which the reciprocal-space error falls to its share."""
+    """Cutoff k_c of the lengths of k-vectors at which the reciprocal-space error falls to its share."""
     error = RECIPROCAL_SHARE * target.error
     return 2.0 * alpha * _solve(lambda y: 4.0 * xp.sqrt(alpha * spacing / (2.0 * np.pi * y)), error, xp)
 
 
 @_remembered
 def alpha_for_cutoff(cutoff: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
-    """Splitting parameter for which the real-space error at ``cutoff`` is its share."""
+    """Splitting parameter for which the real-space error with this cutoff equals its share."""
     error = REAL_SHARE * target.error
     return _solve(lambda x: 2.0 * xp.sqrt(spacing / cutoff), error, xp) / cutoff
 
 
 @_remembered
 def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any = np) -> Any:
-    """Mesh spacing at which the error of splines of this order is its share."""
+    """Mesh spacing at which the error of splines of this order equals its share."""
     known, errors = _mesh_knots(order)
     wanted = xp.log(MESH_SHARE * target.error / (alpha * spacing) ** 0.5)
-    # linear between what was measured, in logarithms, and a power below
+    # linear interpolation of logarithms between the measured points, and a power law below them
     x = known[0] + (wanted - errors[0]).clip(None, 0.0) * (1.0 / (order - 1))
     for n in range(len(errors) - 1):
         rise = errors[n + 1] - errors[n]
@@ -243,7 +276,7 @@ def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any =
 
 @dataclass(frozen=True)
 class Sphere:
-    """All k-vectors up to lengths ``k_cutoff`` (n_systems,)."""
+    """Error model for all k-vectors up to the lengths ``k_cutoff`` (n_systems,)."""
 
     k_cutoff: Any
 
@@ -255,36 +288,39 @@ class Sphere:
         return 0.5 * xp.log(8.0 / np.pi * alpha * spacing / y) - y * y
 
     def steepness(self, alpha: Any) -> Any:
-        """About how fast `log_error` grows with the logarithm of alpha."""
+        """Approximate derivative of `log_error` with respect to the logarithm of alpha."""
         return 0.5 * (self.k_cutoff / alpha) ** 2 + 1.0
 
 
 @dataclass(frozen=True)
 class Box:
-    """All k-vectors up to Miller indices: ``faces`` (n_systems, 3) are distances of the planes that bound them."""
+    """Error model for all k-vectors up to given Miller indices.
+
+    ``faces`` (n_systems, 3) are the distances from the origin of the planes that bound the k-vectors.
+    """
 
     faces: Any
 
     share: ClassVar[float] = RECIPROCAL_SHARE
 
     def log_error(self, alpha: Any, spacing: Any, xp: Any = np) -> Any:
-        """As of `Sphere`."""
+        """See `Sphere.log_error`."""
         y = 0.5 * self.faces / alpha[:, None]
         of_face = 2.0 * Sphere(self.faces).log_error(alpha[:, None], spacing[:, None], xp) - xp.log(4.0 * y * y + 2.0)
         largest = xp.amax(of_face, 1)
         return 0.5 * (largest + xp.log(xp.exp(of_face - largest[:, None]).sum(1)))
 
     def steepness(self, alpha: Any) -> Any:
-        """As of `Sphere`."""
+        """See `Sphere.steepness`."""
         return 0.5 * ((self.faces / alpha[:, None]) ** 2).mean(1) + 1.0
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A mesh with ``spacings`` (n_systems, 3) along lattice vectors, for splines of an order.
+    """Error model for a mesh with ``spacings`` (n_systems, 3) along lattice vectors and splines of order ``order``.
 
-    ``skewness`` (n_systems,) is the factor by which errors of derivatives along lattice vectors grow when they become
-    forces.
+    ``skewness`` (n_systems,) is the factor by which errors of derivatives along lattice vectors grow when these are
+    converted to Cartesian forces.
     """
 
     spacings: Any
@@ -294,38 +330,45 @@ class Mesh:
     share: ClassVar[float] = MESH_SHARE
 
     def log_error(self, alpha: Any, spacing: Any, xp: Any = np) -> Any:
-        """As of `Sphere`."""
+        """See `Sphere.log_error`."""
         errors = xp.exp(2.0 * _log_mesh_error(xp.log(alpha[:, None] * self.spacings), self.order)).mean(1)
         return 0.5 * xp.log(alpha * spacing * errors) + xp.log(self.skewness)
 
     def steepness(self, alpha: Any) -> Any:
-        """As of `Sphere`."""
+        """See `Sphere.steepness`."""
         return float(self.order)
 
 
 def mesh_model(cell: Any, inverse: Any, mesh: Sequence[int], order: int, xp: Any = np) -> Mesh:
-    """A mesh in cells (n_systems, 3, 3) with these inverses."""
+    """The error model of a mesh in cells (n_systems, 3, 3), given with their inverses."""
     lengths = (cell**2).sum(2) ** 0.5
     spacings = xp.stack([lengths[:, axis] / n for axis, n in enumerate(mesh)], 1)
     return Mesh(spacings, skewness(cell, inverse), order)
 
 
 def skewness(cell: Any, inverse: Any) -> Any:
-    """Root of the mean square of lengths over heights (n_systems,) of cells (n_systems, 3, 3) with these inverses."""
+    """RMS ratio of length to height of the lattice vectors (n_systems,), for cells (n_systems, 3, 3) and inverses.
+
+    The height of a lattice vector is its component perpendicular to the other two.
+    """
     return ((cell**2).sum(2) * (inverse**2).sum(1)).mean(1) ** 0.5
 
 
 def faces(indices: Any, lengths: Any) -> Any:
-    """Distances (n_systems, 3) from the origin of planes of k-vectors with these Miller indices, or between two."""
+    """Distances (n_systems, 3) from the origin of the planes of k-vectors with these Miller indices.
+
+    ``lengths`` (n_systems, 3) are those of the lattice vectors. With differences of indices, the distances between
+    planes.
+    """
     return 2.0 * np.pi * indices / lengths
 
 
 Reciprocal = Sphere | Box | Mesh
-"""Models of the reciprocal part."""
+"""Error models of the reciprocal part."""
 
 
 def _log_mesh_error(x: Any, order: int) -> Any:
-    """Logarithm of c_p where the logarithm of α h is x: linear between what was measured, and a power outside."""
+    """Logarithm of c_p at x = log(α h): linear between the measured points, and a power law outside of them."""
     known, errors = _mesh_knots(order)
     y = errors[0] + (order - 1) * (x - known[0]).clip(None, 0.0)
     for n in range(len(errors) - 1):
@@ -335,18 +378,18 @@ def _log_mesh_error(x: Any, order: int) -> Any:
 
 
 def _mesh_knots(order: int) -> tuple[list[float], list[float]]:
-    """Logarithms of α h and of c_p, as far as they were measured for this order."""
+    """Logarithms of the measured α h and c_p for this order."""
     errors = [math.log(error) for error in MESH_ERROR[order]]
     return [math.log(h) for h in MESH_SPACINGS[: len(errors)]], errors
 
 
 def log_real_error(alpha: Any, cutoff: Any, spacing: Any, xp: Any = np) -> Any:
-    """Logarithm of the error (n_systems,) of leaving out pairs beyond a cutoff, in units of (Σq²/N)/d²."""
+    """Logarithm of the error (n_systems,) from pairs beyond the cutoff, in units of (Σq²/N)/d²."""
     return xp.log(2.0 * xp.sqrt(spacing / cutoff)) - (alpha * cutoff) ** 2
 
 
 def expected_errors(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, target: Target) -> tuple[Any, Any]:
-    """RMS errors of the forces (n_systems,) relative to their RMS, of pairs and of the reciprocal part; by numpy."""
+    """RMS errors (n_systems,) relative to the RMS force, of the pairs and of the reciprocal part; with numpy only."""
     logs = log_real_error(alpha, cutoff, spacing), model.log_error(alpha, spacing)
     of_pairs, of_reciprocal = (np.exp(log) / target.force for log in logs)
     return of_pairs, of_reciprocal
@@ -355,16 +398,16 @@ def expected_errors(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, ta
 def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, target: Target, xp: Any = np) -> Any:
     """The splitting parameter ``alpha`` (n_systems,), or a smaller one if the given reciprocal part needs it.
 
-    Then that for which the reciprocal part and the pairs up to ``cutoff`` exceed their shares of the error by the same
-    factor, or stay below by the same: of the steps on both sides of it the one that exceeds less.
+    The smaller one is that for which the errors of the reciprocal part and of the pairs up to ``cutoff`` differ from
+    their shares by the same factor. It is rounded to the neighboring step at which the larger of the two is smaller.
     """
-    # estimated parameters meet their share but for rounding
+    # estimated parameters meet their share except for rounding
     suffices = model.log_error(alpha, spacing, xp) <= xp.log(model.share * target.error) + 0.01
     if xp is np and suffices.all():
         return alpha
 
     def excess(low: Any, high: Any) -> Any:
-        """Logarithm of the excess of pairs at one alpha, relative to that of the reciprocal part at another."""
+        """Logarithm of the ratio of the excess of pairs at ``low`` to that of the reciprocal part at ``high``."""
         both = log_real_error(low, cutoff, spacing, xp) - model.log_error(high, spacing, xp)
         return both - math.log(REAL_SHARE / model.share)
 
@@ -379,13 +422,13 @@ def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, tar
 
 
 def alpha_for_reciprocal(alpha: np.ndarray, spacing: np.ndarray, model: Reciprocal, target: Target) -> np.ndarray:
-    """The splitting parameter for which the error of the reciprocal part is its share, or ``alpha`` if that is less."""
+    """The splitting parameter for which the reciprocal part's error equals its share, or ``alpha`` if that is less."""
     share = np.log(model.share * target.error)
     return np.minimum(alpha, _root(alpha, lambda trial: share - model.log_error(trial, spacing), model.steepness, np))
 
 
 def _root(alpha: Any, excess: Callable[[Any], Any], derivative: Callable[[Any], Any], xp: Any) -> Any:
-    """Where ``excess`` vanishes, by Newton's method for its logarithm, with an approximate derivative."""
+    """The alpha at which ``excess`` vanishes, by Newton's method in log(alpha) with an approximate derivative."""
     for _ in range(8):
         alpha = alpha * xp.exp((excess(alpha) / derivative(alpha)).clip(-1.0, 1.0))
     return alpha
@@ -393,15 +436,15 @@ def _root(alpha: Any, excess: Callable[[Any], Any], derivative: Callable[[Any], 
 
 @_remembered
 def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any = np) -> Any:
-    """Splitting parameter for which real and reciprocal space take the same time."""
+    """Splitting parameter for which real space and k-vectors cost the same."""
     spacing = average_distance(n_atoms, volume, xp)
     n_atoms = n_atoms.clip(1.0, None)
-    volume = n_atoms * spacing**3  # in steps
+    volume = n_atoms * spacing**3  # the volume for the rounded distance
     alpha = 3.0 / spacing / n_atoms ** (1.0 / 6.0)
     for _ in range(3):
         x = real_cutoff(alpha, spacing, target, xp) * alpha
         y = reciprocal_cutoff(alpha, spacing, target, xp) / (2.0 * alpha)
-        # for an atom 4/3 π r_c³ / d³ pairs and V k_c³ / 48 π² groups of eight k-vectors
+        # each atom has 4/3 π r_c³ / d³ pairs, and V k_c³ / 48 π² groups of eight k-vectors
         pairs = costs.pair * 4.0 / 3.0 * np.pi * (x / spacing) ** 3
         k_vectors = costs.k_vectors * volume * (2.0 * y) ** 3 / (48.0 * np.pi**2)
         alpha = (pairs / k_vectors) ** (1.0 / 6.0)
@@ -410,7 +453,7 @@ def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any
 
 @_remembered
 def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Costs, xp: Any = np) -> Any:
-    """Splitting parameter for which pairs and the mesh take the same time."""
+    """Splitting parameter for which pairs and the mesh cost the same."""
     spacing = average_distance(n_atoms, volume, xp)
     alpha = 0.8 / spacing
     for _ in range(3):
@@ -459,18 +502,21 @@ def mesh_order(
 
 
 SEARCH = 2.0
-"""Time of a pair that is searched and summed, in units of `Costs.pair`. Measured 2.2 with the estimate of forces; 64
-molecules in boxes take the same time within a tenth from 2 to 4, and an eighth more at 1."""
+"""Cost of a pair that is searched for and summed once, in units of `Costs.pair`.
+
+Measured as 2.2, including the estimate of forces. For 64 molecules in boxes, values from 2 to 4 give the same time
+within a tenth, and 1 an eighth more.
+"""
 
 
 def batch_mesh_cutoff(
     n_atoms: np.ndarray, volume: np.ndarray, lengths: np.ndarray, target: Target, order: int, costs: Costs
 ) -> np.ndarray:
-    """Cutoff (1,) of the pairs of all systems of a batch, for which these and the mesh of all take the same time.
+    """The common cutoff (1,) of the systems of a batch for which all pairs and all meshes cost the same.
 
-    Every system has a mesh of as many points, enough for the longest ones of its axes ``lengths`` (n_systems, 3), and a
-    list has one cutoff; so it is not the sum of what is best for each of them. A pair costs its search, too, since a
-    list of a batch is seldom used twice.
+    All systems have the same cutoff and the same number of mesh points, enough for the longest axes among ``lengths``
+    (n_systems, 3); so the best choice for the batch is not that for each system. The cost of a pair includes its
+    search, because the neighbor list of a batch is seldom used twice.
     """
     n_atoms = n_atoms.clip(1.0, None)
     spacing = np.exp(np.log(average_distance(n_atoms, volume)).mean(keepdims=True))
@@ -488,7 +534,10 @@ def batch_mesh_cutoff(
 
 @functools.lru_cache(maxsize=MOST_REMEMBERED)
 def mesh_size(length: float, spacing: float, order: int, padding: float) -> int:
-    """Points along an axis: at least ``length / spacing``, a product of 2, 3, 5 and 7 that transforms like."""
+    """Number of points along an axis: at least ``length / spacing``, a product of 2, 3, 5 and 7 that FFTs prefer.
+
+    Among the sizes that are larger by up to the fraction ``padding``, the one with the fewest operations.
+    """
     least = max(order, int(np.ceil(length / spacing * (1.0 - 1e-9))))
     size = least
     while not _has_small_factors(size):
@@ -498,7 +547,7 @@ def mesh_size(length: float, spacing: float, order: int, padding: float) -> int:
 
 
 _WORK = {2: 1.0, 3: 1.9, 5: 3.4, 7: 5.2}
-"""Operations of a Fourier transform by prime factors of its size, for each point, about."""
+"""Approximate operations of a Fourier transform per point, for each prime factor of its size."""
 
 
 def _has_small_factors(n: int) -> bool:
@@ -514,4 +563,4 @@ def _work(n: int) -> float:
         while n % prime == 0:
             n //= prime
             work += each
-    return size**3 * work  # the other axes grow with this one
+    return size**3 * work  # the other two axes are assumed to grow with this one

@@ -1,8 +1,9 @@
-"""Which k-vectors an Ewald sum uses, as numpy arrays.
+"""The k-vectors of an Ewald sum, as numpy arrays.
 
-Of k and -k one is enough, and the four vectors (n_x, ±n_y, ±n_z) are one *point* of `nvalchemiops.kernels.fourier`. The
-weights of a point say how often each of its vectors counts in a sum over all k-vectors: twice if n_x > 0, where
-there is no point for -k; not at all where two signs are the same vector.
+Only one of k and -k is needed, and the four vectors (n_x, ±n_y, ±n_z) form one *point* of
+`nvalchemiops.kernels.fourier`. The weights of a point say how often each of its vectors counts in a sum over all
+k-vectors: twice if n_x > 0, since there is no point for -k; not at all if the vector is too long, or equal to another
+one of the point.
 """
 
 import numpy as np
@@ -11,10 +12,10 @@ from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models
 
 MOST_VECTORS = 1e8
-"""More than this is a mistake in the arguments rather than a system; the sum would take hours."""
+"""Largest number of k-vectors. More indicate wrong arguments; the sum would take hours."""
 
 MOST_AT_ONCE = 2**13
-"""Points that are looked at together, of several systems: as many as stay in a cache."""
+"""Number of candidate points, of several systems, that are tested together: as many as fit into a cache."""
 
 _SIGNS = np.array([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]])
 
@@ -26,11 +27,11 @@ def bounds(cell: np.ndarray, k_cutoff: np.ndarray) -> np.ndarray:
 
 
 def in_steps(cell: np.ndarray) -> np.ndarray:
-    """Cells (n_systems, 3, 3) of which those that differ little have the same: with lengths and shears in steps.
+    """Cells (n_systems, 3, 3) rounded in steps, so that cells that differ little usually become equal.
 
-    The cell is turned so that it is a lower triangular matrix. Its diagonal is one of `error_models.STEPS`, and what a
-    vector is sheared along another one is a multiple of a part of that, so that no length is off by more than about a
-    step. Singular cells stay as they are.
+    Each cell is rotated into a lower triangular matrix. Its diagonal entries are rounded to steps
+    (`error_models.in_steps`), and its shears to multiples of 1/`error_models.STEPS` of the diagonal entry of the same
+    column, so that no length changes by more than about a step. Singular cells are not changed.
     """
     triangle = np.asarray(np.linalg.qr(cell.transpose(0, 2, 1), mode="r")).transpose(0, 2, 1)
     lengths = np.diagonal(triangle, axis1=1, axis2=2)
@@ -42,7 +43,7 @@ def in_steps(cell: np.ndarray) -> np.ndarray:
 
 
 def half_box(bound: tuple[int, int, int]) -> np.ndarray:
-    """Miller indices (n, 3) of all vectors up to these numbers, but for the origin, one of each k and -k."""
+    """Miller indices (n, 3) of all vectors with indices up to ``bound``, one of each k and -k, without the origin."""
     x = np.arange(bound[0] + 1)
     y, z = (np.concatenate([np.arange(b + 1), np.arange(-b, 0)]) for b in bound[1:])
     grid = np.stack(np.meshgrid(x, y, z, indexing="ij"), axis=-1).reshape(-1, 3)
@@ -51,15 +52,26 @@ def half_box(bound: tuple[int, int, int]) -> np.ndarray:
 
 
 def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Points (n, 3) of k-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,), the origin of each first.
+    """Points of all k-vectors of cells (n_systems, 3, 3) up to the lengths ``k_cutoff`` (n_systems,).
 
-    With their weights (n, 4), and where the points of each system begin (n_systems + 1,).
+    Returns
+    -------
+    points : (n, 3) int32 array
+        The origin of each system comes first.
+    weights : (n, 4) array
+    begin : (n_systems + 1,) int array
+        First point of each system; the last value is n.
+
+    Raises
+    ------
+    ValueError
+        There are more than `MOST_VECTORS` k-vectors.
     """
     expected = np.max(np.abs(np.linalg.det(cell)) * k_cutoff**3, initial=0.0) / (12.0 * np.pi**2)
     if not expected <= MOST_VECTORS:
         raise ValueError(
-            f"about {expected:.1e} k-vectors would be needed: give a longer neighbor list or its `cutoff`, a "
-            "smaller `alpha` or `k_cutoff`, or a lower `accuracy`"
+            f"about {expected:.1e} k-vectors would be needed: give a neighbor list with a longer cutoff, a longer "
+            "`cutoff`, a smaller `alpha` or `k_cutoff`, or a lower `accuracy`"
         )
     inverse = np.linalg.inv(cell)
     metric = (2.0 * np.pi) ** 2 * inverse.transpose(0, 2, 1) @ inverse
@@ -80,14 +92,14 @@ def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> tuple[np.ndarray, n
 def _points_in_boxes(
     sizes: np.ndarray, metric: np.ndarray, squared: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Points (n, 3) of vectors with Miller indices below ``sizes`` (n_systems, 3) and squares up to ``squared``.
+    """Points of vectors with Miller indices below ``sizes`` (n_systems, 3) and squared lengths up to ``squared``.
 
-    With their weights (n, 4), and how many there are of each system.
+    The results are the points (n, 3), their weights (n, 4), and the number of points of each system.
     """
     in_box = sizes.prod(1)
 
     def of_point(values: np.ndarray) -> np.ndarray:
-        """The value of its system for each point of the boxes."""
+        """For each point of the boxes, the value of its system."""
         return values if len(values) == 1 else np.repeat(values, in_box)
 
     if len(sizes) == 1:
@@ -109,7 +121,7 @@ def _points_in_boxes(
 
 
 def points_of_indices(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Points of the vectors with these Miller indices and of their opposites, each once, and of the origin."""
+    """Points and weights of the vectors with these Miller indices, of their opposites, each once, and of the origin."""
     both = np.concatenate([np.zeros((1, 3), dtype=np.int64), indices, -indices])
     both = both[both[:, 0] >= 0]
     points, place = np.unique(np.abs(both), axis=0, return_inverse=True)

@@ -1,1 +1,1 @@
-"""Pair potentials: a formula, its derivatives of any order, and the one kernel that sums it over neighbors."""
+"""Pair potentials: the formula, its derivatives to any order, and the kernel that sums it over neighbors."""

@@ -1,18 +1,20 @@
-"""Derivatives of a pair's energy, of any order, printed as C++.
+"""Derivatives of the energy of a pair, to any order, written as C++.
 
-Let F(y) = Σ_pairs ω u(r, p_i, p_j, θ) be the energy with weights, y the collection of all that it depends on:
-positions, cell, parameters, and weights, ω = (w_i + w_j)/2 for a pair. The family of functions
+Let F(y) = Σ_pairs ω u(r, p_i, p_j, θ) be the weighted energy, where ω = (w_i + w_j)/2 is the weight of a pair, and y
+collects all variables: positions, cell, parameters and weights. The family of functions
 
-    T_n(y; v_1 .. v_n) = gradient by y of the n-fold derivative of F in the directions v_1 .. v_n
+    T_n(y; v_1 .. v_n) = gradient with respect to y of the n-fold derivative of F in the directions v_1 .. v_n
 
-is closed under differentiation: the vector-Jacobian product of T_n with a vector v is T_{n+1}(y; v_1 .. v_n, v) for y,
-and T_n with v in the place of v_k for v_k. T_0 holds the forces, and as the gradient by the weights the energies of
-the atoms. F is linear in the weights, so a direction that changes nothing but the weights takes their place, one order
-lower.
+is closed under differentiation. If v is the incoming gradient of T_n in a backward pass, the gradient with respect to y
+is T_{n+1}(y; v_1 .. v_n, v), and the gradient with respect to v_k is T_n with v in place of v_k. T_0 contains the
+forces (with opposite sign) and, as the gradient with respect to the weights, the energies of the atoms. F is linear in
+the weights: if a direction changes only the weights, the derivative is the function one order lower with this direction
+as weights.
 
-Geometry enters through scalar products alone: s = d.d of the displacement d, and b_k = d.δ_k, c_kl = δ_k.δ_l with
-its changes δ_k in the directions. In the direction v_k, s changes by 2 b_k, b_l by c_kl, parameters and weights by
-their part of v_k; so each derivative is again a function of scalars, and its gradient by d is 2 F_s d + Σ F_b_k δ_k.
+The geometry enters only through scalar products: s = d.d of the displacement d, b_k = d.δ_k and c_kl = δ_k.δ_l, where
+δ_k is the change of d in direction v_k. In the direction v_k, s changes by 2 b_k, b_l by c_kl, and parameters and
+weights by their parts of v_k. So each derivative G of F is again a function of scalars, and its gradient with respect
+to d is 2 ∂G/∂s d + Σ_k ∂G/∂b_k δ_k.
 """
 
 import functools
@@ -26,19 +28,22 @@ from nvalchemiops.kernels.kept_text import kept_text
 from nvalchemiops.kernels.special import FUNCTIONS
 
 POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS, VIRIAL = "r", "c", "p", "g", "w", "v"
-"""Letters of the parts of a direction, and of the gradients asked for; the gradient by the weights is the energies."""
+"""Letters of the variables that a direction changes, and of the requested gradients.
+
+The gradient with respect to the weights is the energies of the atoms.
+"""
 
 
 class Request(NamedTuple):
-    """Which member of the family, and which parts of it.
+    """The requested member of the family of derivatives, and the requested parts of it.
 
     Attributes
     ----------
     formula : Formula
     directions : tuple of str
-        The letters of the quantities that each direction changes.
+        For each direction, the letters of the variables that it changes.
     outputs : str
-        The letters of the gradients asked for.
+        The letters of the requested gradients.
     weights : bool
         Whether atoms have weights other than one.
     excluding : bool
@@ -58,19 +63,19 @@ class Request(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Statements and results in C++, in lists as a file holds them.
+    """Statements and results in C++, as lists and dicts that can be stored as JSON.
 
     Attributes
     ----------
     inputs : list of str
         Names of the symbols that are used, sorted.
     shared, of_pair : list of str
-        Statements that all pairs of an atom share, and those of each pair.
+        Statements that are the same for all pairs of an atom, and those of each pair.
     results : dict
-        Code for "energy", "derivative", "derivative<k>", "own<m>", "table<m>" and "shared<m>", and for the parts of an
-        atom by itself: "self_energy", "self_own<m>" and "self_shared<m>".
+        Code for "energy", "derivative", "derivative<k>", "own<m>", "table<m>" and "shared<m>", and for the self energy
+        of an atom and its derivatives: "self_energy", "self_own<m>" and "self_shared<m>".
     functions : list of str
-        Names of the functions called.
+        Names of the functions that are called.
     """
 
     inputs: list[str]
@@ -81,22 +86,25 @@ class Program(NamedTuple):
 
 
 FILES = (__file__, str(sys.modules[Formula.__module__].__file__))
-"""The code that programs depend on."""
+"""The source files on which programs depend."""
 
 
 @functools.cache
 def program(request: Request) -> Program:
-    """Statements that compute the parts of ``T_n`` asked for, for one pair."""
+    """Statements that compute the requested parts of ``T_n`` for one pair."""
     return Program(*kept_text(FILES, request, lambda: printed(derivatives(request))))
 
 
 def printed(results: Mapping[str, Any], definitions: Mapping[Any, Any] | None = None) -> Program:
-    """Statements that compute these expressions of `symbols_of` a formula and of symbols defined by such, in order."""
+    """Statements that compute the expressions ``results``.
+
+    The expressions contain the symbols of a formula (`symbols_of`), and symbols that ``definitions`` defines in order.
+    """
     return _Printer(results, definitions or {}).program()
 
 
 def derivatives(request: Request) -> dict[str, Any]:
-    """The parts of ``T_n`` asked for, of a pair and of an atom, as sympy expressions; names as in `Program.results`."""
+    """The requested parts of ``T_n`` of a pair and of an atom as sympy expressions, named as in `Program.results`."""
     import sympy
 
     formula, outputs = request.formula, request.outputs
@@ -104,7 +112,7 @@ def derivatives(request: Request) -> dict[str, Any]:
     omega, weight = sympy.Symbol("omega", real=True), sympy.Symbol("w_i", real=True)
     alone = self_energy(formula)
     pair, atom = omega * pair_energy(formula), weight * (0 if alone is None else alone)
-    products: list[tuple[int, Any]] = []  # of the directions so far: number, b
+    products: list[tuple[int, Any]] = []  # number k and symbol b_k of the directions so far
     for k, parts in enumerate(request.directions):
         changes: list[tuple[Any, Any]] = []
         if request.moves[k]:
@@ -124,7 +132,7 @@ def derivatives(request: Request) -> dict[str, Any]:
             products.append((k, b))
     results: dict[str, Any] = {}
     if WEIGHTS in outputs:
-        # of the weight of a pair, weights of atoms are only a part
+        # the weight omega of a pair also contains the factor of a scaled pair
         factor = sympy.Symbol("factor", real=True) if request.excluding else 1
         results |= {"energy": factor * pair.diff(omega), "self_energy": atom.diff(weight)}
     if set(outputs) & {POSITIONS, CELL, VIRIAL}:
@@ -144,24 +152,24 @@ def derivatives(request: Request) -> dict[str, Any]:
 
 
 def direction_of(symbol: Any, k: int) -> Any:
-    """The symbol for the part of direction k that belongs to ``symbol``."""
+    """The symbol for the change of ``symbol`` in direction k."""
     import sympy
 
     return sympy.Symbol(f"{symbol}_d{k}", real=True)
 
 
 def is_shared(name: str) -> bool:
-    """Whether all pairs of an atom have the same value of this symbol."""
+    """Whether this symbol has the same value for all pairs of an atom."""
     return name.startswith(("own", "shared", "w_i")) or name in ("cutoff", "r_switch")
 
 
 class _Code(NamedTuple):
     text: str
-    shared: bool  # among the pairs of an atom
+    shared: bool  # the same for all pairs of an atom
 
 
 class _Printer:
-    """Prints expressions as statements, each part once; what pairs share apart from the rest."""
+    """Writes expressions as statements: each subexpression once, with those that pairs share in a separate list."""
 
     def __init__(self, results: Mapping[str, Any], definitions: Mapping[Any, Any]) -> None:
         import sympy
@@ -172,7 +180,7 @@ class _Printer:
         self.done: dict[Any, _Code] = {}
         self.squared = sympy.Symbol("s", positive=True)
         expressions = [_with_shared_exponential(e) for e in results.values()]
-        # powers of the distance hide behind symbols, or common subexpressions would tear them apart
+        # replace powers of the distance by symbols, which the search for common subexpressions cannot split
         powers = {p for e in expressions for p in e.atoms(sympy.Pow) if p.base == self.squared and p.exp.is_Rational}
         self.has_root = any(not p.exp.is_Integer for p in powers)
         self.powers = {sympy.Symbol(f"power{p.exp}", positive=True): p for p in powers}
@@ -188,7 +196,7 @@ class _Printer:
         return Program(sorted(self.inputs), self.statements[True], self.statements[False], self.results, self.functions)
 
     def keep(self, text: str, shared: bool) -> _Code:
-        """A name for the value of ``text``, which may be a name or a number already."""
+        """A name for the value of ``text``: a new one, unless ``text`` is already a name or a number."""
         if re.fullmatch(r"\w+|one\([-+.\w]+\)", text):
             return _Code(text, shared)
         name = f"{'a' if shared else 'x'}{len(self.statements[shared])}"
@@ -284,7 +292,7 @@ class _Printer:
         return self.keep(f"{self.function('pow', shared)}({self.wide(a, shared)}, {self.wide(b, shared)})", shared)
 
     def power_of_distance(self, exponent: Any) -> _Code:
-        """Powers of s from the square root and the inverse, of which one each is computed."""
+        """A power of s, from its square root and its inverse, each of which is computed only once."""
         import sympy
 
         half = sympy.Rational(1, 2)
@@ -328,7 +336,7 @@ class _Printer:
             return self.keep(f"{x} >= one(0.0) ? {kind}(one(1.0)) : {x} < one(0.0) ? {kind}(one(0.0)) : {x}", shared)
         if name == "select":
             condition, a, b = texts
-            # a condition that is no number gives none
+            # a NaN as condition gives NaN
             text = f"{condition} == one(0.0) ? {b} : {condition} == {condition} ? {a} : {condition}"
             return self.keep(text, shared)
         return self.keep(f"{self.function(name, shared)}({', '.join(texts)})", shared)
@@ -345,7 +353,7 @@ class _Printer:
 
 
 def _with_shared_exponential(expression: Any) -> Any:
-    """Error functions as functions of x and exp(-x^2), which their derivatives contain as well."""
+    """Replace error functions by functions of x and exp(-x^2), which their derivatives contain as well."""
     import sympy
 
     erfc_from, erf_from = sympy.Function("erfc_from"), sympy.Function("erf_from")

@@ -1,8 +1,8 @@
-"""From the text of a pair potential to a sympy expression. The text is data: it is parsed, never run.
+"""Conversion of the text of a pair potential to a sympy expression. The text is parsed, never executed.
 
-The grammar is that of arithmetic in Python, with ``^`` as another way to write ``**``; definitions follow after
-semicolons, as in ``"4*epsilon*((sigma/r)**12 - (sigma/r)**6); sigma = (sigma1 + sigma2)/2; epsilon = ..."``, in any
-order. Parameters of the two atoms end in 1 and 2. The conventions are those of OpenMM's custom forces.
+The grammar is that of arithmetic in Python, with ``^`` as another way to write ``**``. Definitions may follow after
+semicolons, in any order, as in ``"4*epsilon*((sigma/r)**12 - (sigma/r)**6); sigma = (sigma1 + sigma2)/2; ..."``.
+Parameters of the two atoms end in 1 and 2. The conventions are those of OpenMM's custom forces.
 """
 
 import ast
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     import sympy
 
 MAX_LENGTH = 10_000
-"""Characters in an expression. A longer one is a mistake, and would take minutes to differentiate."""
+"""Most characters in an expression. A longer one is probably a mistake, and would take minutes to differentiate."""
 
 MAX_EXPONENT = 200
-"""Largest numeric exponent: r**200 over- or underflows within a factor of 35 in r."""
+"""Largest numeric exponent: r**200 overflows or underflows if r changes by a factor of 35."""
 
 MAX_NUMBER = 1e300
 
 SAMPLES = 150
-"""Random points at which an expression is compared with the two atoms exchanged."""
+"""Number of random points at which an expression is compared with the two atoms exchanged."""
 
 SEPARATOR = "|"
-"""Between the parts of `Formula.text`; no expression contains it."""
+"""Separates the parts of `Formula.text`; expressions must not contain it."""
 
 RESERVED = ("r", "cutoff", "r_switch", "pi")
-"""Symbols that are no parameters: the distance, and where the potential ends and begins to be switched off."""
+"""Names that parameters cannot have: the distance, the cutoff, the distance at which switching begins, and pi."""
 
 
 class Formula(NamedTuple):
-    """A pair potential as it was written: all that its kernels depend on.
+    """A pair potential as it was written: everything on which its kernels depend.
 
     Attributes
     ----------
@@ -49,9 +49,9 @@ class Formula(NamedTuple):
     shifted : bool
         Subtract the value at the cutoff.
     switched : bool
-        Go to zero smoothly from ``r_switch`` to ``cutoff``.
+        Switch the energy off smoothly between ``r_switch`` and ``cutoff``.
     self_energy : str
-        Energy of an atom alone, a function of its parameters; none by default.
+        Self energy of an atom as a function of its parameters; none by default.
     """
 
     expression: str
@@ -64,8 +64,8 @@ class Formula(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The formula as a string, from which `read` makes it again, in any process."""
-        # put together by hand, so that a compiler can follow
+        """The formula as a string, which `read` converts back, in any process."""
+        # joined by hand, so that torch.compile can trace it
         names = [",".join(group) for group in (self.per_atom, self.global_parameters, self.per_pair)]
         flags = "shifted" * self.shifted + "switched" * self.switched
         return SEPARATOR.join([self.expression, *names, flags, self.self_energy])
@@ -73,14 +73,14 @@ class Formula(NamedTuple):
     @staticmethod
     @functools.cache
     def read(text: str) -> "Formula":
-        """The formula that ``text`` was made of."""
+        """The formula whose `Formula.text` is ``text``."""
         expression, *groups, flags, alone = text.split(SEPARATOR)
         own, shared, tables = (tuple(group.split(",")) if group else () for group in groups)
         return Formula(expression, own, shared, tables, "shifted" in flags, "switched" in flags, alone)
 
 
 class Symbols(NamedTuple):
-    """The variables of the energy of a pair. What belongs to one atom comes twice."""
+    """The variables of the energy of a pair. Parameters of atoms appear twice, once for each atom."""
 
     squared: "sympy.Symbol"  # square of the distance
     own: tuple["sympy.Symbol", ...]  # parameters of the first atom
@@ -108,7 +108,7 @@ def check_names(formula: Formula) -> None:
     names = [*formula.per_atom, *formula.global_parameters, *formula.per_pair]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"the parameter '{name}' is declared twice, but a call gives it by its name")
+            raise ValueError(f"the parameter '{name}' is declared twice: names must be unique")
 
 
 @functools.cache
@@ -132,15 +132,15 @@ def symbols_of(formula: Formula) -> Symbols:
 
 @functools.cache
 def pair_energy(formula: Formula) -> Any:
-    """The energy of a pair closer than the cutoff as a sympy expression of `symbols_of` the formula.
+    """The energy of a pair closer than the cutoff, as a sympy expression of the symbols of the formula (`symbols_of`).
 
     Raises
     ------
     ValueError
-        The expression cannot be read, uses an unknown symbol or function, or does not use a declared one; the message
-        says which and where. Or it changes its value when the two atoms are exchanged: a pair has no order.
+        The expression cannot be read, uses an unknown symbol or function, or does not use a declared parameter; the
+        message says which and where. Or its value changes when the two atoms are exchanged.
     TypeError
-        The expression is no string.
+        The expression is not a string.
     """
     import sympy
 
@@ -171,7 +171,7 @@ def pair_energy(formula: Formula) -> Any:
 
 @functools.cache
 def self_energy(formula: Formula) -> Any:
-    """The energy of an atom alone as a sympy expression of its parameters, or None. Raises as `pair_energy`."""
+    """The self energy of an atom as a sympy expression of its parameters, or None. Raises as `pair_energy` does."""
     import sympy
 
     if not formula.self_energy:
@@ -186,13 +186,13 @@ def self_energy(formula: Formula) -> Any:
 
 
 def check_formula(formula: Formula) -> None:
-    """Raise as `pair_energy` unless the energies of a pair and of an atom can be used."""
+    """Raise, as `pair_energy` does, unless the energies of a pair and of an atom are valid."""
     pair_energy(formula)
     self_energy(formula)
 
 
 def _switch(r: Any, symbols: Symbols) -> Any:
-    """1 up to ``r_switch``, then 1 - 10 x^3 + 15 x^4 - 6 x^5, of which two derivatives vanish at both ends."""
+    """1 up to ``r_switch``, then 1 - 10 x^3 + 15 x^4 - 6 x^5, whose first two derivatives vanish at both ends."""
     x = (r - symbols.r_switch) / (symbols.cutoff - symbols.r_switch)
     return Select(Step(x), 1 + x**3 * (-10 + x * (15 - 6 * x)), 1)
 
@@ -211,7 +211,7 @@ def _check_uses(energy: Any, formula: Formula, symbols: Symbols) -> None:
 
 
 def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
-    """Compare with the atoms exchanged; raise, too, if the energy is a real number nowhere."""
+    """Raise unless the energy is the same with the two atoms exchanged, and is a real number somewhere."""
     import mpmath
     import sympy
 
@@ -227,13 +227,13 @@ def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
     source = random.Random(0)
     compared = 0
     for n in range(SAMPLES):
-        # over a few decades of distance, where steps may be
+        # over several decades of distance, because a step may be anywhere
         ranges = {symbols.squared: (0.01, 1000.0), symbols.cutoff: (0.3, 30.0), symbols.r_switch: (0.2, 10.0)}
         point = [
             math.exp(source.uniform(*map(math.log, ranges.get(a, (0.3, 2.0) if n % 2 else (0.01, 100.0)))))
             for a in arguments
         ]
-        if n % 3 == 0:  # charges have either sign, lengths have not
+        if n % 3 == 0:  # charges have either sign; lengths are positive
             point = [p if a in ranges else source.choice((p, -p)) for a, p in zip(arguments, point)]
         try:
             there, back = (f(*map(mpmath.mpf, point)) for f in both)
@@ -247,17 +247,17 @@ def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
         if abs(there - back) > 1e-9 * (abs(there) + abs(back)) + 1e-12:
             r = math.sqrt(dict(zip(arguments, point)).get(symbols.squared, 1))
             raise ValueError(
-                "`expression` is not symmetric: it changes its value when the two atoms are exchanged, but a pair has "
-                f"no order. At r = {r:.3f} with random parameters it "
-                f"gives {float(mpmath.re(there)):.6g} and {float(mpmath.re(back)):.6g}. Write it symmetrically, for "
-                "instance as the mean of both orders"
+                "`expression` is not symmetric: its value changes when the two atoms are exchanged, but a pair has no "
+                f"order. At r = {r:.3f} with random parameters, its "
+                f"values are {float(mpmath.re(there)):.6g} and {float(mpmath.re(back)):.6g}. Write it symmetrically, "
+                "for instance as the mean of both orders"
             )
     if not compared:
-        raise ValueError(f"`expression` is no finite real number at any of {SAMPLES} random points")
+        raise ValueError(f"`expression` is not a finite real number at any of {SAMPLES} random points")
 
 
 class _Reader:
-    """Reads one expression with its definitions, by walking Python's syntax tree of it."""
+    """Reads one expression with its definitions, by walking its Python syntax tree."""
 
     def __init__(self, label: str, text: Any, known: dict[str, Any], per_atom: Sequence[str]) -> None:
         if not isinstance(text, str):
@@ -266,7 +266,7 @@ class _Reader:
             raise ValueError(f"`{label}` has {len(text)} characters, more than {MAX_LENGTH}")
         self.label = label
         self.text = text
-        for character in "#\\" + SEPARATOR:  # Python's syntax has comments and more
+        for character in "#\\" + SEPARATOR:  # comments and line continuations of Python are not part of the grammar
             if character in text:
                 raise self.error(f"'{character}' is not known here", text.index(character))
         self.known = dict(known)
@@ -307,7 +307,7 @@ class _Reader:
         )
 
     def parse(self, part: str, offset: int) -> Any:
-        # Python's ^ binds more loosely than +, so it is replaced before; columns are counted back
+        # Python's ^ binds more loosely than +, so it is replaced by ** first; `columns` maps back to the given text
         text, columns = "", []
         for column, c in enumerate(part):
             c = "**" if c == "^" else " " if c.isspace() else c
@@ -354,7 +354,7 @@ class _Reader:
             case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
                 if not abs(value) <= MAX_NUMBER:
                     raise self.error("the number is too large", column(node))
-                result: Any = sympy.Rational(repr(value))  # decimal fractions as they are written
+                result: Any = sympy.Rational(repr(value))  # exact decimal fractions
             case ast.Name(id=name):
                 result = self.symbol(name, column(node))
             case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
@@ -387,7 +387,7 @@ class _Reader:
         return result
 
     def check_constant(self, value: Callable[[], Any], position: int) -> None:
-        """Raise unless the value is a real number of a sane size."""
+        """Raise unless the value is a real number of at most `MAX_NUMBER`."""
         try:
             number = value()
         except ZeroDivisionError:
@@ -408,7 +408,7 @@ class _Reader:
         if len(arguments) != count:
             raise self.error(f"{name} takes {count} argument{'s' * (count > 1)}, got {len(arguments)}", position)
         if hasattr(math, name) and all(a.is_number for a in arguments):
-            # before sympy tries, which may take for ever
+            # checked first, because sympy may take forever to evaluate a huge argument
             self.check_constant(lambda: getattr(math, name)(*map(float, arguments)), position)
         return make(*arguments)
 
@@ -429,7 +429,7 @@ def _sympy(name: str) -> Callable[..., Any]:
 
 
 def Step(x: Any) -> Any:
-    """1 for x >= 0, otherwise 0; a function whose derivative is taken to be zero."""
+    """1 for x >= 0, otherwise 0; its derivative is defined as zero."""
     return _own_functions()[0](x)
 
 
@@ -439,15 +439,18 @@ def Select(condition: Any, a: Any, b: Any) -> Any:
 
 
 def LowerGamma(a: Any, x: Any) -> Any:
-    """``x^-a γ(a, x)``, an incomplete gamma function; its derivative by x is minus that of a + 1."""
+    """``x^-a γ(a, x)``, a form of the incomplete gamma function.
+
+    Its derivative with respect to x is minus the same function of a + 1.
+    """
     if not (a.is_Rational and a > 0 and (2 * a).is_Integer):
-        raise ValueError("the first argument of lower_gamma must be a positive half of a whole number")
+        raise ValueError("the first argument of lower_gamma must be a positive integer or half-integer")
     return _own_functions()[2](a, x)
 
 
 @functools.cache
 def _own_functions() -> tuple[Any, Any, Any]:
-    """These as sympy functions, made late: importing this module must not import sympy."""
+    """The classes of these sympy functions, made on first use: importing this module must not import sympy."""
     import sympy
 
     class LowerGamma(sympy.Function):
@@ -497,7 +500,7 @@ def _absolute(x: Any) -> Any:
 
 
 def without_absolutes(expression: Any) -> Any:
-    """The same with the absolute values and signs that sympy makes of roots of squares written by `Step`."""
+    """The same expression with ``Abs`` and ``sign``, which sympy makes of roots of squares, replaced by `Step`."""
     import sympy
 
     if not expression.has(sympy.Abs, sympy.sign):
@@ -519,5 +522,8 @@ FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     "select": (3, Select),
     "lower_gamma": (2, LowerGamma),
 }
-"""Functions of the language, with their number of arguments. ``step(x)`` is 1 for x >= 0 and otherwise 0;
-``select(c, a, b)`` is a where c is not zero, otherwise b; ``lower_gamma(a, x)`` is ``x^-a γ(a, x)`` for a number a."""
+"""Functions that expressions may contain, with their number of arguments.
+
+``step(x)`` is 1 for x >= 0 and otherwise 0; ``select(c, a, b)`` is a where c is not zero, otherwise b;
+``lower_gamma(a, x)`` is ``x^-a γ(a, x)`` for a positive integer or half-integer a.
+"""

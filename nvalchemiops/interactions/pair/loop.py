@@ -1,7 +1,7 @@
-"""The C++ of the loop over an atom's row of neighbors, with places that a formula and a request fill in.
+"""The C++ template of the loop over an atom's row of neighbors.
 
-The body of the kernels of `nvalchemiops.interactions.pair.sum` and of `nvalchemiops.interactions.pair.moments`, which
-say how the places ``@name@`` that differ are filled; `body` fills the others.
+The kernels of `nvalchemiops.interactions.pair.sum` and `nvalchemiops.interactions.pair.moments` are made from it. These
+modules supply the text for the placeholders ``@name@`` that differ between kernels; `body` fills in the others.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from nvalchemiops.kernels.special import scalar_functions, vector_functions
 from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
 
 BLOCK = 64
-"""Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
+"""Largest number of neighbors that are collected before they are evaluated; a multiple of `LANES`."""
 
 FAULTS = {
     1: "`neighbor_list` or `neighbor_matrix` holds an atom that does not exist",
@@ -26,14 +26,17 @@ FAULTS = {
     3: "`batch_idx` holds a system that does not exist",
     4: "`species` holds a species that the tables do not have",
 }
-"""Faults of indices, of which a kernel on a CPU reports the one with the highest number.
+"""Messages about invalid indices, by number. A kernel on a CPU reports the highest number that it finds.
 
-It reads nothing that they point to, and the results of the atom are NaN.
+Kernels never read memory at an invalid index; the results of the atom are NaN.
 """
 
 NO_NUMBER = 5
-"""Not a fault to raise for, but results that are NaN: a position that is not finite, a cell that is NaN, an image along
-a lattice vector of zeros, which is an open axis, neighbors that a search could not know."""
+"""Number for rows whose results are NaN without an error.
+
+The reason is a position that is not finite, a cell that is NaN, an image along a zero lattice vector (an open axis), or
+a neighbor search that failed to find the neighbors.
+"""
 
 SKELETON = """
     typedef @real@ real;
@@ -312,7 +315,10 @@ for (long long place = from_here; place < slot && any_open; ++place)
 
 
 def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any]) -> list[str]:
-    """The lines of ``text``: ``pieces`` in the place of a ``@name@`` alone on its line, ``numbers`` elsewhere."""
+    """The lines of ``text`` with placeholders filled in.
+
+    A ``@name@`` alone on its line is replaced by the lines ``pieces[name]``, any other by ``numbers[name]``.
+    """
     lines: list[str] = []
     for line in text.splitlines():
         whole = re.fullmatch(r"( *)@(\w+)@", line)
@@ -324,7 +330,7 @@ def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any
 
 
 class Array(NamedTuple):
-    """An array that a kernel takes."""
+    """An array that is an argument of a kernel."""
 
     name: str
     element: str  # "real", or a Warp scalar type
@@ -332,16 +338,16 @@ class Array(NamedTuple):
 
 
 SCALARS = {
-    "width": wp.int32,  # of a matrix
-    "padding": wp.int32,  # entries that are no neighbors
+    "width": wp.int32,  # of a neighbor matrix
+    "padding": wp.int32,  # value of entries that are not neighbors
     "cutoff_distance": wp.float64,
     "switch_distance": wp.float64,
 }
-"""Plain numbers that a kernel takes, between inputs and outputs."""
+"""Scalar arguments of a kernel, between its inputs and its outputs."""
 
 
 def kernel(name: str, body: str, precision: str, inputs: list[Array], outputs: list[Array]) -> Any:
-    """The kernel with this body, called by its content, too."""
+    """The kernel with this body. Its name contains a hash of its content."""
     real = getattr(wp, precision)
 
     def types(arrays: list[Array]) -> dict[str, Any]:
@@ -353,7 +359,7 @@ def kernel(name: str, body: str, precision: str, inputs: list[Array], outputs: l
 
 
 class Form(NamedTuple):
-    """What a loop must know about rows and atoms.
+    """The properties of rows and atoms on which the loop depends.
 
     Attributes
     ----------
@@ -362,11 +368,11 @@ class Form(NamedTuple):
     excluding : bool
         Whether some pairs are excluded or scaled by a factor.
     keeps_shifts : bool
-        Whether the image of a neighbor matters beyond its position.
+        Whether the shift of a neighbor is needed apart from its displacement.
     has_globals : bool
-        Whether there are parameters of systems.
+        Whether there are global parameters.
     n_species : int
-        Species in tables of parameters; 0 without tables.
+        Number of species in tables of parameters; 0 without tables.
     """
 
     periodic: bool
@@ -377,13 +383,13 @@ class Form(NamedTuple):
 
     @property
     def n_systems(self) -> str:
-        """C++ for the number of systems; empty if an atom need not know its system."""
+        """C++ for the number of systems; empty if the loop does not need the system of an atom."""
         if self.periodic:
             return "cell.shape[0]"
         return "global_parameters.shape[0]" if self.has_globals else ""
 
     def inputs(self) -> list[Array]:
-        """Arrays that describe rows, which a kernel takes last."""
+        """Arrays that describe rows: the last inputs of a kernel."""
         arrays = [Array("batch_idx", "int32", 1)] * bool(self.n_systems)
         arrays += [Array("row_begin", "int32", 1), Array("first", "int32", 1), Array("neighbors", "int32", 1)]
         arrays += [Array("shifts", "int32", 2)] * self.periodic
@@ -397,7 +403,7 @@ class Form(NamedTuple):
 NO_TABLES: dict[str, list[str]] = {
     name: [] for name in ("take_both", "take_both_gpu", "table_sums", "tables", "tables_gpu", "reduce_tables")
 }
-"""Places of what tables of parameters need."""
+"""Placeholders for the lines that tables of parameters need."""
 
 
 def vector(name: str, values: Sequence[str]) -> str:
@@ -425,13 +431,14 @@ def body(
     precision : str
         "float32" or "float64".
     functions : iterable of str
-        Those that the lines below call.
+        Names of the functions that the lines below call.
     totals : mapping
-        Names of the sums over the row, and the term of a pair in each.
+        Names of the sums over the row, and the term that a pair adds to each.
     shared, data, evaluation, results : list of str
-        Lines for what pairs have in common, for the data of a pair and its evaluation, and stores of ``sum_<name>``.
+        Lines that load values shared by all pairs, load the data of a pair, evaluate the pair, and store the sums
+        ``sum_<name>``.
     tables : mapping
-        Lines for the places of `NO_TABLES`.
+        Lines for the placeholders of `NO_TABLES`.
     """
     functions = list(functions)
     real = {"float32": "float", "float64": "double"}[precision]
@@ -461,7 +468,7 @@ def body(
     }
     numbers = {
         "real": real,
-        "no_padding": f"({NO_PADDING + 1} - 1)",  # in C++ the number itself would be the negative of one too large
+        "no_padding": f"({NO_PADDING + 1} - 1)",  # C++ has no literal for the lowest int32
         "no_number": NO_NUMBER,
         "block": BLOCK,
         "room": BLOCK + 2 * LANES,
@@ -488,7 +495,7 @@ def _checks(form: Form) -> list[str]:
 
 
 def _look(form: Form) -> list[str]:
-    """The image of a neighbor, and whether the pair is excluded or scaled."""
+    """Lines that load the shift and the factor of a pair, and check the species of the neighbor."""
     lines = []
     if form.keeps_shifts:
         lines += ["for (int a = 0; a < 3; ++a) it.shift[a] = shifts.data[3 * slot + a];"]
@@ -511,7 +518,7 @@ def _look(form: Form) -> list[str]:
 
 
 def _fast(form: Form) -> list[str]:
-    """The way through a row without exclusions and tables."""
+    """Lines that collect `LANES` neighbors at a time, for rows without exclusions and tables."""
     if form.excluding or form.n_species:
         return []
     keep = [
@@ -527,6 +534,6 @@ def _fast(form: Form) -> list[str]:
 
 
 def _collect(form: Form, place: str, factor: str, shift: str) -> list[str]:
-    """Stores of a neighbor in a block, beside its displacement."""
+    """Lines that store the factor and the shift of a neighbor in the block."""
     lines = [f"block.factor{place} = {factor};"] * form.excluding
     return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a]{place} = {shift};"] * form.keeps_shifts

@@ -1,23 +1,27 @@
-"""Sums over pairs of moments: derivatives of a radial function by both positions, contracted with moments.
+"""Sums over pairs of moments: derivatives of a radial function with respect to both positions, contracted with moments.
 
-An atom i with neighbors j gets, for the numbering of derivatives in `nvalchemiops.kernels.moments`,
+With derivatives numbered as in `nvalchemiops.kernels.moments`, the result of atom i with neighbors j is
 
     out_i^a = Σ_j Σ_b m_j^b ∂_i^a ∂_j^b u(|x_j - x_i|; p_i, p_j, θ)
 
-The sum Σ_i g_i^a out_i^a is symmetric: g and m may be exchanged. So its derivative by m is the sum of g, by a
-position both with one more derivative, by a parameter the same of ∂u/∂p, and by the cell the sum over pairs of the
-shift times the derivative by the displacement. In a direction δ = shift h' of the displacement, one of the cell,
-the sum is that of (δ.∇) u. So sums with any number of such directions are closed under differentiation.
+The sum S = Σ_i g_i^a out_i^a is symmetric in g and m. So its derivatives are sums of the same kind:
 
-**Contraction.** No tensor of derivatives of u is formed. With d = x_j - x_i, s = d.d and B_n = (-2 d/ds)^n u, a
-homogeneous polynomial f of order λ of derivatives gives, by Hobson's theorem (E. W. Hobson, Proc. London Math. Soc.
-24, 55 (1892)),
+* with respect to m: the sum ``out`` of g;
+* with respect to a position: the sums of g and of m with one more derivative;
+* with respect to a parameter p: such sums with ∂u/∂p instead of u;
+* with respect to the cell: the sum over pairs of the shift times the derivative with respect to the displacement.
+
+If the cell changes in a direction h', a displacement changes by δ = shift h', and the derivative of S is the same sum
+with (δ.∇) u instead of u. So sums with any number of such directions are closed under differentiation.
+
+**Contraction.** No tensor of derivatives of u is formed. Let d = x_j - x_i, s = d.d and B_n = (-2 d/ds)^n u. For a
+homogeneous polynomial f of degree λ, Hobson's theorem (E. W. Hobson, Proc. London Math. Soc. 24, 55 (1892)) gives
 
     f(∂) u = Σ_t (-1)^(λ-t) B_(λ-t) Q_t(d),    Q_t = Δ^t f(d) / (2^t t!)
 
-The moments of j are such a polynomial. Let T_k^l be this sum with B_(n+k) in the place of B_n and with ∂^l Q in that
-of Q: then ∂_a T_k^l = T_k^(l+a) - d_a T_(k+1)^l. So a derivative of any order is a sum of few products of powers of d
-and T, whose numbers are those of Hermite polynomials.
+The moments of j of one order are the coefficients of such a polynomial. Let T_k^l be this sum with B_(n+k) instead of
+B_n and ∂^l Q_t instead of Q_t. Then ∂_a T_k^l = T_k^(l+a) - d_a T_(k+1)^l, so a derivative of any order is a sum of few
+products of a power of d and a T, with the coefficients of Hermite polynomials.
 """
 
 import functools
@@ -34,28 +38,29 @@ from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
 
 GATHERED = "m"
-"""Letter of the sums for each atom, beside those of `nvalchemiops.interactions.pair.derivatives`."""
+"""Letter of the sums ``out`` of each atom, in addition to those of `nvalchemiops.interactions.pair.derivatives`."""
 
 
 class Variant(NamedTuple):
-    """The choices that a kernel is written for.
+    """The choices for which a kernel is generated.
 
     Attributes
     ----------
     formula : Formula
         The radial function u.
     by : tuple of str
-        Parameters by which it is differentiated: "own<m>" of the atom, "other<m>" of its neighbors, "shared<m>".
+        Parameters with respect to which u is differentiated: "own<m>" of the atom, "other<m>" of its neighbors, and
+        global ones, "shared<m>".
     source : int
         Highest order of the moments of neighbors.
     derivatives : int
-        Highest order of derivatives by the position of the atom, of the sums for each atom.
+        Highest order, in the sums ``out`` of each atom, of derivatives with respect to the position of the atom.
     row : int
         Highest order of the moments of the atom itself, for the sums over pairs.
     outputs : str
-        Letters of the results: sums for each atom (m), derivative by the cell (c), virial (v).
+        Letters of the results: sums ``out`` of each atom (m), gradient with respect to the cell (c), virial (v).
     n_directions : int
-        Directions of the cell.
+        Number of directions of the cell.
     n_channels : int
     precision : str
         "float32" or "float64": that of positions and results.
@@ -64,7 +69,7 @@ class Variant(NamedTuple):
     excluding : bool
         Whether some pairs are excluded or scaled by a factor.
     apart : bool
-        Whether the parameters of an atom and those of it as a neighbor differ.
+        Whether an atom has other parameters as the atom of a row than as a neighbor.
     """
 
     formula: Formula
@@ -88,30 +93,30 @@ class Variant(NamedTuple):
 
     @property
     def order(self) -> int:
-        """Highest order of derivatives of u by the position of the atom."""
+        """Highest order of derivatives of u with respect to the position of the atom."""
         orders = [self.derivatives] * (GATHERED in self.outputs)
         orders += [self.row + 1] * self.sums_pairs
         return max(orders) + self.n_directions
 
     @property
     def sums_pairs(self) -> bool:
-        """Whether there are results of pairs, for which the moments of the atom are needed."""
+        """Whether there are sums over pairs, which need the moments of the atom of a row."""
         return CELL in self.outputs or VIRIAL in self.outputs
 
     @property
     def form(self) -> loop.Form:
-        """What the loop must know."""
+        """The properties on which the loop depends."""
         keeps_shifts = CELL in self.outputs or self.n_directions > 0
         return loop.Form(self.periodic, self.excluding, keeps_shifts, bool(self.formula.global_parameters))
 
 
 def width_of_sums(outputs: str) -> dict[str, int]:
-    """Columns that each output summed over a system takes, in their order."""
+    """Number of columns of each output that is summed over systems, in order."""
     return {letter: 9 for letter in (CELL, VIRIAL) if letter in outputs}
 
 
 def inputs_of(variant: Variant) -> list[Array]:
-    """Arrays that the kernel reads, in their order."""
+    """Arrays that the kernel reads, in order."""
     formula = variant.formula
     arrays = [Array("moments", "real", 3)]
     arrays += [Array("row_moments", "real", 3)] * variant.sums_pairs
@@ -125,7 +130,7 @@ def inputs_of(variant: Variant) -> list[Array]:
 
 
 def outputs_of(variant: Variant) -> list[Array]:
-    """Arrays that the kernel writes, in their order."""
+    """Arrays that the kernel writes, in order."""
     arrays = [Array("gathered", "real", 3)] * (GATHERED in variant.outputs)
     arrays += [Array("sums", "float64", 2)] * bool(width_of_sums(variant.outputs))
     return [*arrays, Array("fault", "int32", 1)]
@@ -136,14 +141,14 @@ _EWALD = [
     for precision in ("float64", "float32")
     for n in (1, 2)
 ]
-"""Kernels of Ewald sums of dipoles and of quadrupoles: energies, forces and gradients by moments."""
+"""Kernels of Ewald sums of dipoles and quadrupoles: energies, forces and gradients with respect to moments."""
 
 
 @kernel_variants(*((variant,) for variant in _EWALD))
 def moment_kernel(variant: Variant) -> Any:
-    """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
+    """The kernel for ``variant``, compiled at its first launch and kept on disk under a hash of its content.
 
-    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `loop.SCALARS` and the arrays of
+    Its parameters are ``offset``, the arrays of `inputs_of`, the numbers of `loop.SCALARS` and the arrays of
     `outputs_of`.
     """
     return loop.kernel("pair_moments", source(variant), variant.precision, inputs_of(variant), outputs_of(variant))
@@ -154,16 +159,17 @@ def moment_kernel(variant: Variant) -> Any:
 
 @functools.cache
 def radial(formula: Formula, by: tuple[str, ...], order: int) -> tuple[Program, list[str]]:
-    """Statements for B_0 to B_order, in two parts: those that come from sympy, and those that define B_n by them.
+    """Statements for B_0 to B_order, in two parts: those generated from sympy expressions, then those that define B_n.
 
-    Where ``s B_(n+1) - (2n + 1) B_n`` is shorter than B_(n+1), as for functions over r, B_(n+1) follows from B_n.
+    B_(n+1) is computed from B_n where ``s B_(n+1) - (2n + 1) B_n`` is a shorter expression than B_(n+1), as it is for a
+    function divided by r.
     """
     program, lines = kept_text((*FILES, __file__), (formula, by, order), lambda: _radial(formula, by, order))
     return Program(*program), lines
 
 
 def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
-    """The data of `radial`."""
+    """The result of `radial`, as lists and strings."""
     import sympy
 
     symbols = symbols_of(formula)
@@ -200,7 +206,7 @@ def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
 
 
 def _screened(function: Any, s: Any) -> list[tuple[Any, Any]]:
-    """Weights c and κ if this is ``Σ c erfc(κ r)/r`` with a sum of weights that may be zero; otherwise nothing."""
+    """The weights c and the κ of a function ``Σ c erfc(κ r)/r`` whose weights may add up to zero; otherwise nothing."""
     import sympy
 
     found = []
@@ -216,11 +222,11 @@ def _screened(function: Any, s: Any) -> list[tuple[Any, Any]]:
 
 
 def _overlapping(n_terms: int, order: int) -> list[str]:
-    """Statements for B_n of ``Σ c erfc(κ r)/r`` at κ r < 1 where the sum of the weights is zero, as at r = 0.
+    """Statements for B_n of ``Σ c erfc(κ r)/r`` at κ r < 1, including r = 0, if the weights c add up to zero.
 
-    There it is ``-Σ c erf(κ r)/r``, a difference of large numbers. With x = (κ r)² and
-    ``G_n = x^-(n + 1/2) γ(n + 1/2, x)``, a series of positive terms, ``B_n = -Σ c 2^n κ^(2n+1) G_n / sqrt(π)``,
-    and ``(n + 1/2) G_n = x G_(n+1) + exp(-x)``. NIST Digital Library of Mathematical Functions, 8.7.1 and 8.8.1.
+    The function is then ``-Σ c erf(κ r)/r``, and the usual statements would subtract large numbers. With x = (κ r)²
+    and ``G_n = x^-(n + 1/2) γ(n + 1/2, x)``, a series of positive terms, ``B_n = -Σ c 2^n κ^(2n+1) G_n / sqrt(π)`` and
+    ``(n + 1/2) G_n = x G_(n+1) + exp(-x)``. Source: NIST Digital Library of Mathematical Functions, 8.7.1 and 8.8.1.
     """
     lines = ["condition overlap = {charge} == one(0.0);"]
     lines += [f"overlap = overlap & ({{square{k}}} * s < one(1.0));" for k in range(n_terms)]
@@ -252,9 +258,9 @@ def _overlapping(n_terms: int, order: int) -> list[str]:
 
 
 def _without_constants(function: Any, s: Any) -> tuple[Any, dict[Any, Any]]:
-    """``function`` with symbols for its parts that are constant in s, as steps are, and what these symbols are.
+    """``function`` with its parts that are constant in s replaced by symbols, and the definitions of these symbols.
 
-    Derivatives would be written out in such parts, which may be long.
+    Steps count as constant. Otherwise such parts, which may be long, would be repeated in all derivatives.
     """
     import sympy
 
@@ -291,9 +297,10 @@ def _without_constants(function: Any, s: Any) -> tuple[Any, dict[Any, Any]]:
 
 
 class _Contraction:
-    """Statements for derivatives by the position of an atom of the potential of a neighbor's moments, of one channel.
+    """Statements for the derivatives, at an atom, of the potential of a neighbor's moments in one channel.
 
-    Names of moments are those of `components`; all others begin with ``prefix``, but for powers of the displacement.
+    ``moments`` holds the names of the moments by their `components`. All other names begin with ``prefix``, except for
+    powers of the displacement, which channels share.
     """
 
     def __init__(self, order: int, prefix: str, moments: dict[Component, str], powers: dict[Component, str]) -> None:
@@ -303,7 +310,7 @@ class _Contraction:
         self.n_directions = 0
 
     def keep(self, key: Any, text: str) -> str:
-        """A name for the value of ``text``, which may be that of a moment, or empty for zero."""
+        """A name for the value of ``text``: a new one, unless ``text`` is the name of a moment, or empty for zero."""
         if text and text not in self.moments.values():
             name = f"{self.prefix}{len(self.statements)}"
             self.statements.append(f"const lanes {name} = {text};")
@@ -323,7 +330,7 @@ class _Contraction:
         return self.powers[exponents]
 
     def polynomial(self, order: int, t: int, raised: Component) -> str:
-        """``∂^raised Q_t`` of the moments of one order; empty if it is zero."""
+        """``∂^raised Q_t`` of the moments of one order; empty if zero."""
         key = ("Q", order, t, raised)
         if key in self.known:
             return self.known[key]
@@ -336,7 +343,7 @@ class _Contraction:
         else:
             text = ""
             for exponents, name in self.moments.items():
-                # what is left of a monomial after all of its derivatives, of which t are Laplacians
+                # exponents of the monomial that the derivatives `raised` leave to the t Laplacians
                 rest = [e - r for e, r in zip(exponents, raised)]
                 if sum(exponents) != order or any(r < 0 or r % 2 for r in rest):
                     continue
@@ -347,7 +354,7 @@ class _Contraction:
         return self.keep(key, text)
 
     def chain(self, k: int, raised: Component) -> str:
-        """``T_k^raised``; empty if it is zero."""
+        """``T_k^raised``; empty if zero."""
         key = ("T", k, raised)
         if key in self.known:
             return self.known[key]
@@ -361,7 +368,7 @@ class _Contraction:
         return self.keep(key, text)
 
     def derivative(self, component: Component) -> str:
-        """``∂^component`` of the potential by the displacement; empty if it is zero."""
+        """``∂^component`` of the potential with respect to the displacement; empty if zero."""
         key = ("F", component)
         if key in self.known:
             return self.known[key]
@@ -372,7 +379,7 @@ class _Contraction:
             left = [c - r for c, r in zip(component, raised)]
             ways = math.prod(map(math.comb, component, raised))
             for pairs in _ranges([n // 2 for n in left]):
-                # of the derivatives left, those that act on a power of d in pairs, and those that do not
+                # a derivative left brings a factor d, or removes the factor d of another: `pairs` counts the latter
                 number = ways
                 for n, p in zip(left, pairs):
                     number *= math.factorial(n) // (2**p * math.factorial(p) * math.factorial(n - 2 * p))
@@ -388,7 +395,7 @@ class _Contraction:
         return self.keep(key, text)
 
     def along(self, component: Component, n_directions: int) -> str:
-        """The same along the first directions of the displacement, ``e<n>_<axis>``."""
+        """The same as `derivative`, differentiated along the first ``n_directions`` directions ``e<n>_<axis>``."""
         if n_directions == 0:
             return self.derivative(component)
         key = ("D", component, n_directions)
@@ -405,7 +412,7 @@ def _changed(component: Component, axis: int, step: int) -> Component:
 
 
 def _ranges(ends: list[int]) -> list[Component]:
-    """All triples of numbers up to ``ends``."""
+    """All triples of integers from 0 to ``ends``."""
     return [(a, b, c) for a in range(ends[0] + 1) for b in range(ends[1] + 1) for c in range(ends[2] + 1)]
 
 

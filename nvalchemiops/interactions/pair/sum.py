@@ -1,13 +1,13 @@
-"""The one kernel of all pair potentials: an atom sums a formula over its row of neighbors.
+"""The kernel of all pair potentials: an atom sums a formula over its row of neighbors.
 
-The kernel is written for one `Request` (which derivatives of which formula) and one precision. List and matrix, one
-system and many, the form and the padding of rows are data. It is in gather form: an atom writes its own results and
-nothing else. So results do not depend on the number of threads, and not on pairs beyond the cutoff or padding, which
-are dropped before anything is added.
+A kernel is generated for each `Request` (which derivatives of which formula) and precision. The same kernel serves
+lists and matrices, one system and batches, and any padding. It is in gather form: each atom writes only its own
+results. So results do not depend on the number of threads, nor on padding or pairs beyond the cutoff, which are dropped
+before anything is added.
 
-The body is C++. On a CPU neighbors within the cutoff are collected, `LANES` at a time evaluated in vectors, and added
-up in float64. On a GPU the lanes of a warp share a row, evaluate a neighbor each in the precision of the positions,
-and add up in float64.
+The body is C++. On a CPU, neighbors within the cutoff are collected, evaluated `LANES` at a time in vectors, and summed
+in float64. On a GPU, the lanes of a warp share a row: each lane evaluates a neighbor in the precision of the positions,
+and terms are summed in float64.
 """
 
 import re
@@ -22,7 +22,7 @@ from nvalchemiops.launch import kernel_variants
 
 
 class Variant(NamedTuple):
-    """The choices that a kernel is written for.
+    """The choices for which a kernel is generated.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class Variant(NamedTuple):
     periodic : bool
         Whether there are shifts and cells.
     n_species : int
-        Species in tables of parameters; 0 without tables.
+        Number of species in tables of parameters; 0 without tables.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class Variant(NamedTuple):
 
     @property
     def form(self) -> loop.Form:
-        """What the loop must know."""
+        """The properties on which the loop depends."""
         request, formula = self.request, self.formula
         keeps_shifts = CELL in request.outputs or any(CELL in d for d in request.directions)
         has_globals = bool(formula.global_parameters)
@@ -60,18 +60,18 @@ class Variant(NamedTuple):
 
     @property
     def n_parameters(self) -> int:
-        """Columns of the parameters of atoms: one for each parameter, and in tables one for each species."""
+        """Number of columns of the parameters of atoms: one for each parameter, and for each table one per species."""
         return len(self.formula.per_atom) + len(self.formula.per_pair) * self.n_species
 
 
 def width_of_sums(outputs: str, n_globals: int) -> dict[str, int]:
-    """Columns that each output summed over a system takes, in their order."""
+    """Number of columns of each output that is summed over systems, in order."""
     widths = {CELL: 9, GLOBALS: n_globals, VIRIAL: 9}
     return {letter: width for letter, width in widths.items() if letter in outputs}
 
 
 def inputs_of(variant: Variant) -> list[Array]:
-    """Arrays that the kernel reads, in their order."""
+    """Arrays that the kernel reads, in order."""
     formula, directions = variant.formula, variant.request.directions
     arrays = [Array("positions", "real", 2)]
     arrays += [Array("cell", "real", 3)] * variant.periodic
@@ -91,7 +91,7 @@ def inputs_of(variant: Variant) -> list[Array]:
 
 
 def outputs_of(variant: Variant) -> list[Array]:
-    """Arrays that the kernel writes, in their order."""
+    """Arrays that the kernel writes, in order."""
     outputs = variant.request.outputs
     arrays = [Array("energies", "real", 1)] * (WEIGHTS in outputs)
     arrays += [Array("position_gradients", "real", 2)] * (POSITIONS in outputs)
@@ -105,28 +105,28 @@ _COMMON = [
     for formula in (potentials.lennard_jones(), potentials.COULOMB, potentials.EWALD_REAL_SPACE, potentials.DSF)
     for outputs, weights in (("wr", False), ("wrv", False), ("r", True))
 ]
-"""Kernels of most calls: energies with forces, with virial, and the derivative of energies by positions."""
+"""Kernels of common calls: energies with forces, also with virial, and the backward pass of energies to positions."""
 
 _EWALD = [
     Variant(Request(potentials.ewald_short_range(1), (), outputs, outputs[0] != WEIGHTS), precision, True, 0)
     for precision in ("float64", "float32")
     for outputs in ("w", "wr", "wrv", "wp", "wrp", "wrpv", "r", "c", "p", "rc", "rp", "cp", "rcp")
 ]
-"""Ewald sums of one charge for each atom: energies with first derivatives, and first derivatives of energies."""
+"""Kernels of Ewald sums with one charge per atom: energies with first derivatives, and backward passes of energies."""
 
 
 _NEARBY = [
     Variant(Request(potentials.coulomb_nearby(), (), "wr", False), precision, True, 0)
     for precision in ("float64", "float32")
 ]
-"""Forces of near neighbors, by which Ewald sums choose their parameters."""
+"""Kernels of the forces of near neighbors, from which Ewald sums estimate the size of forces."""
 
 
 @kernel_variants(*((variant,) for variant in (*_COMMON, *_EWALD, *_NEARBY)))
 def pair_kernel(variant: Variant) -> Any:
-    """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
+    """The kernel for ``variant``, compiled at its first launch and kept on disk under a hash of its content.
 
-    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `loop.SCALARS` and the arrays of
+    Its parameters are ``offset``, the arrays of `inputs_of`, the numbers of `loop.SCALARS` and the arrays of
     `outputs_of`.
     """
     return loop.kernel("pair_sum", source(variant), variant.precision, inputs_of(variant), outputs_of(variant))
@@ -182,12 +182,12 @@ def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str
 
 
 def _number_of(letter: str, k: int, variant: Variant) -> int:
-    """The place of direction k among those that have this letter: only these are stored."""
+    """The index of direction k among the directions with this letter, which alone are stored."""
     return sum(letter in d for d in variant.request.directions[:k])
 
 
 def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
-    """Loads of the data that all pairs of an atom share."""
+    """Lines that load the data shared by all pairs of an atom."""
     formula, n = variant.formula, variant.n_parameters
     lines = []
     if variant.periodic:
@@ -221,7 +221,7 @@ def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
 
 
 def _data_of_pair(variant: Variant, program: derivatives.Program) -> list[str]:
-    """Loads of the variables of the formula."""
+    """Lines that load or compute the variables of a pair."""
     formula, n, directions = variant.formula, variant.n_parameters, variant.request.directions
     lines = ["const lanes s = d0 * d0 + d1 * d1 + d2 * d2;"]
     names = [("", "parameters.data")]
@@ -269,7 +269,7 @@ def _dot(a: str, b: str) -> str:
 
 
 def _gradient(program: derivatives.Program, a: int) -> str:
-    """The gradient of a pair's contribution by component a of its displacement."""
+    """The derivative of a pair's contribution with respect to component a of its displacement."""
     terms = [f"{program.results['derivative']} * d{a}"]
     for name, value in program.results.items():
         if re.fullmatch(r"derivative\d+", name):
@@ -282,7 +282,7 @@ def _tables(program: derivatives.Program) -> list[str]:
 
 
 def _totals(variant: Variant, program: derivatives.Program) -> dict[str, str]:
-    """Names of the sums over a row, and the term of a pair in each."""
+    """Names of the sums over a row, and the term that a pair adds to each."""
     outputs, results = variant.request.outputs, program.results
     totals = {}
     if WEIGHTS in outputs:
@@ -298,13 +298,13 @@ def _totals(variant: Variant, program: derivatives.Program) -> dict[str, str]:
 
 
 def _alone(program: derivatives.Program, name: str) -> str:
-    """The part of a result that an atom has alone."""
+    """The contribution of the self energy to a result, as text to append."""
     value = program.results.get(f"self_{name}")
     return f" + {value}" if value else ""
 
 
 def _results(variant: Variant, program: derivatives.Program) -> list[str]:
-    """Stores. A pair is in two rows, so results of both atoms together are halved."""
+    """Lines that store the results. Each pair is in two rows, so sums over pairs are halved."""
     outputs, formula = variant.request.outputs, variant.formula
     lines = []
     if WEIGHTS in outputs:

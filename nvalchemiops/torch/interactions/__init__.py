@@ -1,1 +1,1 @@
-"""Interactions of torch tensors."""
+"""Interaction energies, forces and virials for torch tensors."""

@@ -1,4 +1,4 @@
-"""Lennard-Jones energies, forces and virials of torch tensors, differentiable to any order."""
+"""Lennard-Jones energies, forces and virials for torch tensors, differentiable to any order."""
 
 from typing import Any
 
@@ -20,22 +20,22 @@ def lj_energy(
     r_switch: float | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Lennard-Jones energy of each atom: half of ``4 epsilon ((sigma/r)¹² - (sigma/r)⁶)`` of each of its pairs.
+    """Lennard-Jones energy of each atom: half of ``4 epsilon ((sigma/r)¹² - (sigma/r)⁶)`` for each of its pairs.
 
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
     sigma : number or (n_atoms,) tensor, length
-        Where the energy of two such atoms is zero. With ``mixing=None`` a table (n_species, n_species).
+        Distance at which the energy of two equal atoms is zero. With ``mixing=None``, a table (n_species, n_species).
     epsilon : number or (n_atoms,) tensor, energy
-        The depth; likewise.
+        Depth of the potential well. With ``mixing=None``, a table (n_species, n_species).
     cutoff : float, length
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
     mixing, shifted, r_switch
         As for `nvalchemiops.torch.interactions.pair.lennard_jones`.
     **options
-        Neighbors, batches, exclusions and further arguments of calls of
-        `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built.
+        Neighbors, batch, exclusions and the other arguments of `nvalchemiops.torch.interactions.pair.PairPotential`
+        when it is called. If no neighbors are given, a neighbor list is built.
 
     Returns
     -------
@@ -45,10 +45,10 @@ def lj_energy(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message.
+        An invalid argument, named in the message.
     """
     potential = lennard_jones(cutoff, mixing=mixing, shifted=shifted, r_switch=r_switch)
-    vars(potential)[tables.OWN] = tables.everywhere  # the potential is there for one call only
+    vars(potential)[tables.OWN] = tables.everywhere  # the potential exists for this call only
     return potential(positions, cell, sigma=sigma, epsilon=epsilon, **options)
 
 

@@ -14,10 +14,12 @@ from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.neighbors import faults
 from nvalchemiops.torch.neighbors import search as ops
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search
+from nvalchemiops.torch.operators.segments import batch_idx_of
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.runtime.memory import is_out_of_memory, new_empty
 
@@ -117,7 +119,7 @@ def build(
     chosen = (0, 0.0, False) if is_default else _check_selection(form)
     if chosen[0] and width is None and form.ties == "index" and not (chosen[2] or form.return_neighbor_list):
         width = chosen[0]
-        ops.check_size(n_rows * width, "nearest")
+        faults.check_size(n_rows * width, "nearest")
     if rebuild_flags is not None:
         rebuild_flags = checks.check_flags(rebuild_flags, positions, n_systems, batch_idx)
         for name in ("neighbor_matrix", "num_neighbors", *(["neighbor_matrix_shifts"] if cell is not None else [])):
@@ -139,7 +141,7 @@ def build(
     if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
         pairs, ptr, shifts = ops.found_pairs(search)
         if width is not None and form.check and may_read():
-            most = ops.largest_count(ptr.diff())
+            most = faults.largest_count(ptr.diff())
         if room.num_neighbors is not None:
             room.num_neighbors.copy_(ptr.diff())
     else:
@@ -174,7 +176,7 @@ def build(
         if lattice is not None and lattice.shape[0] != 1:
             system = batch_idx
             if batch_idx is None and batch_ptr is not None:
-                system = ops.batch_idx_of(batch_ptr, positions.shape[0])
+                system = batch_idx_of(batch_ptr, positions.shape[0])
         if as_list:
             slots = Pairs(lattice, system, None, pairs[0], pairs[1], shifts)
         else:
@@ -283,21 +285,21 @@ def _search_matrix(
     if not readable:
         # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
         return matrix, count, shifts, True, None
-    ops.raise_faults(fault, search, rebuild_flags)
-    most = ops.largest_count(count)
+    faults.raise_faults(fault, search, rebuild_flags)
+    most = faults.largest_count(count)
     if most > width and rebuild_flags is not None:
         # systems with rows that were cut in an earlier call, and kept since, are searched as well: their counts are old
-        rebuild_flags = ops.systems_beyond(count, width, search, rebuild_flags)
+        rebuild_flags = faults.systems_beyond(count, width, search, rebuild_flags)
         ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
-        most = ops.largest_count(count)
+        most = faults.largest_count(count)
     if most <= width:
         return matrix, count, shifts, rebuild_flags is not None, most
     # rows once more, with room for all; those of systems without flags fit, and are copied
     columns = grown_width(most)
-    if search.n_rows * columns > ops.MAX_SLOTS:
+    if search.n_rows * columns > faults.MAX_SLOTS:
         columns = most
     try:
-        if search.n_rows * columns > ops.MAX_SLOTS:
+        if search.n_rows * columns > faults.MAX_SLOTS:
             raise MemoryError("more entries than int32 can address")
         if rebuild_flags is None:
             wide, _, images, _ = ops.neighbor_matrix(*search, fill_value, columns)
@@ -306,7 +308,7 @@ def _search_matrix(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise ops.overflow(count, width, search) from error
+        raise faults.overflow(count, width, search) from error
     wide[:, :width], wide[:, width:] = matrix, fill_value
     if images is not None and shifts is not None:
         images[:, :width], images[:, width:] = shifts, 0
@@ -343,5 +345,5 @@ def _width(
             if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
                 width, in_memory = tensor.shape[1], True
     if width is not None:
-        ops.check_size(n_rows * width, name or f"max_neighbors{suffix}")
+        faults.check_size(n_rows * width, name or f"max_neighbors{suffix}")
     return width, in_memory

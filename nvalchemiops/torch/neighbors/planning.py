@@ -11,8 +11,8 @@ from nvalchemiops.kernels.lattice import dual_vectors
 from nvalchemiops.neighbors.grid import BAD_CELL, BAD_CUTOFF, ONE_BIN_OPEN
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.driver import ZERO_CUTOFF
+from nvalchemiops.torch.neighbors.faults import FAULTS, MAX_SLOTS
 from nvalchemiops.torch.neighbors.lists import neighbor_list
-from nvalchemiops.torch.neighbors.search import FAULTS, MAX_SLOTS
 from nvalchemiops.torch.runtime.context import on_host
 
 

@@ -9,50 +9,29 @@ from typing import Any, NamedTuple
 import torch
 import warp as wp
 
-from nvalchemiops.arguments import ValuesError
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Lent
-from nvalchemiops.neighbors import NeighborOverflowError, grid
+from nvalchemiops.neighbors import grid
 from nvalchemiops.neighbors import nearest as nearest_kernels
 from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.neighbors import faults
+from nvalchemiops.torch.operators.segments import batch_idx_of, row_pointers
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime.context import all_values_of, eager
+from nvalchemiops.torch.runtime.context import eager
 from nvalchemiops.torch.runtime.memory import new_empty
 from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.types import inner_shape
-
-MAX_SLOTS = 2**31 - 1
-"""Largest number of entries of a list: rows are addressed with int32."""
 
 SEARCH_LANES = 32
 """Threads of a GPU that share a row: one warp, as the search requires."""
 
 MOST_SPARE_SLOTS = 2**22
 """Largest number of slots, besides a few for each atom, of a search by bins that is chosen by name."""
-
-FAULTS = {
-    grid.BAD_POSITIONS: "`positions` has entries that are NaN or infinite",
-    grid.BAD_SYSTEM: (
-        "`batch_idx` and `batch_ptr` must describe the same contiguous systems: `batch_idx` must be non-negative, "
-        "ascending and below the number of systems, and `batch_ptr` must rise from 0 to the number of atoms"
-    ),
-    grid.BAD_CELL: (
-        "`cell` is singular: its lattice vectors along periodic axes must be finite, non-zero and linearly independent"
-    ),
-    grid.BAD_CUTOFF: "`cutoff` is too large for `cell`: more images of an atom than a list can hold",
-    grid.FAR_AWAY: "`positions`: an atom is more cells away than image numbers can hold; wrap positions first",
-    grid.BAD_TARGET: "`target_indices` has entries that are not indices of atoms",
-}
-
-BAD_NUMBERS = "`batch_idx` must hold numbers of systems, from 0 to the number of systems minus 1"
-BAD_POINTERS = "`batch_ptr` must rise from 0 to the number of atoms"
-"""Messages if only one of the two is given."""
 
 
 class Search(NamedTuple):
@@ -307,80 +286,6 @@ def count_systems(batch_idx: torch.Tensor) -> int | None:
     return n_systems if 1 <= n_systems <= 2 * n_atoms + 1000 else None
 
 
-def raise_faults(fault: torch.Tensor, search: Search, rebuild_flags: torch.Tensor | None = None) -> None:
-    """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device.
-
-    Systems whose atoms are not contiguous are a fault only if ``batch_ptr`` is given.
-    """
-    found = all_values_of(fault).reshape(-1, grid.N_FAULTS).any(0).tolist()
-    if not any(found):
-        return
-    for number in [number for number in FAULTS if found[number]]:
-        if number != grid.BAD_SYSTEM or (search.batch_ptr is not None and search.batch_idx is not None):
-            raise ValuesError(FAULTS[number])
-        if search.batch_ptr is not None:
-            raise ValueError(BAD_POINTERS)
-        assert search.batch_idx is not None
-        numbers = all_values_of(search.batch_idx)
-        n_systems = checks.systems_in_shapes((search.cell, 3), (search.pbc, 2), (rebuild_flags, 1))
-        if bool((numbers < 0).any()) or (n_systems is not None and bool((numbers >= n_systems).any())):
-            raise ValueError(BAD_NUMBERS)
-
-
-def overflow(count: torch.Tensor, width: int, search: Search) -> NeighborOverflowError:
-    """The error for rows that need more than ``width`` entries without memory for them. Waits for the device."""
-    system = None
-    if all_values_of(count) is count:  # else one of the slices of a vmap, and it is not known which
-        systems = _systems_of_rows(search)
-        system = None if systems is None else int(systems[count.argmax()])
-    return NeighborOverflowError(width, largest_count(count), system)
-
-
-def systems_beyond(count: torch.Tensor, width: int, search: Search, rebuild_flags: torch.Tensor) -> torch.Tensor:
-    """Flags, as many as ``rebuild_flags``, of the systems that have rows of more than ``width`` known entries."""
-    beyond = (count > width) & (count < kernels.NOT_FINITE)
-    systems = _systems_of_rows(search)
-    if systems is None:
-        return beyond.any().expand(rebuild_flags.shape).contiguous()
-    found = torch.zeros_like(rebuild_flags, dtype=torch.int32).index_add(0, systems.long(), beyond.int())
-    return found > 0
-
-
-def _systems_of_rows(search: Search) -> torch.Tensor | None:
-    """System of the atom of each row; None: there is one."""
-    systems = search.batch_idx
-    if systems is None and search.batch_ptr is not None:
-        systems = batch_idx_of(search.batch_ptr, search.positions.shape[0])
-    if systems is None or search.target_indices is None:
-        return systems
-    return systems.index_select(0, search.target_indices)
-
-
-def largest_count(count: torch.Tensor) -> int:
-    """Largest valid count of neighbors. Waits for the device."""
-    values = all_values_of(count)
-    most = int(values.max()) if values.numel() else 0
-    if most < kernels.NOT_FINITE:
-        return most
-    known = values[values < kernels.NOT_FINITE]  # rows that were kept from a search whose faults were not read
-    return int(known.max()) if known.numel() else 0
-
-
-def batch_idx_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:
-    """``batch_idx`` from ``batch_ptr``."""
-    atoms = torch.arange(n_atoms, dtype=batch_ptr.dtype, device=batch_ptr.device)
-    return torch.searchsorted(batch_ptr[1:], atoms, right=True, out_int32=True)
-
-
-def check_size(size: int, name: str = "cutoff") -> None:
-    """Raise unless a list of ``size`` entries can be addressed; ``name`` is the argument that it follows from."""
-    if size > MAX_SLOTS:
-        raise ValueError(
-            f"`{name}`: the list would have {size} entries, more than int32 can address; split the atoms by "
-            "`target_indices`"
-        )
-
-
 _N_PAIRS = DynamicSize("n_pairs")
 
 
@@ -438,7 +343,7 @@ def neighbor_rows(
 
     def filled(bins: _CellList, count: torch.Tensor, pointers: torch.Tensor, most: int, size: int) -> Tensors:
         room = size if spare is None else size + spare(count)
-        check_size(room)
+        faults.check_size(room)
         neighbors = new_empty((2, room) if spare is None else (room,), torch.int32, bins.device)
         shifts = new_empty((0 if search.cell is None else room, 3), torch.int32, bins.device)
         first, second = neighbors.unbind() if spare is None else (None, neighbors)
@@ -479,7 +384,7 @@ def _searched(search: Search, filled: Callable[..., Tensors], op: Callable[[], T
         count, pointers, found = results
         most, size, is_faulty = found.tolist()
         if is_faulty:
-            raise_faults(body.bins.fault, search)
+            faults.raise_faults(body.bins.fault, search)
         made = filled(body.bins, count, pointers, most, size)
         if lent:
             _scratch.give(lent.pop())
@@ -572,9 +477,9 @@ def found_matrix(search: Search, fill_value: int) -> Tensors:
 def _spacious_matrix(search: Search, fill_value: int, op: Callable[[], Tensors] | None = None) -> Tensors:
     def filled(bins: _CellList, count: torch.Tensor, _: Any, most: int, size: int) -> Tensors:
         columns = matrix_width(search.cutoff, most) if search.n_rows else 0
-        if search.n_rows * columns > MAX_SLOTS:
+        if search.n_rows * columns > faults.MAX_SLOTS:
             columns = most
-        check_size(search.n_rows * columns)
+        faults.check_size(search.n_rows * columns)
         matrix, shifts, to = _matrix_of(search, columns, fill_value)
         bins.fill(count, most, search.target_indices, to)
         return matrix, count.clone(), shifts, bins.fault.clone()

@@ -11,7 +11,8 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, build, method_number
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
 from nvalchemiops.torch.neighbors.rebuild_detection import stale_systems
-from nvalchemiops.torch.neighbors.search import batch_idx_of, count_systems
+from nvalchemiops.torch.neighbors.search import count_systems
+from nvalchemiops.torch.operators.segments import batch_idx_of
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import eager, is_eager, is_mapped, values_of
 

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 import warp as wp
 
-from nvalchemiops.kernels import fourier as kernels
+from nvalchemiops.kernels.fourier import gather as gather_kernels
+from nvalchemiops.kernels.fourier import phases
+from nvalchemiops.kernels.fourier import spread as spread_kernels
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.layout import layout
@@ -40,7 +42,7 @@ def _tables(
     # an odd number of vectors in a row: rows at a distance of a power of two would displace each other in the caches
     tables = new_empty((n_rows, LANES * (n_vectors | 1)), torch.float64, coordinates.device)
     inputs = [coordinates, order, atom_begin, vector_begin, values, n_x, n_x + n_y]
-    launch(kernels.phase_tables(), n_vectors, inputs, [tables])
+    launch(phases.phase_tables(), n_vectors, inputs, [tables])
     return n_vectors, vector_begin, tables, n_x, n_x + n_y
 
 
@@ -108,13 +110,13 @@ def fourier_spread(
     plan: list[Any]
     if layout(moments.device.type).tabulated:
         _, *plan = _tables(coordinates, order, atom_begin, points, moments)
-        rows = -(-n_points // kernels.POINTS)
+        rows = -(-n_points // spread_kernels.POINTS)
     else:
         plan = [None, None, 0, 0]
         rows = n_points
     inputs = [moments, coordinates, order, atom_begin, *plan, points, point_begin]
     kind = _size(moments.shape[0] * n_channels, atom_begin)
-    launch(kernels.fourier_spread(derivatives), rows, inputs, [field], lanes=WARP, kind=kind)
+    launch(spread_kernels.fourier_spread(derivatives), rows, inputs, [field], lanes=WARP, kind=kind)
     return field
 
 
@@ -159,13 +161,13 @@ def fourier_gather(
     coefficients, rows = None, n_atoms
     if layout(field.device.type).tabulated:
         n_vectors, vector_begin, tables, *rest = _tables(coordinates, order, atom_begin, points)
-        block_begin, rows = _grouped(vector_begin, kernels.vectors_at_once(derivatives), n_vectors)
+        block_begin, rows = _grouped(vector_begin, gather_kernels.vectors_at_once(derivatives), n_vectors)
         plan = (vector_begin, block_begin, tables, *rest)
         coefficients = new_empty((field.numel(),), torch.float64, field.device)
-        launch(kernels.fourier_coefficients(), field.numel() // 8, [field.reshape(-1)], [coefficients])
+        launch(gather_kernels.fourier_coefficients(), field.numel() // 8, [field.reshape(-1)], [coefficients])
     inputs = [field, coefficients, coordinates, order, atom_begin, *plan, points, point_begin]
     kind = _size(n_points * n_channels, atom_begin)
-    launch(kernels.fourier_gather(derivatives), rows, inputs, [moments], lanes=WARP, kind=kind)
+    launch(gather_kernels.fourier_gather(derivatives), rows, inputs, [moments], lanes=WARP, kind=kind)
     return moments
 
 

@@ -129,6 +129,12 @@ def system_sums(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     return add_systems(values.reshape(values.shape[0], -1), batch_idx, n_systems).to(values.dtype).reshape(shape)
 
 
+def batch_idx_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:
+    """``batch_idx`` from ``batch_ptr``."""
+    atoms = torch.arange(n_atoms, dtype=batch_ptr.dtype, device=batch_ptr.device)
+    return torch.searchsorted(batch_ptr[1:], atoms, right=True, out_int32=True)
+
+
 def totals(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
     """The same as `system_sums`, at less cost for one system: there torch chooses the order of the sum."""
     return values.sum(0, keepdim=True) if n_systems == 1 else system_sums(values, batch_idx, n_systems)

@@ -3,7 +3,7 @@
 The names are looked up in groups, one for each shortcut. If a release of torch lacks a name of a group, or a name no
 longer works as assumed, the whole group is switched off, with one line in the log, and a slower public API is used.
 Where torch has no public API for it, a call that needs the group raises a RuntimeError that says so.
-tests/autograd/test_torch_internals.py checks each assumption and each fallback.
+tests/package/test_torch_internals.py checks each assumption and each fallback.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Dispersion corrections of torch tensors."""
+"""DFT-D3 dispersion corrections for torch tensors."""
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping, damping_parameters
 from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion

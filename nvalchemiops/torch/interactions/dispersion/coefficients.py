@@ -20,7 +20,7 @@ def _pullback(
 
 
 def _fold(info: Any, in_dims: tuple[Any, ...], coordination: Any, row: Any, *others: Any) -> Any:
-    """Copies of all atoms as more atoms."""
+    """The rule for ``vmap``: slices become more atoms of one call."""
     if any(dim is not None for dim in in_dims[2:]):
         raise NotImplementedError("tables of reference states cannot be mapped over")
     n = info.batch_size
@@ -52,23 +52,24 @@ def d3_coefficients(
     k3: float,
     derivative: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Derivatives ``d^n c_iq / dCN^n`` of this order and of the next one, each (n_atoms, n_coefficients) in float64.
+    """Derivatives ``d^n c_iq / dCN^n`` and ``d^(n+1) c_iq / dCN^(n+1)``, each (n_atoms, n_coefficients) in float64.
 
     Parameters
     ----------
     coordination : (n_atoms,) float64 tensor
         Coordination numbers.
     row : (n_atoms,) int32 tensor
-        Rows of the atoms in the next two.
+        Rows of the atoms in ``references`` and ``places``.
     references : (n_rows, n_references) float64 tensor
         Coordination numbers of the reference molecules.
     places : (n_rows, n_references) int32 tensor
-        Rows of the reference molecules among the vectors; the last row for entries without a molecule.
+        Rows of the reference molecules in ``vectors``; the last row for entries without a molecule.
     vectors : (n_states + 1, n_coefficients) float64 tensor
         ``v_aq``; the last row is zero.
     k3 : float
+        Steepness of the weights of reference molecules.
     derivative : int
-        n, from zero on.
+        The order n >= 0.
     """
     values, derivatives = (coordination.new_empty(coordination.shape[0], vectors.shape[1]) for _ in range(2))
     launch(

@@ -1,4 +1,4 @@
-"""DFT-D3 dispersion energies; formulas and sources in `nvalchemiops.interactions.dispersion.formulas`."""
+"""DFT-D3 dispersion energies; see `nvalchemiops.interactions.dispersion.formulas` for formulas and sources."""
 
 from typing import TYPE_CHECKING
 
@@ -49,46 +49,48 @@ def d3_dispersion(
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, bohr
-        float32 or float64; results follow. Positions in angstrom give a wrong energy without an error:
-        divide them by `nvalchemiops.constants.BOHR_IN_ANGSTROM`.
+        float32 or float64, which is also the dtype of the results. Positions in angstrom give a wrong energy without an
+        error: divide them by `nvalchemiops.constants.BOHR_IN_ANGSTROM`.
     numbers : (n_atoms,) int32 or int64 tensor
-        Atomic numbers; 0 for padding, which has no neighbors and is no neighbor.
+        Atomic numbers; 0 for padding atoms, which take part in no pair.
     damping : RationalDamping or ZeroDamping
-        As from `damping_parameters`; its entries may be tensors with gradients.
+        Damping parameters, as from `damping_parameters`; they may be tensors that require gradients.
     parameters : D3Parameters or ReferenceStates
-        The reference data; or those that `D3Parameters.states` has prepared, as ``torch.compile`` needs.
+        The reference data, or the states prepared from them by `D3Parameters.states`, which ``torch.compile`` needs.
     cell : (3, 3) or (n_systems, 3, 3) tensor, bohr, optional
         Lattice vectors in rows.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
-        Neighbors in either format, see `nvalchemiops.torch.neighbors`. Pairs beyond the cutoffs are left out, so a list
-        may reach further. Without neighbors they are searched for within the larger cutoff.
+        Neighbors in either format; see `nvalchemiops.torch.neighbors`. Pairs beyond the cutoffs are ignored, so the
+        list may reach farther. If no neighbors are given, they are searched for within the largest cutoff.
     cutoff : float, bohr, optional
-        Of the energy of pairs. By default all listed pairs count.
+        Cutoff of the pair energies. By default all listed pairs count.
     coordination_cutoff : float, bohr, optional
-        Of the coordination number, by default ``cutoff``. A counted pair never falls below 1e-7, so that thousands of
-        far ones matter in the fourth digit: compare programs at equal cutoffs.
+        Cutoff of the coordination numbers, by default ``cutoff``. The counting function does not fall below 1e-7, so
+        thousands of distant pairs change the fourth digit: compare programs at equal cutoffs.
     smoothing : float, bohr, optional
-        All sums go to zero over the last ``smoothing`` before their cutoffs, with two continuous derivatives. Without
-        it energies jump by that of a pair at the cutoff.
+        Width below each cutoff over which the sum is switched off, with two continuous derivatives. By default cutoffs
+        are sharp, and energies jump when a pair crosses one.
     s9 : float or tensor, optional
-        Factor of the three-body energy of Axilrod, Teller and Muto, mostly 1; by default there is none. It has first
-        derivatives only; second ones raise `NotDifferentiableError`.
+        Factor of the three-body energy of Axilrod, Teller and Muto, usually 1; by default this energy is left out. It
+        has first derivatives only; second derivatives raise `NotDifferentiableError`.
     three_body_cutoff : float, bohr, optional
-        Of the sides of its triangles, by default ``coordination_cutoff``. The cost grows with its sixth power.
+        Cutoff of all three sides of a triple, by default ``coordination_cutoff``. The cost grows with its sixth power.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
-        For the search of neighbors.
+        Periodicity; True along all axes by default. Along an open axis the lattice vector has no effect.
     num_systems : int, optional
         Needed inside ``torch.compile`` with ``batch_idx``, unless there are cells (n_systems, 3, 3).
     compute_forces, compute_virial : bool, optional
+        Return forces, and virial.
     energy_reduction : {"atom", "system"}, optional
-        An atom has half the energy of its pairs.
+        Energies per atom, each with half the energy of its pairs and a third of that of its triples, or summed over
+        systems.
     k1, k3 : float, optional
         Steepness of the coordination number, and of the weights of reference molecules.
     domain : Domain, optional
-        The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank owns,
-        and results by systems are complete on all ranks.
+        The system is divided among ranks (`nvalchemiops.torch.distributed`): atoms are those that this rank owns, and
+        results per system are complete on all ranks.
 
     Returns
     -------
@@ -99,12 +101,12 @@ def d3_dispersion(
     virial : (n_systems, 3, 3) tensor, hartree
         If requested: ``-dE/d(strain)``.
 
-        All are differentiable to any order in positions, cell and damping parameters, but for the part of ``s9``.
+        All are differentiable to any order in positions, cell and damping parameters, except for the three-body energy.
 
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; elements without parameters.
+        An invalid argument, named in the message; an element without parameters.
     """
     ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)
     request = check_pair_request(compute_forces, compute_virial, energy_reduction)

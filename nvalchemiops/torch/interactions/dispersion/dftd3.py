@@ -1,4 +1,4 @@
-"""DFT-D3 with the signature that clients of this ecosystem use."""
+"""DFT-D3 with the signature that existing clients call."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
 NO_SMOOTHING = 1e10
-"""From this end on there is no smoothing, bohr."""
+"""No smoothing is applied if its end is at this distance (bohr) or beyond."""
 
 
 def dftd3(
@@ -59,48 +59,48 @@ def dftd3(
     s9: float | torch.Tensor = 0.0,
     three_body_cutoff: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """DFT-D3 energies of systems with the damping of Becke and Johnson, forces and coordination numbers.
+    """DFT-D3 energies of systems with Becke-Johnson damping, forces and coordination numbers.
 
-    For other damping, energies of atoms, or no forces, see `d3_dispersion`.
+    For other damping functions, energies per atom, or energies without forces, see `d3_dispersion`.
 
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, bohr
-        Not angstrom, which would give a wrong energy without an error.
+        Positions in angstrom would give a wrong energy without an error.
     numbers : (n_atoms,) int32 or int64 tensor
-        Atomic numbers; 0 for padding, which has no neighbors and is no neighbor.
+        Atomic numbers; 0 for padding atoms, which take part in no pair.
     a1, a2, s8, s6 : float or tensor
-        Damping parameters of the functional (a2 in bohr), see `damping_parameters`. Tensors may have gradients.
+        Damping parameters of the functional (a2 in bohr); see `damping_parameters`. Tensors may require gradients.
     k1, k3 : float, optional
         Steepness of the coordination number, and of the weights of reference molecules.
     s5_smoothing_on, s5_smoothing_off : float, bohr, optional
-        Between these distances the energy of a pair goes to zero smoothly, with two continuous derivatives. If they are
-        equal it ends there sharply: pairs at this distance and beyond do not count. By default, and with 1e10 or more
-        for the second one, infinity included, it does not end. The coordination number is left as it is.
+        The pair energy is switched off between these distances, with two continuous derivatives. If they are equal,
+        they are a sharp cutoff: pairs at this distance or beyond do not count. By default, and whenever
+        ``s5_smoothing_off`` is 1e10 or more (or infinite), pair energies are not switched off. The coordination number
+        is never switched off.
     fill_value : int, optional
         Padding of ``neighbor_matrix``, by default the number of atoms.
     d3_params : D3Parameters, ReferenceStates, dict or other object
         The reference data: those of this library, or an object with the entries or attributes ``rcov``, ``r4r2``,
-        ``c6ab`` and ``cn_ref``.
-        Or these, one by one, in any floating dtype, on any device:
+        ``c6ab`` and ``cn_ref``. Alternatively, the next four arguments.
     covalent_radii, r4r2, c6_reference, coord_num_ref : tensors
-        ``rcov``, ``r4r2``, ``c6ab`` and ``cn_ref`` of `D3Parameters`.
+        ``rcov``, ``r4r2``, ``c6ab`` and ``cn_ref`` of `D3Parameters`, in any floating dtype and on any device.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     cell : (3, 3) or (n_systems, 3, 3) tensor, bohr, optional
     neighbor_matrix, neighbor_matrix_shifts, neighbor_list, neighbor_ptr, unit_shifts
-        Neighbors in either format, with shifts if there is a cell. Shifts without a cell must be zero.
+        Neighbors in either format, with shifts if there is a cell. Without a cell, shifts must be zero.
     compute_virial : bool, optional
-        Also without a cell.
+        Return the virial, with or without a cell.
     num_systems : int, optional
-        By default the number of cells, or the largest entry of ``batch_idx`` plus one. Systems without atoms have
-        zero energies.
+        By default the number of cells, or one more than the largest entry of ``batch_idx``. The energy of a system
+        without atoms is zero.
     device : torch.device or str, optional
-        Checked against the device of the positions.
+        If given, must be the device of the positions.
     half_list : bool, optional
-        The neighbors hold each pair once.
+        Whether the neighbor list or matrix has each pair once.
     cutoff, coordination_cutoff, s9, three_body_cutoff : float, optional
-        See `d3_dispersion`; by default all listed pairs count, and no triples.
+        See `d3_dispersion`. By default all listed pairs count, and there is no three-body energy.
 
     Returns
     -------
@@ -110,19 +110,19 @@ def dftd3(
     virial : (n_systems, 3, 3) tensor, hartree
         With ``compute_virial``: ``-dE/d(strain)``.
 
-        All are differentiable to any order in positions, cell and damping parameters, but for the three-body term.
+        All are differentiable to any order in positions, cell and damping parameters, except for the three-body energy.
 
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; elements without parameters.
+        An invalid argument, named in the message; an element without parameters.
     """
     separate: dict[str, Any] = {"rcov": covalent_radii, "r4r2": r4r2, "c6ab": c6_reference, "cn_ref": coord_num_ref}
     if d3_params is None:
         names = ("covalent_radii", "r4r2", "c6_reference", "coord_num_ref")
         missing = [name for name, value in zip(names, separate.values()) if value is None]
         if missing:
-            raise ValueError(f"`d3_params` is needed, or all of its parts: {', '.join(missing)} missing")
+            raise ValueError(f"`d3_params` is needed, or all of its parts; missing: {', '.join(missing)}")
         d3_params = _from_parts(separate)
     elif any(value is not None for value in separate.values()):
         raise ValueError("`d3_params` is given, and parts of it as well: give one or the other")
@@ -151,7 +151,7 @@ def dftd3(
 
 
 def _from_parts(parts: dict[str, Any]) -> D3Parameters:
-    """Parameters of these tensors, which are not copied where they are used at once."""
+    """`D3Parameters` made of these tensors, which are copied only inside ``torch.compile``."""
     table = parts["c6ab"]
     mesh = table.shape[-1] if isinstance(table, torch.Tensor) and table.ndim else 0
     return D3Parameters._of(parts, mesh) if may_read() else D3Parameters(**parts, interp_mesh=mesh)

@@ -1,6 +1,6 @@
-"""The driver of DFT-D3: two sums over pairs, with the coordination number between them.
+"""The driver of DFT-D3: one sum over pairs for the coordination numbers, then one for the energies that depend on them.
 
-Formulas and sources: `nvalchemiops.interactions.dispersion.formulas`. Everything is in atomic units.
+See `nvalchemiops.interactions.dispersion.formulas` for formulas and sources. All quantities are in atomic units.
 """
 
 import functools
@@ -33,14 +33,14 @@ K1, K3 = 16.0, -4.0
 
 
 class Range(NamedTuple):
-    """Reach of a sum.
+    """Cutoff of a sum.
 
     Attributes
     ----------
     cutoff : float or None
-        Pairs beyond are left out; None: all listed pairs count.
+        Pairs at this distance or beyond are left out; None if all listed pairs count.
     r_switch : float or None
-        Start of the switching to zero, with two continuous derivatives; None for a sharp end.
+        Distance at which switching begins, with two continuous derivatives; None for a sharp cutoff.
     """
 
     cutoff: float | None = None
@@ -48,7 +48,7 @@ class Range(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Reaches of the sums: energies of pairs, coordination numbers, and sides of triangles."""
+    """Cutoffs of the three sums: pair energies, coordination numbers, and the sides of triples."""
 
     pairs: Range
     counted: Range
@@ -56,7 +56,7 @@ class Ranges(NamedTuple):
 
 
 class Atoms(NamedTuple):
-    """Reference states of the elements, and for each atom its row there (int32), radius and z."""
+    """The reference states of the elements, and for each atom its row among them (int32), its radius and its z."""
 
     states: ReferenceStates
     row: torch.Tensor
@@ -65,7 +65,7 @@ class Atoms(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Arguments other than atoms, reference data and neighbors, as for `d3_dispersion`."""
+    """Arguments of `d3_dispersion` other than atoms, reference data and neighbors."""
 
     damping: RationalDamping | ZeroDamping
     ranges: Ranges
@@ -76,7 +76,7 @@ class Settings(NamedTuple):
     num_systems: int | None
 
     def checked(self) -> "Settings":
-        """The same with numbers as floats; raise unless damping and numbers are of their kinds."""
+        """The same settings with ``k3`` and ``s9`` converted; raise if they or the damping have a wrong type."""
         if not isinstance(self.damping, RationalDamping | ZeroDamping):
             raise TypeError(f"`damping` must be RationalDamping or ZeroDamping, got {type(self.damping).__name__}")
         return self._replace(k3=checks.as_float("k3", self.k3), s9=_scalar("s9", self.s9))
@@ -88,7 +88,7 @@ class Settings(NamedTuple):
 
     @property
     def tells_apart(self) -> bool:
-        """Whether sums over pairs must tell systems apart: there is a result, or a damping parameter, for each."""
+        """Whether sums over pairs must distinguish systems: a result, or a damping parameter, is per system."""
         several = any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in self.damping)
         return self.request.virial or several
 
@@ -97,9 +97,9 @@ class Settings(NamedTuple):
 def dispersion_sum(
     structure: System, parameters: D3Parameters | ReferenceStates, settings: Settings, given: GivenNeighbors
 ) -> tuple[torch.Tensor, ...]:
-    """Arguments and results as for `d3_dispersion`; neighbors are searched for within the largest of the ranges.
+    """Arguments and results as for `d3_dispersion`; neighbors are searched for within the largest cutoff.
 
-    Atoms that are padding are at the origin, wherever they were, without neighbors.
+    Padding atoms are moved to the origin and have no neighbors.
     """
     settings = settings.checked()
     damping = settings.damping
@@ -146,7 +146,7 @@ def _dispersion_sum(
                 parameters=type(parameters).__name__,
             )
             if bool((numbers <= 0).any()):
-                raise ValueError("`numbers`: with a `domain` there is no padding")
+                raise ValueError("`numbers`: padding (0) is not allowed with a `domain`")
     elements, tables = None, parameters
     complete = functools.partial(shares.replicated, domain)
     damping = type(settings.damping)(*map(complete, settings.damping))
@@ -161,11 +161,11 @@ def _dispersion_sum(
         if domain is not None:
             shares.must_be_same(domain, parameters=_tables(tables, atoms.states, domain))
         if domain is not None and atoms.states.pair_c6 is not None:
-            raise ValueError("`parameters`: with a `domain` the tables must factorise, as published ones do")
+            raise ValueError("`parameters`: with a `domain` the tables must factorise, as the published ones do")
         dtype = positions.dtype
         system = _system(structure, settings, given)
     pairs = system
-    # atoms of different systems are no neighbors: without cells, sums over pairs need not know systems
+    # atoms of different systems are never neighbors: without cells, sums over pairs can ignore systems
     if system.cell is None and not settings.tells_apart:
         pairs = system._replace(batch_idx=None, n_systems=1)
 
@@ -201,7 +201,7 @@ def _system(structure: System, settings: Settings, given: GivenNeighbors) -> Pai
     has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
     if has_padding:
         structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, structure.positions))
-    # ranks see no farther than they must
+    # with a domain, cutoffs of sums that are not requested do not count, so that ranks need fewer ghosts
     cutoffs = [reach.cutoff for reach in (ranges if domain is None or settings.has_triples else ranges[:2])]
     farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
     by_system, absent = settings.tells_apart or settings.request.by_system, is_padding if has_padding else None
@@ -209,15 +209,17 @@ def _system(structure: System, settings: Settings, given: GivenNeighbors) -> Pai
 
 
 class AtCounts(NamedTuple):
-    """Energies of atoms as functions of positions and coordination numbers, with the derivatives that were requested.
+    """Energies of atoms as functions of positions and coordination numbers, with the requested partial derivatives.
 
     Attributes
     ----------
     energies : (n_atoms,) tensor
     forces : (n_atoms, 3) tensor or None
+        At fixed coordination numbers.
     virial : (n_systems, 3, 3) tensor or None
+        At fixed coordination numbers.
     by_count : (n_atoms,) tensor or None
-        Derivatives by the coordination numbers; None if neither forces nor virial are request.
+        Derivatives with respect to the coordination numbers; None if neither forces nor virial are requested.
     """
 
     energies: torch.Tensor
@@ -227,7 +229,7 @@ class AtCounts(NamedTuple):
 
 
 def _factorised(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings) -> AtCounts:
-    """With C6 as a product of coefficients of atoms."""
+    """Energies with C6 as a sum of products of coefficients of atoms."""
     dtype, states, request = coordination.dtype, atoms.states, settings.request
     derivatives = request.forces or request.virial
     coefficients, by_coordination = d3_coefficients(
@@ -259,16 +261,16 @@ def _factorised(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, set
 
 
 def _by_pair(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings) -> AtCounts:
-    """With a C6 of each pair, for tables that do not factorise."""
+    """Energies with a separate C6 for each pair, for tables that do not factorise."""
     if settings.has_triples:
-        raise ValueError("`s9`: there is no three-body term for tables `c6ab` and `cn_ref` that do not factorise")
+        raise ValueError("`s9`: there is no three-body energy for tables `c6ab` and `cn_ref` that do not factorise")
     dtype, n_atoms, request = coordination.dtype, coordination.shape[0], settings.request
     derivatives = request.forces or request.virial
     first, second, vectors, alone = pairs_apart(pairs)
     coefficients, by_first, by_second = coefficients_of_pairs(
         coordination.to(torch.float64), first, second, atoms.row, atoms.states, settings.k3
     )
-    # of both atoms of a pair, whose product is C6
+    # coefficients of the two atoms of a pair, C6 and 1, whose product is C6
     of_both = torch.stack([coefficients.to(dtype), torch.ones_like(coefficients, dtype=dtype)], 1).reshape(-1, 1)
     both = torch.stack([first, second], 1).reshape(-1)
     atoms_of_pairs = Atoms(atoms.states, *(of_atom.index_select(0, both) for of_atom in atoms[1:]))
@@ -283,11 +285,11 @@ def _by_pair(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settin
         sums = torch.zeros((n_atoms, *values.shape[1:]), dtype=torch.float64, device=values.device)
         return sums.index_add(0, index, values.to(torch.float64))
 
-    # each pair is there twice, and half of it counts: its first atom's half
+    # each pair is listed in both directions; each time, the half that belongs to its first atom counts
     of_atom = of_atoms(energies[::2], first).to(dtype)
     if not derivatives:
         return AtCounts(of_atom, None, None, None)
-    push = 0.5 * found[0][1::2]  # on the second atom
+    push = 0.5 * found[0][1::2]  # force on the second atom
     forces = (of_atoms(push, second) - of_atoms(push, first)).to(dtype) if request.forces else None
     virial = None
     if request.virial:
@@ -302,7 +304,7 @@ def _by_pair(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settin
 def _pair_energy(
     settings: Settings, n_positive: int, n_negative: int, coefficients: torch.Tensor, atoms: Atoms
 ) -> tuple[Formula, dict[Any, Any], torch.Tensor | None]:
-    """The energy of a pair with these coefficients of atoms, its parameters, and the species."""
+    """The formula of the pair energy with these coefficients of atoms, its parameters, and the species."""
     dtype = coefficients.dtype
     damping = settings.damping
     make = formulas.rational if isinstance(damping, RationalDamping) else formulas.zero
@@ -315,7 +317,7 @@ def _pair_energy(
 
 
 def _scalar(name: str, value: Any) -> Any:
-    """A number, or a tensor with one entry, which may have a gradient."""
+    """A number as a float, or a tensor with one entry reshaped to (); the tensor may require a gradient."""
     if not isinstance(value, torch.Tensor):
         return checks.as_float(name, value)
     if value.numel() != 1:
@@ -325,14 +327,14 @@ def _scalar(name: str, value: Any) -> Any:
 
 def _pair_radii(states: ReferenceStates, dtype: torch.dtype) -> torch.Tensor:
     if states.pair_radii is None:
-        raise ValueError("`parameters` lack `r0ab`, the radii of pairs, which zero damping and three-body terms need")
+        raise ValueError("`parameters` lack `r0ab`, the radii of pairs that zero damping and three-body energies need")
     return states.pair_radii.to(dtype)
 
 
 def _three_body(
     system: PairSystem, coefficients: torch.Tensor, atoms: Atoms, reach: Range, derivatives: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
+    """Three-body energies and their derivatives for s9 = 1; see `three_body_sum`."""
     positions, cell, batch_idx, n_systems, rows, domain = system
     species, ghosts = shares.beside_ghosts(domain, atoms.row), shares.ghosts_of(domain, batch_idx)
     of_atoms = (coefficients, species, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
@@ -342,11 +344,17 @@ def _three_body(
 
 
 def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:
-    """The reaches of the sums, from arguments of a public function."""
+    """The cutoffs of the sums, from the arguments of a public function.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A length is not a positive number, or ``smoothing`` does not fit the cutoffs.
+    """
     names = ("cutoff", "coordination_cutoff", "three_body_cutoff")
     cutoffs: list[float | None] = []
     for name, value in zip(names, (cutoff, coordination_cutoff, three_body_cutoff)):
-        # each is that of the sum before by default
+        # by default each cutoff is the previous one
         default = cutoffs[-1] if cutoffs else None
         cutoffs.append(default if value is None else checks.check_positive(name, value))
     if smoothing is None:
@@ -354,14 +362,17 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
     smoothing = checks.check_positive("smoothing", smoothing)
     known = [c for c in cutoffs if c is not None]
     if len(known) < len(cutoffs):
-        raise ValueError("`cutoff` is needed with `smoothing`, which ends there")
+        raise ValueError("`cutoff` is needed with `smoothing`, which ends at the cutoff")
     if smoothing >= min(known):
-        raise ValueError(f"`smoothing` = {smoothing} must be smaller than the cutoffs, of which one is {min(known)}")
+        raise ValueError(f"`smoothing` = {smoothing} must be smaller than the smallest cutoff, {min(known)}")
     return Ranges(*(Range(c, c - smoothing) for c in known))
 
 
 def _tables(given: D3Parameters | ReferenceStates, states: ReferenceStates, domain: Domain) -> str:
-    """What tables of all ranks must have in common: their values, but no vectors, which differ by rounding."""
+    """A description of the tables, which must be the same on all ranks.
+
+    It contains their values, but not the eigenvectors, which may differ by rounding.
+    """
     tables = [states.radii, states.z, states.coordination, states.pair_radii]
     if isinstance(given, D3Parameters):
         there = list(states.elements)
@@ -370,7 +381,7 @@ def _tables(given: D3Parameters | ReferenceStates, states: ReferenceStates, doma
 
 
 def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
-    """The reference states of the elements that occur, and their data for each atom."""
+    """The reference states of the elements present, and their data for each atom."""
     if isinstance(parameters, ReferenceStates):
         if parameters.radii.device != numbers.device:
             raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")
@@ -386,8 +397,8 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
 
 
 def _states_of(parameters: D3Parameters, numbers: torch.Tensor) -> ReferenceStates:
-    """The states of the elements that occur."""
-    # numbers beyond the table are named by `ReferenceStates.rows`
+    """The reference states of the elements present."""
+    # atomic numbers beyond the table are reported by `ReferenceStates.rows`
     last = parameters.max_z
 
     def occur() -> tuple[torch.Tensor, ...]:
@@ -395,12 +406,12 @@ def _states_of(parameters: D3Parameters, numbers: torch.Tensor) -> ReferenceStat
 
     (found,) = cached_by_value("d3 elements", (numbers,), last, occur)
     elements = tuple(number for number in found.tolist() if 0 < number <= last)
-    # without atoms the states of any element will do
+    # without atoms, any element will do
     return parameters._states(elements or parameters.elements[:1], numbers.device)
 
 
 def _atoms_of(states: ReferenceStates, numbers: torch.Tensor) -> Atoms:
-    """The data of each atom in the reference states."""
+    """The data of each atom, looked up in the reference states."""
 
     def of_atoms() -> tuple[torch.Tensor, ...]:
         row = states.rows(numbers)

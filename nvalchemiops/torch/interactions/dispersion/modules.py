@@ -15,50 +15,50 @@ from nvalchemiops.torch.runtime.modules import ExactModule
 from nvalchemiops.torch.systems import Neighbors, System, long_arguments, named
 
 CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.0
-"""Cutoffs in bohr, the first two those of the program s-dftd3, and a width over which sums go to zero before them."""
+"""Default cutoffs, of which the first two are those of s-dftd3, and the width of the switching below them, in bohr."""
 
 
 _NUMBERS = ("cutoff", "coordination_cutoff", "smoothing", "s9", "three_body_cutoff")
 
 
 class DFTD3(ExactModule):
-    """DFT-D3 for some elements and one functional, in atomic units.
+    """DFT-D3 as a module for a set of elements and one functional, in atomic units.
 
     Parameters
     ----------
     damping : str, RationalDamping or ZeroDamping
-        A functional, with Becke and Johnson's damping; or parameters, as from `damping_parameters`.
+        Name of a functional, with Becke-Johnson damping; or damping parameters, as from `damping_parameters`.
     elements : sequence of int
-        Atomic numbers that may occur.
+        Atomic numbers of all elements that may occur.
     parameters : D3Parameters, optional
-        By default those of `D3Parameters.load`.
+        Reference data, by default those of `D3Parameters.load`.
     cutoff, coordination_cutoff : float, bohr, optional
-        Of the energies of pairs, and of coordination numbers.
+        Cutoffs of the pair energies, and of the coordination numbers.
     s9 : float, optional
-        Factor of the three-body energy, by default without; see `d3_dispersion`.
+        Factor of the three-body energy, which is left out by default; see `d3_dispersion`.
     three_body_cutoff : float, bohr, optional
-        Of the sides of its triangles.
+        Cutoff of all three sides of a triple.
     smoothing : float or None, bohr, optional
-        Width over which all sums go to zero before their cutoffs, with two continuous derivatives: then energies and
-        forces are smooth when atoms cross a cutoff. None for sharp ends, as other programs have them.
+        Width below each cutoff over which the sum is switched off, with two continuous derivatives, so that energies
+        and forces are smooth when atoms cross a cutoff. None for sharp cutoffs, as in other programs.
     trainable : bool, optional
-        Whether damping parameters are parameters of the module.
+        Whether the damping parameters are parameters of the module.
 
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; an element or functional without parameters.
+        An invalid argument, named in the message; an element or functional without parameters.
 
     Notes
     -----
-    A state dict restores damping, cutoffs and ``s9``. Elements and the kind of damping must be those of the module, and
-    so must the reference data, which are not in it; otherwise loading raises. ``DistributedDataParallel`` synchronises
-    damping parameters that are trained, and nothing else.
+    A state dict contains the damping parameters, cutoffs and ``s9``, which loading restores. It does not contain the
+    reference data: if these, the elements or the damping function differ from those of the module, loading raises.
+    ``DistributedDataParallel`` synchronises trainable damping parameters, and nothing else.
 
     Attributes
     ----------
     states : ReferenceStates
-        The reference data of the elements, where the module is.
+        The reference data of the elements, on the device of the module.
 
     Examples
     --------
@@ -83,8 +83,10 @@ class DFTD3(ExactModule):
         if isinstance(damping, str):
             damping = damping_parameters(damping)
         if not isinstance(damping, RationalDamping | ZeroDamping):
-            raise TypeError(f"`damping` must be a functional or parameters, got {type(damping).__name__}")
-        ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)  # raises unless they fit
+            raise TypeError(
+                f"`damping` must be a functional's name, RationalDamping or ZeroDamping, got {type(damping).__name__}"
+            )
+        ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)  # raises if they are invalid
         self.kind = type(damping)
         self._trainable = self.kind._fields
         device = torch.get_default_device()  # as other modules of torch do
@@ -127,10 +129,11 @@ class DFTD3(ExactModule):
 
         Parameters
         ----------
-        positions : System, or (n_atoms, 3) tensor
-        numbers : tensor, or Neighbors with a system
+        positions : System, or (n_atoms, 3) tensor, bohr
+        numbers : (n_atoms,) tensor, or Neighbors
+            Atomic numbers; after a `System`, its neighbors may be given here.
         neighbors : Neighbors, optional
-            With a system; they must reach as far as the cutoffs. Without them they are built.
+            Only with a `System`; they must reach to the cutoffs. By default they are built.
         cell, batch_idx, **options
             As for `d3_dispersion`: neighbors, ``compute_forces``, ``compute_virial``, ``energy_reduction``, ``pbc`` and
             ``num_systems``.
@@ -138,7 +141,7 @@ class DFTD3(ExactModule):
         Returns
         -------
         energies, forces, coordination_numbers, virial
-            As from `d3_dispersion`. For a system with names (`nvalchemiops.torch.systems.Results`).
+            As from `d3_dispersion`. For a `System`, they have names (`nvalchemiops.torch.systems.Results`).
         """
         if isinstance(positions, System):
             beside = (numbers, cell, batch_idx, neighbors)
@@ -149,15 +152,15 @@ class DFTD3(ExactModule):
             return named(names + ["virial"] * bool(options.get("compute_virial")), values)
         self._move_to(positions)
         damping = self.kind(**{name: getattr(self, name).to(positions.dtype) for name in self.kind._fields})
-        options = dict(**{name: getattr(self, name) for name in _NUMBERS}, **options)  # an error for those in both
+        options = dict(**{name: getattr(self, name) for name in _NUMBERS}, **options)  # raises for a name in both
         return d3_dispersion(positions, numbers, damping, self.states, cell, batch_idx, **options)  # type: ignore[arg-type]
 
 
 def _summary(data: D3Parameters, elements: Sequence[int]) -> list[float]:
-    """Numbers by which tables are distinguished, for these elements: values and sums of each element."""
+    """For each table and each of these elements, the sum of the values: numbers by which tables are compared."""
     chosen = torch.tensor(elements, device="cpu")
     tables = [data.rcov, data.r4r2, data.cn_ref, data.c6ab, data.r0ab]
     rows = [table.detach().to("cpu", torch.float64)[chosen] for table in tables if table is not None]
-    # of pairs those in which both elements occur
+    # of tables over pairs of elements, the pairs of these elements
     rows = [row[:, chosen] if row.ndim > 1 and row.shape[1] == data.rcov.shape[0] else row for row in rows]
     return [value for row in rows for value in row.reshape(len(elements), -1).sum(1).tolist()]

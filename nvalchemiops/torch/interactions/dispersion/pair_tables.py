@@ -2,9 +2,9 @@
 
     C6_ij = Σ_ab w_ab C6(a, b),    w_ab ∝ exp(k3 [(CN_i - CN_ab)² + (CN_j - CN_ba)²])
 
-over the reference molecules a and b of the two elements, of which CN_ab is the coordination number of the first, here
-another one for each pair. S. Grimme, J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys. 132, 154104 (2010),
-doi:10.1063/1.3382344, eq. (16).
+The sum is over the reference molecules a and b of the two elements. CN_ab is the coordination number of a, which here
+may depend on its partner b, and CN_ba that of b. Source: S. Grimme, J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys.
+132, 154104 (2010), doi:10.1063/1.3382344, eq. (16).
 """
 
 import torch
@@ -16,25 +16,25 @@ from nvalchemiops.torch.neighbors.rows import Rows, row_indices
 from nvalchemiops.torch.runtime.context import may_read
 
 PAIRS_AT_ONCE = 2**16
-"""Pairs whose weights are in memory at the same time, 200 bytes and more for each pair."""
+"""Largest number of pairs whose weights are in memory at the same time; each pair takes 200 bytes or more."""
 
 
 def pairs_apart(system: PairSystem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PairSystem]:
-    """The pairs of a system, and each of them as two atoms by themselves, one after the other.
+    """The pairs of a system, and a system in which the two atoms of each pair are separate atoms.
 
     Returns
     -------
     first, second : (n_slots,) int64 tensor
-        The atoms of each slot of the rows; for padding twice the same.
+        The two atoms of each slot of the rows; for padding, the same atom twice.
     vectors : (n_slots, 3) tensor
-        From the first to the second.
+        Vectors from the first to the second atom.
     alone : PairSystem
-        The first atom of each slot and the second one, neighbors of each other unless the slot is padding.
+        The first and the second atom of each slot, in turn; they are neighbors unless the slot is padding.
     """
     positions, cell, batch_idx, n_systems, rows, _ = system
     n_atoms = positions.shape[0]
     first = row_indices(rows, n_atoms)
-    # an index that names no atom has made its row NaN already, by the coordination number
+    # an index out of range needs no care here: it has already made the coordination number of its row NaN
     is_pair = (rows.neighbors != rows.padding) & (rows.neighbors >= 0) & (rows.neighbors < n_atoms)
     second = torch.where(is_pair, rows.neighbors, first)
     several = cell is not None and cell.shape[0] > 1
@@ -55,7 +55,9 @@ def coefficients_of_pairs(
     states: ReferenceStates,
     k3: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """C6 of pairs and its derivatives by the coordination numbers of the first and the second atom, each (n_pairs,).
+    """C6 of pairs, and its derivatives with respect to the coordination numbers of the first and the second atom.
+
+    Each of the three results has shape (n_pairs,).
 
     Parameters
     ----------

@@ -19,14 +19,20 @@ from nvalchemiops.torch.runtime.cache import stream_of
 from nvalchemiops.torch.runtime.context import eager, may_read, on_host, values_of
 
 _TABLE_BOHR = 0.5291772109044924
-"""Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, as s-dftd3 converts radii; the eleventh digit can be seen."""
+"""Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, with which s-dftd3 converts radii.
+
+An error in its eleventh digit would be visible when energies are compared with those of s-dftd3.
+"""
 
 
 _CLOSE_CN = 1e-4
-"""Coordination numbers of a reference molecule that differ by less, in entries for different partners, are the same."""
+"""Largest difference of coordination numbers of one reference molecule between entries for different partners."""
 
 _LARGEST_RATIO = 1e3
-"""Of a C6 to the geometric mean of those of equal pairs, its physical bound. Far above, eigenvectors lose digits."""
+"""Largest ratio of a C6 to the geometric mean of the C6 of the two equal pairs, which is its physical bound.
+
+If the ratio is far larger than one, the eigenvectors lose digits.
+"""
 
 
 class ReferenceStates(NamedTuple):
@@ -35,25 +41,26 @@ class ReferenceStates(NamedTuple):
     Attributes
     ----------
     row_of_number : (n_numbers,) int64 tensor
-        Row of each atomic number in the tensors below. The last but one row is NaN, for elements that are not here, and
-        the last one zero, for the number 0: no atom, but padding.
+        Row of each atomic number in the tensors below. They have two more rows than elements: row n_elements is NaN,
+        for elements that are not included, and the last row is zero, for the number 0, which is padding.
     radii, z : (n_elements + 2,) tensor
-        Radii in the coordination number, and roots of r4r2.
+        Radii for the coordination number, and square roots of r4r2.
     coordination : (n_elements + 2, n_references) tensor
         Coordination numbers of the reference molecules.
     places : (n_elements + 2, n_references) int32 tensor
-        Rows of the reference molecules among the vectors; the last one for entries that hold none.
+        Rows of the reference molecules in ``vectors``; the last row for entries without a molecule.
     vectors : (n_states + 1, n_coefficients) tensor
         ``C6(a, b) = Σ_q ± v_aq v_bq``, see `nvalchemiops.interactions.dispersion.formulas`; the last row is zero.
-        Without columns for tables that do not factorise so: they have the last two.
+        For tables that do not factorise in this way, there are no columns, and ``pair_c6`` and ``pair_coordination``
+        are given instead.
     pair_radii : (n_elements + 2, n_elements + 2) tensor or None
-        Radii of pairs of elements, for damping to zero.
+        Radii of pairs of elements, for zero damping and three-body energies.
     n_positive : int
-        Coefficients that count positively; they come first.
+        Number of coefficients with a plus; they come first.
     elements : tuple of int
         Atomic numbers.
     pair_c6, pair_coordination : (n_elements + 2, n_elements + 2, n_references, n_references) tensor or None
-        ``c6ab`` and ``cn_ref`` as they are, if they do not factorise.
+        ``c6ab`` and ``cn_ref`` of these elements, if they do not factorise.
     """
 
     row_of_number: torch.Tensor
@@ -74,7 +81,7 @@ class ReferenceStates(NamedTuple):
         Raises
         ------
         ValueError
-            An element is not here, if the values can be read; otherwise its energies become NaN.
+            An element is not included. If values cannot be read, its energies become NaN instead.
         """
         last = self.row_of_number.shape[0] - 1
         known = torch.where(numbers < 0, last, numbers.clamp(max=last))
@@ -88,51 +95,51 @@ class ReferenceStates(NamedTuple):
         return row
 
     def to(self, device: torch.device | str) -> "ReferenceStates":
-        """The same on another device."""
+        """The same states on another device."""
         moved: Any = [v.to(device) if isinstance(v, torch.Tensor) else v for v in self]
         return ReferenceStates(*moved)
 
 
 MOST_STATES = 32
-"""Sets of states that are kept: to prepare those of many elements takes a second."""
+"""Number of prepared `ReferenceStates` that are kept: for many elements, preparing them takes a second."""
 
 _prepared: Kept[ReferenceStates] = Kept(MOST_STATES)
-"""By the values of the tables for their elements, which may have been changed in any way since."""
+"""Prepared states. The key contains the values of the tables, because callers may change the tables in place."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class D3Parameters:
     """Reference data of DFT-D3 for many elements, in atomic units (bohr, hartree).
 
-    Any tables are accepted. If ``c6ab`` is symmetric, and the reference molecules of an element are independent of its
+    Any tables are accepted. If ``c6ab`` is symmetric and the reference molecules of an element are independent of its
     partner, as in the published data, C6 factorises, which makes energies fast (`docs/dispersion.md`). Other tables are
-    interpolated for each pair of atoms, about a hundred times more slowly, with the same derivatives but no three-body
-    term.
+    interpolated for each pair of atoms, which is about a hundred times slower. They have the same derivatives, but no
+    three-body energy.
 
     Parameters
     ----------
     rcov : (n_numbers,) tensor, bohr
         Covalent radii times 4/3, by atomic number; entry 0 is not used.
     r4r2 : (n_numbers,) tensor
-        Roots of the ratio of the expectation values of r^4 and r^2, as tabulated for D3: C8 = 3 C6 r4r2_i r4r2_j.
+        Square roots of the ratio of the expectation values of r^4 and r^2, scaled as for D3: C8 = 3 C6 r4r2_i r4r2_j.
     c6ab : (n_numbers, n_numbers, n_references, n_references) tensor, hartree bohr^6
-        ``c6ab[Z_i, Z_j, a, b]`` is the C6 of the pair of reference molecules a of the first element and b of the second
-        one; 0 or less where there is none. Where the table is not symmetric, the energy of two atoms is the mean of
-        both orders.
+        ``c6ab[Z_i, Z_j, a, b]`` is the C6 of reference molecule a of the first element and reference molecule b of the
+        second; 0 or less if there is none. If the table is not symmetric, the energy of two atoms is the mean of both
+        orders.
     cn_ref : (n_numbers, n_numbers, n_references, n_references) or (n_numbers, n_references) tensor
-        Coordination number of the reference molecule of the first element; that of the second one is
+        Coordination number ``cn_ref[Z_i, Z_j, a, b]`` of reference molecule a of the first element; that of b is
         ``cn_ref[Z_j, Z_i, b, a]``.
     interp_mesh : int, optional
-        ``n_references``; checked.
+        ``n_references``, against which the shapes are checked.
     r0ab : (n_numbers, n_numbers) tensor, bohr, optional
-        Radii of pairs of elements, which damping to zero needs.
+        Radii of pairs of elements, which zero damping and three-body energies need.
 
-        The tables are copied, with their dtype and device; results of them are computed in float64.
+        The tables are copied with their dtype and device. States are prepared from them in float64.
 
     Raises
     ------
     ValueError, TypeError
-        Shapes do not fit.
+        A table has a wrong shape, or is not a tensor of floats.
     """
 
     rcov: torch.Tensor
@@ -146,11 +153,11 @@ class D3Parameters:
         self._check()
         with torch.inference_mode(False):
             for name, value in self._given().items():
-                setattr(self, name, value.detach().clone())  # independent of changes of the caller's tensors
+                setattr(self, name, value.detach().clone())  # the caller may change the given tensors
 
     @classmethod
     def _of(cls, tables: Mapping[str, Any], interp_mesh: int) -> "D3Parameters":
-        """Parameters of these tables, which are not copied: for one call."""
+        """Parameters with these tables, which are not copied; for a single call."""
         found = cls.__new__(cls)
         found.__dict__.update(tables, interp_mesh=interp_mesh)
         found._check()
@@ -187,7 +194,7 @@ class D3Parameters:
             Or the dtype, as in `torch.Tensor.to`.
         dtype : torch.dtype, optional
         **options
-            Others of `torch.Tensor.to`.
+            Other options of `torch.Tensor.to`.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
@@ -196,7 +203,7 @@ class D3Parameters:
 
     @property
     def device(self) -> torch.device:
-        """Device of the tables. Atoms may be on another one: the states of their elements are copied once."""
+        """Device of the tables. Atoms may be on another device; the states of their elements are copied to it once."""
         return self.c6ab.device
 
     @property
@@ -206,40 +213,41 @@ class D3Parameters:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> "D3Parameters":
-        """The published data: from a file, or from the package ``tad-dftd3`` (extra ``dispersion``).
+        """The published data, from the package ``tad-dftd3`` (extra ``dispersion``) or from a file.
 
         Parameters
         ----------
         path : str or Path, optional
-            A ``.npz`` or ``.pt`` file with the entries ``rcov``, ``r4r2`` (or ``r2r4``) and ``c6ab``, and ``cn_ref``
-            unless ``c6ab`` has a last dimension of three: C6 and both coordination numbers, as in many programs;
-            optionally ``r0ab``. In the units of this class.
+            A ``.npz`` or ``.pt`` file with the entries ``rcov``, ``r4r2`` (or ``r2r4``), ``c6ab``, ``cn_ref`` and,
+            optionally, ``r0ab``, in the units of this class. ``cn_ref`` may be left out if ``c6ab`` has a last axis of
+            length three, with C6 and both coordination numbers, as in many programs.
 
         Raises
         ------
         ImportError
-            Without a path, if the package is missing.
+            No path is given, and the package is not installed.
         ValueError
-            The file lacks an entry, or has another ending.
+            The file lacks an entry, or its name has another ending.
         """
         with torch.device("cpu"):  # independent of the default device
             return cls(**(_from_package() if path is None else _from_file(Path(path))))
 
     @property
     def has_reference(self) -> torch.Tensor:
-        """Which elements have which reference molecules by the C6 of two equal ones, (n_numbers, n_references) bool."""
+        """Which reference molecules exist (n_numbers, n_references), bool: those with a C6 with themselves."""
         return self.c6ab.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) > 0.0
 
     @property
     def elements(self) -> tuple[int, ...]:
-        """Atomic numbers for which there are reference molecules."""
+        """Atomic numbers of the elements that have reference molecules."""
         there = (self.c6ab[1:, 1:] > 0.0).flatten(2).any(2)
         return tuple(((there.any(0) | there.any(1)).nonzero().squeeze(1) + 1).tolist())
 
     def states(self, elements: Sequence[int], device: torch.device | str = "cpu") -> ReferenceStates:
-        """The reference data of some elements, prepared; they can be given in the place of these parameters.
+        """Prepare the reference data of some elements; the result can be given in place of these parameters.
 
-        Inside ``torch.compile`` it must be, and on a GPU it should be: otherwise atomic numbers are read back.
+        Inside ``torch.compile`` prepared states are required, and on a GPU they are faster: otherwise the atomic
+        numbers are copied to the host in order to find the elements.
 
         Parameters
         ----------
@@ -250,9 +258,9 @@ class D3Parameters:
         Raises
         ------
         ValueError
-            There are no reference molecules for an element, or no elements.
+            An element has no reference molecules, or ``elements`` is empty.
         TypeError
-            `elements` are no integers.
+            ``elements`` are not integers.
         """
         try:
             named = sorted({operator.index(number) for number in elements})
@@ -265,9 +273,9 @@ class D3Parameters:
 
     @eager
     def _states(self, elements: tuple[int, ...], device: torch.device) -> ReferenceStates:
-        """The same as `states`, for callers that change nothing: those from before for the same values of the tables.
+        """The same as `states`, but shared between calls: callers must not change the result.
 
-        Elements are in their order.
+        Elements must be sorted.
         """
         key: Any = None
         if elements and elements[0] > 0 and elements[-1] <= self.max_z:
@@ -275,20 +283,20 @@ class D3Parameters:
             if (kept := _prepared.find(key)) is not None:
                 return kept
         if not elements:
-            raise ValueError("`elements` is empty; name those that may occur")
+            raise ValueError("`elements` is empty: give the atomic numbers that may occur")
         missing = sorted(set(elements) - set(self.elements))
         if missing:
             raise ValueError(f"`numbers`: there are no D3 parameters for the elements {missing}")
         # kept for any later call, so not made of tensors that belong to a transform or to inference mode
         with outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
             found = self._find_states(elements).to(device)
-        # what an element needs that has no C6 with any of these is in the rest of the table
+        # an element without C6 with any of these is known only from the rest of the table, which is not in the key
         if (_entries(self.c6ab, np.array(elements), True) > 0.0).any((1, 2, 3)).all():
             _prepared.keep(key, found)
         return found
 
     def _contents(self, elements: tuple[int, ...]) -> tuple[Hashable, ...]:
-        """All values of the tables for these elements, read on the host."""
+        """All values of the tables for these elements, copied to the host."""
         index = np.array(elements)
         tables = (self.rcov, self.r4r2, self.c6ab, self.cn_ref, self.r0ab)
         of_pairs = (False, False, True, self.cn_ref.ndim == 4, True)
@@ -342,7 +350,7 @@ class D3Parameters:
 
 
 def _entries(table: torch.Tensor, index: np.ndarray, of_pairs: bool) -> np.ndarray:
-    """Entries of a table for these elements, or for their pairs, read on the host."""
+    """Entries of a table for these elements, or for their pairs, copied to the host."""
     if table.dtype in checks.FLOATS and layout(table.device.type).reads:
         values = on_host(table)
         return values[index[:, None], index] if of_pairs else values[index]
@@ -352,18 +360,20 @@ def _entries(table: torch.Tensor, index: np.ndarray, of_pairs: bool) -> np.ndarr
 
 
 def _factors(c6: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None:
-    """``C6(a, b) = Σ_q ± v_aq v_bq``, if C6 and coordination numbers (n, n, n_references, n_references) allow it.
+    """Vectors with ``C6(a, b) = Σ_q ± v_aq v_bq``, or None if C6 does not factorise in this way.
+
+    The arguments are C6 and coordination numbers, each (n_elements, n_elements, n_references, n_references).
 
     Returns
     -------
     coordination : (n_elements, n_references) tensor
-        Coordination numbers of the reference molecules, 0 where there is none.
+        Coordination numbers of the reference molecules; 0 where there is none.
     is_there : (n_elements * n_references,) bool tensor
-        Which of them there are.
+        Which reference molecules exist.
     vectors : (n_states, n_coefficients) tensor
-        Of those that are there.
+        Vectors of the reference molecules that exist.
     n_positive : int
-        Coefficients with a plus, the first ones.
+        Number of coefficients with a plus; they come first.
     """
     n_elements, mesh = c6.shape[0], c6.shape[2]
     own, of_element = (t.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) for t in (c6, counts))
@@ -390,33 +400,33 @@ def _factors(c6: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _padded(of_element: torch.Tensor) -> torch.Tensor:
-    """With a row of NaN and one of zeros."""
+    """The table with a row of NaN and a row of zeros appended."""
     last = of_element.new_zeros(2, *of_element.shape[1:])
     last[0] = torch.nan
     return torch.cat([of_element, last])
 
 
 def tables_of(given: Any) -> dict[str, Any]:
-    """The tables of parameters that another package keeps, as a dict or as attributes.
+    """The tables of another package's parameters, from a dict or from attributes.
 
     Raises
     ------
     TypeError
-        It has no such entries.
+        A table is missing.
     """
     names = ("rcov", "r4r2", "c6ab", "cn_ref")
     found = dict(given) if isinstance(given, Mapping) else {n: getattr(given, n) for n in names if hasattr(given, n)}
     missing = [name for name in names if name not in found]
     if missing:
         raise TypeError(
-            "`d3_params` must be D3Parameters, ReferenceStates, or what has entries or attributes rcov, r4r2, c6ab and "
-            f"cn_ref; got {type(given).__name__} without {', '.join(missing)}"
+            "`d3_params` must be D3Parameters, ReferenceStates, or an object with the entries or attributes rcov, "
+            f"r4r2, c6ab and cn_ref; got {type(given).__name__} without {', '.join(missing)}"
         )
     return {name: found[name] for name in names}
 
 
 def given_or_published(parameters: Any) -> D3Parameters:
-    """The parameters; without any those of `D3Parameters.load`."""
+    """The given parameters, or those of `D3Parameters.load` if None."""
     if parameters is None:
         return D3Parameters.load()
     if not isinstance(parameters, D3Parameters):
@@ -431,11 +441,11 @@ def _from_package() -> dict[str, Any]:
         )
     except ImportError as error:
         raise ImportError(
-            "the D3 data come with the package tad-dftd3, which is missing: pip install 'nvalchemiops[dispersion]' (in "
-            "a checkout '.[dispersion]'), or give a file to D3Parameters.load"
+            "the D3 data are in the package tad-dftd3, which is not installed: pip install 'nvalchemiops[dispersion]' "
+            "(in a checkout '.[dispersion]'), or give a file to D3Parameters.load"
         ) from error
     data = reference.Reference(dtype=torch.float64)
-    # published with four and two digits in angstrom, but kept there in another bohr, or as float32
+    # published in angstrom with four and two decimals; the package converts them with another bohr, or to float32
     r0ab = (radii.VDW_PAIRWISE(dtype=torch.float64) * _TABLE_BOHR).round(decimals=4) / _TABLE_BOHR
     covalent = (0.75 * radii.COV_D3(dtype=torch.float64) * _TABLE_BOHR).round(decimals=2) / _TABLE_BOHR
     n = data.cn.shape[0]

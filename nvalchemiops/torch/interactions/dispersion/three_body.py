@@ -1,12 +1,12 @@
 """The triple-dipole energy of D3 as torch ops (`nvalchemiops.interactions.dispersion.three_body`).
 
-Two ops share one kernel: the energies, and their first derivatives, which are the backward pass of the first op and end
-there: asking for more raises.
+Two ops share one kernel. The first computes energies. The second computes their first derivatives, and is the backward
+pass of the first; it has no derivatives itself, so second derivatives raise.
 
-**Several ranks.** The kernel gathers: an atom has a third of each of its triples, and all of their derivatives by
-itself. Its triples are those of its row, if the row has all atoms within the cutoff, on whichever rank they are. So
-each rank computes energies, and gradients, of its own atoms, with values and weights of its ghosts, which the
-ops fetch. Nothing goes back to the owners of ghosts.
+**Several ranks.** The kernel is in gather form: it gives each atom a third of the energy of its triples, and the
+complete derivatives of this energy with respect to the atom's own values. All triples of an atom are found in its row
+if the row holds all atoms within the cutoff, including ghosts. So each rank computes energies and gradients of its own
+atoms, from values and weights of its ghosts, which the ops fetch. Nothing is sent back to the owners of ghosts.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ _OUTPUTS = {
 @warp_custom_op(
     "nvalchemiops::three_body_derivatives",
     outputs=[OutputSpec(name, real_of, shape) for name, shape in _OUTPUTS.items()],
-    # so that asking for derivatives raises, and never gives zero
+    # declared so that second derivatives raise instead of being zero
     grad_arrays=[*_OUTPUTS, "positions", "cell", "coefficients", "weights"],
     backward="none",
     trusted=True,
@@ -70,18 +70,18 @@ def three_body_derivatives(
 ) -> tuple[torch.Tensor, ...]:
     """Energies (n_atoms,) of triples, a third for each atom, and first derivatives of their sum with ``weights``.
 
-    Gradients are by positions, coefficients and cell; then follows the virial.
+    The derivatives are the gradients with respect to positions, coefficients and cell, and the virial.
 
     Parameters
     ----------
     weights : (n_atoms,) tensor, optional
-        Of the energies in the sum that is differentiated; one by default.
+        Weights of the energies in the sum that is differentiated; one by default.
     **others
         As for `three_body_energies`.
     """
-    given = dict(locals())  # a copy, to which debuggers add nothing
+    given = dict(locals())  # a copy, because a debugger may add entries to locals()
     if coefficients.shape[1] > MOST_COEFFICIENTS:
-        raise ValueError(f"`s9`: the three-body term is for elements with {MOST_COEFFICIENTS} reference states at most")
+        raise ValueError(f"`s9`: the three-body energy allows at most {MOST_COEFFICIENTS} reference states in total")
     if sent is not None:
         given = with_ghosts(given, ("positions", "coefficients", "weights"))
     n_atoms, device, dtype = positions.shape[0], positions.device, positions.dtype
@@ -147,11 +147,11 @@ def three_body_energies(
     ----------
     positions : (n_atoms, 3) tensor
     cell : (n_systems, 3, 3) tensor, optional
-        Goes with ``shifts``.
+        Lattice vectors in rows; given if ``shifts`` are given.
     coefficients : (n_atoms, n_coefficients) tensor
-        ``C6_ij = Σ_q ± c_iq c_jq``, the first ``n_positive`` of them with a plus.
+        ``C6_ij = Σ_q ± c_iq c_jq``, with a plus for the first ``n_positive`` coefficients.
     species : (n_atoms,) int32 tensor
-        Rows of the radii.
+        Row of each atom in ``pair_radii``.
     pair_radii : (n_species, n_species) tensor
     batch_idx : (n_atoms,) int32 tensor, optional
     n_systems : int
@@ -159,16 +159,16 @@ def three_body_energies(
         See `nvalchemiops.torch.neighbors.rows.Rows`; full rows.
     n_positive : int
     cutoff, r_switch : float
-        A triple counts if all of its sides are shorter than the cutoff; each goes to zero from ``r_switch`` on, if that
-        is less.
+        A triple counts if all of its sides are shorter than the cutoff. If ``r_switch`` is below the cutoff, a factor
+        for each side goes to zero between the two.
     system_of_all, sent, send, receive, group : optional
-        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.op.pair_sum`.
+        Given if ranks share the sum, as for `nvalchemiops.torch.interactions.pair.op.pair_sum`.
     """
     return three_body_derivatives(**locals())[0]
 
 
 def three_body_sum(given: tuple[Any, ...], ghosts: tuple[Any, ...], derivatives: bool) -> tuple[torch.Tensor, ...]:
-    """Energies of triples; with ``derivatives`` also gradients by positions, coefficients and cell, and the virial.
+    """Energies of triples; with ``derivatives``, also gradients (positions, coefficients, cell) and the virial.
 
     ``given`` and ``ghosts`` are the arguments of `three_body_energies`.
     """

@@ -10,19 +10,14 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import DEFAULT_ORDER
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.parameters import (
-    atoms_of,
-    estimate_ewald_parameters,
-    estimate_pme_parameters,
-    order_of_estimate,
-)
+from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, order_for_atoms, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule
-from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, System, long_arguments, named
+from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, System, long_arguments, named, neighbors_beside
 
 
 def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | None:
@@ -57,6 +52,16 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
     if not bool(values_of(same).all()):
         raise ValueError(f"`{name}` has changed since `prepare`: call it again")
     return prepared
+
+
+def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
+    """The system, whose ``pbc`` has no effect on parameters, or the tensors as a system."""
+    if not isinstance(positions, System):
+        return System(positions, charges, cell, batch_idx)
+    neighbors_beside((), {"cell": cell, "batch_idx": batch_idx, "charges": charges})
+    if positions.domain is not None:
+        raise ValueError("`domain`: estimate parameters for all atoms, before they are divided among ranks")
+    return positions._replace(pbc=None)
 
 
 def _cell_of(cell: Any) -> Any:
@@ -222,8 +227,8 @@ class EwaldSummation(_ConfiguredSum):
         *,
         charges: torch.Tensor | None = None,
     ) -> "EwaldSummation":
-        """The module with parameters from `estimate_ewald_parameters`, which has the same arguments."""
-        found = estimate_ewald_parameters(positions, cell, batch_idx, accuracy, charges=charges)
+        """The module with parameters from `estimate_ewald_parameters`, with the same arguments or for a System."""
+        found = ewald_parameters(_atoms(positions, cell, batch_idx, charges), accuracy)
         return cls(found.alpha, found.reciprocal_space_cutoff, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor | System) -> "EwaldSummation":
@@ -318,13 +323,13 @@ class ParticleMeshEwald(_ConfiguredSum):
         spline_order: int | None = None,
         charges: torch.Tensor | None = None,
     ) -> "ParticleMeshEwald":
-        """The module with parameters from `estimate_pme_parameters`, which has the same arguments.
+        """The module with parameters from `estimate_pme_parameters`, with the same arguments or for a System.
 
         By default ``spline_order`` is the order that takes the least time.
         """
-        atoms = atoms_of(positions, cell, batch_idx, charges)
-        order = order_of_estimate(atoms, accuracy, real_space_cutoff) if spline_order is None else spline_order
-        found = estimate_pme_parameters(atoms, None, None, accuracy, real_space_cutoff, spline_order=order)
+        atoms = _atoms(positions, cell, batch_idx, charges)
+        order = order_for_atoms(atoms, accuracy, real_space_cutoff) if spline_order is None else spline_order
+        found = pme_parameters(atoms, accuracy, real_space_cutoff, order)
         return cls(found.alpha, found.mesh_dimensions, order, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor | System) -> "ParticleMeshEwald":

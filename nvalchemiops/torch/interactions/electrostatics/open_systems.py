@@ -37,9 +37,8 @@ def open_systems(atoms: System) -> torch.Tensor | None:
     pbc: Any = atoms.pbc
     if pbc is None or not is_eager():
         return None
-    if not isinstance(pbc, torch.Tensor):
-        pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc, torch.device("cpu"))
-    if pbc.dtype != torch.bool or pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc):
+    pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc)
+    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc):
         return None
     found = torch.from_numpy(~on_host(pbc).reshape(-1, 3)).all(1)
     if not bool(found.any()):

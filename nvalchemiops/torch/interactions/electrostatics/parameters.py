@@ -15,7 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import check_periodic
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import on_host
-from nvalchemiops.torch.systems import System, neighbors_beside
+from nvalchemiops.torch.systems import System
 
 
 def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_order: int) -> torch.Tensor:
@@ -82,8 +82,8 @@ class PMEParameters(NamedTuple):
 
 
 def estimate_ewald_parameters(
-    positions: torch.Tensor | System,
-    cell: torch.Tensor | None = None,
+    positions: torch.Tensor,
+    cell: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     accuracy: float = 1e-6,
     *,
@@ -93,10 +93,9 @@ def estimate_ewald_parameters(
 
     Parameters
     ----------
-    positions : System, or (n_atoms, 3) tensor, length
-        Without ``charges`` only the number of atoms in each system matters. A system replaces the tensors; its ``pbc``
-        has no effect.
-    cell : (3, 3) or (n_systems, 3, 3) tensor, length, only without a System
+    positions : (n_atoms, 3) tensor, length
+        Without ``charges`` only the number of atoms in each system matters.
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     accuracy : float, optional
@@ -121,9 +120,12 @@ def estimate_ewald_parameters(
     -----
     Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
     """
-    atoms = atoms_of(positions, cell, batch_idx, charges)
-    positions = atoms.positions
-    sizes = _sizes_of(atoms)
+    return ewald_parameters(System(positions, charges, cell, batch_idx), accuracy)
+
+
+def ewald_parameters(atoms: System, accuracy: float) -> EwaldParameters:
+    """`estimate_ewald_parameters` for a system."""
+    positions, sizes = atoms.positions, _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
     typical = core.Target(accuracy)
     alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
@@ -135,8 +137,8 @@ def estimate_ewald_parameters(
 
 
 def estimate_pme_parameters(
-    positions: torch.Tensor | System,
-    cell: torch.Tensor | None = None,
+    positions: torch.Tensor,
+    cell: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     accuracy: float = 1e-6,
     real_space_cutoff: float | torch.Tensor | None = None,
@@ -175,9 +177,20 @@ def estimate_pme_parameters(
     -----
     Errors, formulas and sources: see `estimate_ewald_parameters`. Reads values on the host.
     """
-    atoms = atoms_of(positions, cell, batch_idx, charges)
-    positions = atoms.positions
-    sizes = _sizes_of(atoms)
+    atoms = System(positions, charges, cell, batch_idx)
+    return pme_parameters(atoms, accuracy, real_space_cutoff, spline_order, mesh_safety_factor, fft_padding_fraction)
+
+
+def pme_parameters(
+    atoms: System,
+    accuracy: float,
+    real_space_cutoff: Any,
+    spline_order: int,
+    safety: float = 1.0,
+    padding: float = 0.25,
+) -> PMEParameters:
+    """`estimate_pme_parameters` for a system."""
+    positions, sizes = atoms.positions, _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
     order = check_spline_order(spline_order)
     if real_space_cutoff is None:
@@ -194,7 +207,7 @@ def estimate_pme_parameters(
         r_c = on_host(given)
     target = _target(accuracy, atoms, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
-    mesh = choice.mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
+    mesh = choice.mesh_for(sizes, alpha, target, order, safety, padding)
     spacing = sizes.lengths / np.array(mesh)
     return PMEParameters(_tensor(alpha, positions), mesh, _tensor(spacing, positions), _tensor(r_c, positions))
 
@@ -218,8 +231,8 @@ class ErrorEstimate(NamedTuple):
 
 
 def estimate_errors(
-    positions: torch.Tensor | System,
-    cell: torch.Tensor | None = None,
+    positions: torch.Tensor,
+    cell: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     *,
     alpha: float | torch.Tensor,
@@ -266,8 +279,7 @@ def estimate_errors(
     >>> estimate_errors(positions, cell, **parameters._asdict()).total < 1.1e-5
     tensor([True])
     """
-    atoms = atoms_of(positions, cell, batch_idx, charges)
-    positions = atoms.positions
+    atoms = System(positions, charges, cell, batch_idx)
     sizes = _sizes_of(atoms)
     n_systems, device = len(sizes.cell), positions.device
 
@@ -277,8 +289,7 @@ def estimate_errors(
     splitting, cutoff = numbers("alpha", alpha), numbers("real_space_cutoff", real_space_cutoff)
     model: core.Reciprocal
     if mesh_dimensions is None and mesh_spacing is not None:
-        assert atoms.cell is not None
-        mesh_dimensions = mesh_spacing_to_dimensions(atoms.cell, mesh_spacing, spline_order=spline_order)
+        mesh_dimensions = mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=spline_order)
     given = [v is not None for v in (reciprocal_space_cutoff, miller_bounds, mesh_dimensions)]
     if sum(given) != 1:
         raise ValueError(
@@ -374,17 +385,7 @@ def mesh_spacing_to_dimensions(
 # -- common to all ------------------------------------------------------------------------------
 
 
-def atoms_of(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
-    """The system, or the tensors as a system."""
-    if not isinstance(positions, System):
-        return System(positions, charges, cell, batch_idx)
-    neighbors_beside((), {"cell": cell, "batch_idx": batch_idx, "charges": charges})
-    if positions.domain is not None:
-        raise ValueError("`domain`: estimate parameters for all atoms, before they are divided among ranks")
-    return positions._replace(pbc=None)
-
-
-def order_of_estimate(atoms: System, accuracy: float, real_space_cutoff: Any) -> int:
+def order_for_atoms(atoms: System, accuracy: float, real_space_cutoff: Any) -> int:
     """The order of splines that takes the least time, for `estimate_pme_parameters`."""
     sizes = _sizes_of(atoms)
     target = core.Target(choice.check_accuracy(accuracy, atoms.positions))

@@ -1,4 +1,4 @@
-"""Pair potentials of torch tensors, each from one line of mathematics, differentiable to any order."""
+"""Pair potentials for torch tensors, each written as one line of mathematics and differentiable to any order."""
 
 from nvalchemiops.torch.interactions.pair.library import (
     born_mayer_huggins,

@@ -1,4 +1,4 @@
-"""The driver of all sums over pairs: what is requested, the arguments of the op, and its results in order."""
+"""The driver of all sums over pairs: it checks the request, prepares the arguments of the op and orders its results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from nvalchemiops.torch.systems import System
 
 @engine.immutable
 class PairRequest(NamedTuple):
-    """Results of a call in addition to the energies, and whether energies are per atom or per system."""
+    """Which results are requested in addition to the energies, and whether energies are per atom or per system."""
 
     forces: bool = False
     gradients: tuple[str | tuple[str, ...], ...] = ()
@@ -30,15 +30,21 @@ class PairRequest(NamedTuple):
 
     @property
     def by_system(self) -> bool:
-        """Whether there is a result for each system."""
+        """Whether any result is per system."""
         return self.virial or self.energy_reduction != "atom"
 
 
 def check_pair_request(
     compute_forces: Any, compute_virial: Any, energy_reduction: Any = "atom", compute_gradients: Any = ()
 ) -> PairRequest:
-    """The arguments of a call as a `PairRequest`; raise unless they are flags, a choice, and names in a sequence."""
-    # in a sequence, as gradients are returned in this order
+    """Check the arguments of a call that select results, and return them as a `PairRequest`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A flag is not a bool, ``energy_reduction`` is unknown, or ``compute_gradients`` is not a sequence of names.
+    """
+    # a sequence rather than a set, because gradients are returned in this order
     names = tuple(compute_gradients) if isinstance(compute_gradients, Sequence) else (None,)
     if isinstance(compute_gradients, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"`compute_gradients` must be a sequence of names, got {compute_gradients!r}")
@@ -59,10 +65,10 @@ def run(
     *,
     check: Any = False,
 ) -> tuple[torch.Tensor, ...]:
-    """``evaluate(neighbors, positions, cell, batch_idx, pbc, **moving, **fixed)``, by a plan where it repeats.
+    """Call ``evaluate(neighbors, positions, cell, batch_idx, pbc, **moving, **fixed)``, replaying a plan if one exists.
 
-    Neighbors that are not given are found first, as those of ``system_of(atoms, given)``: then the plan is for any
-    number of them.
+    If no neighbors are given, those of ``system_of(atoms, given)`` are found first, so that one plan serves any number
+    of neighbors.
     """
     near: GivenNeighbors | Rows = given
     ways: tuple[Any, ...] | str = options
@@ -88,16 +94,16 @@ def sum_pairs(
     exclusions: ExclusionRows | None = None,
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Sum ``formula`` over the pairs of a system; other arguments and results as for `PairPotential.__call__`.
+    """Sum ``formula`` over the pairs of a system; other arguments and results are as for `PairPotential.__call__`.
 
     Parameters
     ----------
     system : PairSystem
-        With a domain, results of systems and global parameters are the shares of this rank.
+        With a domain, results per system and gradients of global parameters are only this rank's share.
     exclusions : ExclusionRows, optional
         From `exclusion_rows`.
     weights : (n_atoms,) tensor, optional
-        Results other than energies are derivatives of the sum of energies with these weights.
+        Weights of the energies in the sum whose derivatives are the other results; one by default.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
     of_atoms, of_systems, species, n_species = parameter_arrays(formula, parameters, positions, species, n_systems)
@@ -106,7 +112,7 @@ def sum_pairs(
     outputs = "w" + "r" * bool(request.forces)
     for name in request.gradients:
         if name not in parameters:
-            raise ValueError(f"`compute_gradients` names '{name}', which is no parameter of this potential")
+            raise ValueError(f"`compute_gradients` names '{name}', which is not a parameter of this potential")
         letter = "g" if name in formula.global_parameters else "p"
         outputs += letter * (letter not in outputs)
     outputs += "v" * bool(request.virial)

@@ -1,4 +1,4 @@
-"""Exclusions: pairs of atoms that do not interact, or whose interaction has a factor."""
+"""Exclusions: pairs of atoms that do not interact, or whose interaction is scaled by a factor."""
 
 from typing import Any, NamedTuple
 
@@ -12,24 +12,24 @@ from nvalchemiops.torch.runtime.context import may_read
 
 
 class ExclusionRows(NamedTuple):
-    """Checked pairs with a factor as rows of atoms, each pair in the rows of both of its atoms.
+    """Checked excluded or scaled pairs, sorted into one row per atom; each pair is in the rows of both of its atoms.
 
     Attributes
     ----------
     pointers : (n_atoms + 1,) int32 tensor
-        First entry of the row of each atom, then 2 n_pairs.
+        First entry of the row of each atom; the last value is 2 n_pairs.
     atoms : (2 n_pairs,) int32 tensor
-        The other atom.
+        The other atom of the pair.
     factors : (2 n_pairs,) float64 tensor
         Factors of the energies.
     first : (2 n_pairs,) int64 tensor
         The atom to which the row belongs.
     order : (2 n_pairs,) int64 tensor
-        Place of each entry among the pairs as given, followed by the same pairs exchanged.
+        Index of each entry in the given pairs followed by the same pairs with their atoms exchanged.
     pairs : (2, n_pairs) int64 tensor
-        As given.
+        The pairs as given.
     given_factors : (n_pairs,) tensor or None
-        As given; None: zero.
+        The factors as given; None if all are zero.
     """
 
     pointers: torch.Tensor
@@ -41,20 +41,20 @@ class ExclusionRows(NamedTuple):
     given_factors: torch.Tensor | None
 
     def remainder(self) -> "ExclusionRows | None":
-        """The same pairs with 1 minus the factors; None if all of those are zero by default."""
+        """The same pairs with 1 minus the factors; None if no factors were given."""
         if self.given_factors is None:
             return None
         return self._replace(factors=_of_both(1.0 - self.given_factors, self.order))
 
 
 def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor) -> ExclusionRows | None:
-    """The rows of pairs (2, n_pairs) with factors (n_pairs,), as `PairPotential.__call__` takes them; None without any.
+    """Rows of the exclusions (2, n_pairs) with factors (n_pairs,) of `PairPotential.__call__`; None without exclusions.
 
     Raises
     ------
     ValueError, TypeError
-        Factors without pairs; a wrong shape, dtype or device; factors with a gradient. If values can be read: an atom
-        that does not exist, an atom with itself, a duplicate pair.
+        Factors are given without pairs, have a gradient, or a shape, dtype or device is wrong. If values can be read:
+        an atom does not exist, a pair joins an atom with itself, or a pair is listed twice.
     """
     if exclusions is None:
         if given_factors is not None:
@@ -75,7 +75,7 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
 
 
 def check_same_system(exclusions: ExclusionRows, batch_idx: torch.Tensor | None) -> None:
-    """Raise if a pair joins atoms of different systems, as far as values can be read."""
+    """Raise if a pair joins atoms of different systems; skipped if values cannot be read."""
     if batch_idx is not None and may_read(batch_idx):
         of_pair = batch_idx[exclusions.pairs]
         if not torch.equal(of_pair[0], of_pair[1]):

@@ -1,4 +1,4 @@
-"""Library of pair potentials; formulas and sources in `nvalchemiops.interactions.pair.potentials`."""
+"""Library of pair potentials; see `nvalchemiops.interactions.pair.potentials` for formulas and sources."""
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.pair import potentials
@@ -16,15 +16,15 @@ def lennard_jones(
     shifted: bool = False,
     r_switch: float | None = None,
 ) -> PairPotential:
-    """Lennard-Jones (12-6) or Mie (n-m) potential, of depth ``epsilon`` and zero at ``sigma``.
+    """Lennard-Jones (12-6) or Mie (n-m) potential with well depth ``epsilon``, zero at the distance ``sigma``.
 
     Parameters
     ----------
     cutoff : float, length, optional
     mixing : {"lorentz-berthelot", "geometric", "waldman-hagler"} or None, optional
-        How ``sigma`` and ``epsilon`` of a pair follow from those of its atoms. None: they are tables by species.
+        Mixing rule for ``sigma`` and ``epsilon`` of a pair. With None, both are tables over pairs of species.
     repulsive, attractive : int, optional
-        The exponents n > m. The prefactor keeps the depth epsilon.
+        The exponents n > m. The prefactor is chosen so that the depth is epsilon.
     shifted, r_switch
         As for `PairPotential`.
     """
@@ -39,41 +39,44 @@ def soft_core_lennard_jones(
     shifted: bool = False,
     r_switch: float | None = None,
 ) -> PairPotential:
-    """Lennard-Jones potential with a finite core, for free energies (Beutler et al. 1994).
+    """Lennard-Jones potential with a finite core, for free-energy calculations (Beutler et al. 1994).
 
-    ``4 epsilon scale (1/x² - 1/x)`` with ``x = softness (1 - scale) + (r/sigma)⁶``; ``sigma`` and ``epsilon`` as for
-    `lennard_jones`, ``scale`` (the coupling, 0 to 1) and ``softness`` (0.5 is usual) global. The gradient by ``scale``
-    is the integrand of thermodynamic integration.
+    ``4 epsilon scale (1/x² - 1/x)`` with ``x = softness (1 - scale) + (r/sigma)⁶``. ``sigma`` and ``epsilon`` are as
+    for `lennard_jones`; ``scale`` (the coupling parameter, 0 to 1) and ``softness`` (usually 0.5) are global. The
+    gradient with respect to ``scale`` is the integrand of thermodynamic integration.
     """
     formula = potentials.soft_core_lennard_jones(mixing)
     return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
 
 
 def coulomb(cutoff: float | None = None, *, shifted: bool = False, r_switch: float | None = None) -> PairPotential:
-    """Coulomb energy ``q1 q2 / r`` of charges ``q``, in units in which the constant is one."""
+    """Coulomb energy ``q1 q2 / r`` of charges ``q``, in units in which the Coulomb constant is one."""
     return PairPotential.of(potentials.COULOMB, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
 
 
 def ewald_real_space(cutoff: float | None = None) -> PairPotential:
-    """Short-range part ``q1 q2 erfc(alpha r) / r`` of the Ewald sum; ``alpha`` (1/length) is global."""
+    """Short-range part ``q1 q2 erfc(alpha r) / r`` of the Ewald sum; ``alpha`` (1/length) is a global parameter."""
     return PairPotential.of(potentials.EWALD_REAL_SPACE, cutoff=cutoff)
 
 
 def wolf(cutoff: float) -> PairPotential:
-    """Wolf's sum of charges ``q``, with damping ``alpha`` (1/length, global) and its self energy (Wolf et al. 1999)."""
+    """Wolf sum of charges ``q`` with damping ``alpha`` (1/length, global), self energy included (Wolf et al. 1999)."""
     return PairPotential.of(potentials.WOLF, cutoff=cutoff)
 
 
 def damped_shifted_force(cutoff: float) -> PairPotential:
     """Damped shifted force of charges ``q`` (Fennell and Gezelter 2006), with damping ``alpha`` (1/length, global).
 
-    Energies and forces go to zero at the cutoff. The self energy is that of Wolf's sum.
+    Energies and forces go to zero at the cutoff. The self energy is that of the Wolf sum.
     """
     return PairPotential.of(potentials.DSF, cutoff=cutoff)
 
 
 def reaction_field(cutoff: float) -> PairPotential:
-    """Charges ``q`` in a cavity of radius ``cutoff`` in a continuum of constant ``dielectric`` (Tironi et al. 1995)."""
+    """Coulomb energy of charges ``q`` with a reaction field (Tironi et al. 1995).
+
+    Beyond the cutoff is a continuum with the dielectric constant ``dielectric`` (global).
+    """
     return PairPotential.of(potentials.REACTION_FIELD, cutoff=cutoff)
 
 
@@ -85,9 +88,9 @@ def yukawa(cutoff: float | None = None, *, shifted: bool = False, r_switch: floa
 def morse(
     cutoff: float | None = None, *, tables: bool = False, shifted: bool = False, r_switch: float | None = None
 ) -> PairPotential:
-    """``depth (exp(-2 steepness (r - r0)) - 2 exp(-steepness (r - r0)))``, of depth ``depth`` at ``r0``.
+    """Morse potential ``depth (exp(-2 steepness (r - r0)) - 2 exp(-steepness (r - r0)))``, with its minimum at ``r0``.
 
-    With ``tables`` the three parameters are tables by species, otherwise global.
+    With ``tables``, the three parameters are tables over pairs of species; otherwise they are global.
     """
     return _by_pair(potentials.MORSE, tables, cutoff, shifted, r_switch)
 
@@ -95,14 +98,20 @@ def morse(
 def buckingham(
     cutoff: float | None = None, *, tables: bool = False, shifted: bool = False, r_switch: float | None = None
 ) -> PairPotential:
-    """``A exp(-r/rho) - C/r⁶``; it has no lower bound at r = 0. Parameters are global, or tables by species."""
+    """Buckingham potential ``A exp(-r/rho) - C/r⁶``; it has no lower bound as r goes to 0.
+
+    With ``tables``, the parameters are tables over pairs of species; otherwise they are global.
+    """
     return _by_pair(potentials.BUCKINGHAM, tables, cutoff, shifted, r_switch)
 
 
 def born_mayer_huggins(
     cutoff: float | None = None, *, tables: bool = False, shifted: bool = False, r_switch: float | None = None
 ) -> PairPotential:
-    """``A exp((sigma - r)/rho) - C/r⁶ - D/r⁸``, without charges. Parameters are global, or tables by species."""
+    """Born-Mayer-Huggins potential ``A exp((sigma - r)/rho) - C/r⁶ - D/r⁸``, without the Coulomb energy.
+
+    With ``tables``, the parameters are tables over pairs of species; otherwise they are global.
+    """
     return _by_pair(potentials.BORN_MAYER_HUGGINS, tables, cutoff, shifted, r_switch)
 
 
@@ -114,7 +123,7 @@ def ziegler_biersack_littmark(
     shifted: bool = False,
     r_switch: float | None = None,
 ) -> PairPotential:
-    """Universal screened repulsion (ZBL) of nuclei with atomic numbers ``z``, by default in eV and angstrom."""
+    """Universal screened repulsion (ZBL) between nuclei with atomic numbers ``z``, by default in eV and angstrom."""
     formula = potentials.ziegler_biersack_littmark(
         checks.check_positive("coulomb_constant", coulomb_constant), checks.check_positive("bohr_radius", bohr_radius)
     )

@@ -1,8 +1,9 @@
-"""One op for sums over pairs of moments (`nvalchemiops.interactions.pair.moments`), whose derivatives are itself.
+"""The op for sums over pairs of moments (`nvalchemiops.interactions.pair.moments`).
 
-As for spreading and gathering (`nvalchemiops.torch.operators.moments`) the derivative by moments exchanges those of the
-two atoms, and the derivative by positions has moments, or derivatives, one order higher. So it can be differentiated to
-any order; the kernel of each order is printed and compiled when it is first needed.
+The op is closed under differentiation, like spreading and gathering (`nvalchemiops.torch.operators.moments`): the
+derivative with respect to the moments exchanges the moments of the two atoms, and the derivative with respect to the
+positions raises the order of the moments, or of the derivatives, by one. So the op can be differentiated to any order;
+the kernel for each order is generated and compiled when it is first needed.
 """
 
 import functools
@@ -26,20 +27,20 @@ from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import is_eager
 
 MOST_CHANNELS = 4
-"""Channels that one kernel sums at once: more would take long to compile."""
+"""Largest number of channels that one kernel sums at once: more would take long to compile."""
 
 
 HIGHEST = 12
-"""Order of moments, and of derivatives, up to which there are kernels."""
+"""Highest order of moments, and of derivatives, that kernels support."""
 
 _ORDERS = {count(order): order for order in range(HIGHEST + 1)}
 _RAISED = [list(zip(*raised(order))) for order in range(HIGHEST)]
-"""For each order, for each axis: where the moments of `nvalchemiops.kernels.moments` with one more derivative are."""
+"""For each order and axis, the indices of the moments of `nvalchemiops.kernels.moments` with one more derivative."""
 
 
 def order_of(n_moments: int) -> int:
-    """The highest order of so many moments."""
-    # by comparisons: a compiler may have a symbol for the number
+    """The highest order of ``n_moments`` moments."""
+    # compared one by one: inside torch.compile the number may be a symbol, which is not a key of a dict
     for number, order in _ORDERS.items():
         if number == n_moments:
             return order
@@ -50,7 +51,10 @@ def order_of(n_moments: int) -> int:
 
 
 class _Form(NamedTuple):
-    """A sum ``Σ_i row_i out_i[source]`` over pairs along directions of the cell; gradients are those of such sums."""
+    """A sum ``Σ_i row_i out_i[source]``, differentiated along ``directions`` of the cell.
+
+    Its gradients are sums of the same form.
+    """
 
     row: torch.Tensor
     source: torch.Tensor
@@ -58,7 +62,7 @@ class _Form(NamedTuple):
 
 
 Receivers = dict[str, Callable[[torch.Tensor], None]]
-"""What takes the gradients of a sum by its row, its source, and its last direction."""
+"""Functions that receive the gradients of a sum with respect to its "row", its "source" and its "last" direction."""
 
 
 def _pullback(
@@ -87,7 +91,7 @@ def _pullback(
     if CELL in inputs["outputs"] and by_cell is not None:
         differentiate(_Form(row_moments, moments, [*old, by_cell]), to_both)
     if VIRIAL in inputs["outputs"] and by_strain is not None:
-        # The virial is -Σ x_i^T dB/dx_i - h^T dB/dh of the sum B; a derivative along positions raises moments.
+        # The virial of the sum B is -Σ x_i^T dB/dx_i - h^T dB/dh; a derivative along positions raises the moments.
         change = spread_systems(-by_strain, inputs["batch_idx"], positions.shape[0])
         moved = product(positions.unsqueeze(-2), change).squeeze(-2)
 
@@ -106,7 +110,7 @@ def _pullback(
             to_source["source"] = functools.partial(lowered, "moments")
         differentiate(_Form(_raise(row_moments, moved), moments, old), to_row)
         differentiate(_Form(row_moments, _raise(moments, moved), old), to_source)
-        if cell is not None and inputs["shifts"] is not None:  # otherwise nothing depends on it
+        if cell is not None and inputs["shifts"] is not None:  # otherwise nothing depends on the cell
             if "cell" in wanted:
                 to_both["last"] = lambda gradient: add("cell", product(gradient, -by_strain.mT))
             differentiate(_Form(row_moments, moments, [*old, product(cell, -by_strain)]), to_both)
@@ -118,9 +122,10 @@ def _pullback(
 def _derivatives(
     inputs: dict[str, Any], form: _Form, n_old: int, wanted: frozenset[str], receivers: Receivers
 ) -> dict[str, torch.Tensor]:
-    """Gradients of a sum by the inputs wanted, but for moments; of the op's own directions as "direction <k>".
+    """Gradients of a sum with respect to the wanted inputs other than moments.
 
-    ``receivers`` are called with those by moments and by a direction that is none of the op's.
+    Gradients with respect to the op's own directions are named "direction <k>". ``receivers`` are called with the
+    gradients with respect to the moments, and to a last direction that is not an input of the op.
     """
     row, source, directions = form
     found: dict[str, torch.Tensor] = {}
@@ -138,7 +143,7 @@ def _derivatives(
 
     of_source = of_row = None
     if (moves or (needs_row and needs_source)) and d_row == d_source and not apart and by == _exchanged(by):
-        # one evaluation of the radial function for both
+        # evaluate the radial function once for both
         both = gather(torch.cat([source, row], 1), d_row + moves, by, False)
         of_source, of_row = both.split(row.shape[1], 1)
     else:
@@ -169,7 +174,7 @@ def _derivatives(
         for m in range(inputs[name].shape[1]):
             parts = []
             if name == "parameters":
-                # of an atom as a neighbor: the sum exchanged, in which it is the atom of the row
+                # parameters of an atom as a neighbor: exchange the two atoms, so that it becomes the atom of the row
                 parts.append(source * gather(row, d_source, _with(by, f"other{m}"), True))
             if name == "row_parameters" or not apart:
                 parts.append(row * gather(source, d_row, _with(by, f"own{m}"), False))
@@ -184,7 +189,7 @@ def _derivatives(
 
 
 def _arguments(inputs: dict[str, Any], directions: list[torch.Tensor], by: str, exchanged: bool) -> dict[str, Any]:
-    """Arguments of the op but for moments, with these directions; with atom and neighbor exchanged, if so."""
+    """Arguments of the op other than moments, with these directions; ``exchanged`` swaps atom and neighbor."""
     names = ("outputs", "derivatives", "moments", "row_moments")
     changed = {name: value for name, value in inputs.items() if name not in names}
     changed["direction_cell"] = torch.stack(directions) if directions else None
@@ -197,12 +202,12 @@ def _arguments(inputs: dict[str, Any], directions: list[torch.Tensor], by: str, 
 
 
 def _with(by: str, name: str) -> str:
-    """The parameters of ``by`` and one more, in one order."""
+    """The parameters of ``by`` and one more, sorted."""
     return ",".join(sorted([*filter(None, by.split(",")), name]))
 
 
 def _exchanged(by: str) -> str:
-    """The same parameters seen from the neighbor."""
+    """The same parameters, named from the neighbor's side: "own" and "other" exchanged."""
     swapped = {"own": "other", "oth": "own"}
     names = []
     for name in filter(None, by.split(",")):
@@ -212,7 +217,7 @@ def _exchanged(by: str) -> str:
 
 
 def _by_position(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` by positions; ``gathered`` has one more order."""
+    """Gradient (n_atoms, 3) of ``Σ moments * gathered`` with respect to positions; ``gathered`` has one more order."""
     if moments.shape[-1] == 1:
         return (moments * gathered[..., 1:4]).sum(1)
     higher = gathered.index_select(-1, _places(moments)).unflatten(-1, (3, -1))
@@ -220,7 +225,7 @@ def _by_position(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
 
 
 def _places(moments: torch.Tensor) -> torch.Tensor:
-    """Numbers (3 n_moments,) of the moments with one more derivative by x, y and z."""
+    """Indices (3 n_moments,) of the moments with one more derivative with respect to x, y and z."""
     order = order_of(moments.shape[-1])
     if is_eager(moments):
         return _kept_places(order, moments.device)
@@ -234,7 +239,7 @@ def _kept_places(order: int, device: torch.device) -> torch.Tensor:
 
 
 def _raise(moments: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
-    """Moments of the derivative of the given ones along ``moved`` (n_atoms, 3), one order higher."""
+    """Moments, one order higher, of the derivative of the given moments along ``moved`` (n_atoms, 3)."""
     order = order_of(moments.shape[-1])
     columns: list[Any] = [None] * count(order + 1)
     for b, targets in enumerate(zip(*_RAISED[order])):
@@ -246,13 +251,13 @@ def _raise(moments: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 
 
 def _lower(gradient: torch.Tensor, moments: torch.Tensor, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients by the two arguments of `_raise`."""
+    """Gradients with respect to the two arguments of `_raise`."""
     parts = gradient.index_select(-1, _places(moments)).unflatten(-1, (3, -1))
     return (parts * moved[:, None, :, None]).sum(-2), (parts * moments.unsqueeze(-2)).sum((1, 3))
 
 
 def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """The rule for ``vmap``: slices of moments alone become channels, others systems of one call."""
+    """The rule for ``vmap``: if only the moments are mapped, slices become channels; otherwise systems of one call."""
     names = [p.name for p in pair_moments.op.parameters]  # type: ignore[attr-defined]
     given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
     is_alone = given["outputs"] == GATHERED and given["sent"] is None
@@ -267,7 +272,7 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple
 def _in_blocks(
     moments: torch.Tensor, row_moments: torch.Tensor | None, outputs: str, **others: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The op for many channels."""
+    """The op for many channels, a few at a time."""
     blocks = moments.split(MOST_CHANNELS, 1)
     rows = [None] * len(blocks) if row_moments is None else row_moments.split(MOST_CHANNELS, 1)
     found = []
@@ -353,33 +358,33 @@ def pair_moments(
     receive: Sequence[int] = (),
     group: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """Sums over neighbors of the derivatives of a radial function, contracted with moments; parts not asked are empty.
+    """Sums over neighbors of the derivatives of a radial function, contracted with moments.
 
-    ``gathered[i, c, a] = Σ_j Σ_b moments[j, c, b] ∂_i^a ∂_j^b u``, and of ``B = Σ row_moments * gathered`` the
-    derivative by the cell, and the virial ``W_ab = -Σ d_a ∂u/∂d_b`` over both directions of each pair, at fixed
-    moments.
+    ``gathered[i, c, a] = Σ_j Σ_b moments[j, c, b] ∂_i^a ∂_j^b u``. For the sum ``B = Σ row_moments * gathered``, also
+    its gradient with respect to the cell, and its virial ``W_ab = -Σ d_a ∂B/∂d_b`` at fixed moments, in which each pair
+    counts in both directions. Results that are not requested are empty.
 
     Parameters
     ----------
     formula : str
         `Formula.text` of the radial function u: an expression without charges.
     by : str
-        Parameters by which u is differentiated first, sorted, separated by commas; see
+        Parameters with respect to which u is differentiated first, sorted and separated by commas; see
         `nvalchemiops.interactions.pair.moments.Variant`.
     outputs : str
-        Letters of the results: ``gathered`` (m), ``cell_gradients`` (c), ``virial`` (v, without directions only).
+        Letters of the results: ``gathered`` (m), ``cell_gradients`` (c), ``virial`` (v, only without directions).
     derivatives : int
-        Highest order of the derivatives by the position of i.
+        Highest order of the derivatives with respect to the position of i.
     moments : (n_atoms, n_channels, n_moments) tensor
         Numbered by `nvalchemiops.kernels.moments.components`.
     row_moments : (n_atoms, n_channels, n_row_moments) tensor, optional
     positions : (n_atoms, 3) tensor
     cell : (n_systems, 3, 3) tensor, optional
-        Goes with ``shifts``.
+        Lattice vectors in rows; given if ``shifts`` are given.
     parameters : (n_atoms, n_parameters) tensor, optional
-        Per atom, as a neighbor.
+        Parameters of each atom as a neighbor.
     row_parameters : (n_atoms, n_parameters) tensor, optional
-        Those of the atom of a row, if they differ.
+        Parameters of each atom as the atom of a row, if they differ from ``parameters``.
     global_parameters : (n_systems, n_global) tensor, optional
     direction_cell : (n_directions, n_systems, 3, 3) tensor, optional
         Changes of the cell along which u is differentiated.
@@ -388,13 +393,13 @@ def pair_moments(
     row_begin, neighbors, shifts, width, padding, first
         See `nvalchemiops.torch.neighbors.rows.Rows`.
     excluded_begin, excluded, excluded_factors
-        Rows of pairs whose nearest image has a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
+        Rows of the pairs whose nearest image is scaled by a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
     cutoff, r_switch : float
-        Distances.
+        Cutoff, and distance at which switching begins.
     system_of_all, sent, send, receive, group : optional
-        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.op.pair_sum`.
+        Given if ranks share the sum, as for `nvalchemiops.torch.interactions.pair.op.pair_sum`.
     """
-    given = dict(locals())  # a copy, to which debuggers add nothing
+    given = dict(locals())  # a copy, because a debugger may add entries to locals()
     n_atoms, n_channels, n_moments = moments.shape
     if n_channels > MOST_CHANNELS:
         return _in_blocks(**given)
@@ -421,9 +426,10 @@ def gather_moments(
     r_switch: float | None = None,
     exclusions: ExclusionRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Derivatives (n_atoms, n_channels, count) of the potential of moments; and twice their virial, if it is requested.
+    """Derivatives (n_atoms, n_channels, count) of the potential of moments and, if requested, twice the virial.
 
-    ``row_parameters`` are those of atoms as receivers, if they differ. Others are as for `sum_moments`.
+    ``row_parameters`` are the parameters of the atoms at which the potential is taken, if they differ from
+    ``parameters``. The other arguments are as for `sum_moments`.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
@@ -437,7 +443,7 @@ def gather_moments(
 
 
 class MomentSums(NamedTuple):
-    """Results of `sum_moments`; those that were not requested are None."""
+    """Results of `sum_moments`; results that were not requested are None."""
 
     energies: torch.Tensor
     forces: torch.Tensor | None
@@ -459,29 +465,29 @@ def sum_moments(
     r_switch: float | None = None,
     exclusions: ExclusionRows | None = None,
 ) -> MomentSums:
-    """Energies of moments, ``1/2 Σ_j Σ_ab m_i^a m_j^b ∂_i^a ∂_j^b u``, with first derivatives from the same launch.
+    """Energies of moments, ``1/2 Σ_j Σ_ab m_i^a m_j^b ∂_i^a ∂_j^b u``, and first derivatives from the same launch.
 
     Parameters
     ----------
     formula : Formula
         The radial function u, without charges.
     system : PairSystem
-        With a domain, results of systems are the shares of this rank.
+        With a domain, results per system are only this rank's share.
     moments : (n_atoms, n_channels, n_moments) tensor
         Numbered by `nvalchemiops.kernels.moments.components`; channels do not interact.
     parameters : (n_atoms, n_parameters) tensor, optional
-        Of the atoms, such as widths.
+        Parameters of the atoms, such as widths.
     global_parameters : (n_systems, n_global) tensor, optional
     forces, gradients, virial : bool, optional
-        Which derivatives of the sum of all energies to compute. The virial is that at fixed Cartesian moments.
+        Which derivatives of the sum of all energies to compute. The virial is taken at fixed Cartesian moments.
     cutoff, r_switch : float, optional
     exclusions : ExclusionRows, optional
 
     Returns
     -------
     MomentSums
-        Energies (n_atoms, n_channels), forces (n_atoms, 3), gradients by the moments (n_atoms, n_channels, n_moments),
-        virial (n_systems, 3, 3). All are differentiable to any order in all tensors.
+        Energies (n_atoms, n_channels), forces (n_atoms, 3), gradients with respect to the moments (n_atoms,
+        n_channels, n_moments) and virial (n_systems, 3, 3). All are differentiable to any order in all tensors.
     """
     found, by_strain = gather_moments(
         formula,

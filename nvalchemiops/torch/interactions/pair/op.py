@@ -1,8 +1,8 @@
-"""One op for the energies of all pair potentials and all their derivatives.
+"""The op for the energies of all pair potentials and all their derivatives.
 
-It evaluates the family ``T_n`` of `nvalchemiops.interactions.pair.derivatives`, and its derivative is itself, one
-order higher. So it can be differentiated to any order; the kernel of each order is printed
-and compiled when it is first needed.
+The op evaluates the family ``T_n`` of `nvalchemiops.interactions.pair.derivatives`, and its derivative is the same op,
+one order higher. So it can be differentiated to any order; the kernel for each order is generated and compiled when it
+is first needed.
 """
 
 import functools
@@ -36,19 +36,19 @@ INPUTS = {
     GLOBALS: "global_parameters",
     WEIGHTS: "weights",
 }
-"""Arguments of the energy, by the letters of `nvalchemiops.interactions.pair.derivatives`."""
+"""Names of the variables of the energy, by their letters in `nvalchemiops.interactions.pair.derivatives`."""
 
 NO_DIRECTIONS = (None,) * len(INPUTS)
-"""Arguments of the op for the energy itself and its gradient."""
+"""The arguments ``direction_*`` of the op for the energy itself and its gradient."""
 
 Direction = dict[str, torch.Tensor]
-"""A change of the inputs, by letter; inputs that are left out do not change."""
+"""A direction of differentiation: the change of each input, by letter. Inputs that are left out do not change."""
 
 # -- kernels over rows ----------------------------------------------------------------------------
 
 
 def row_output(name: str, letter: str, shape: Callable[..., Any], *, requested: int, real: int) -> OutputSpec:
-    """An output of the dtype of argument ``real``; without elements where argument ``requested`` lacks its letter."""
+    """An output with the dtype of argument number ``real``; empty unless argument ``requested`` contains ``letter``."""
     return OutputSpec(
         name,
         lambda *arguments: real_of(arguments[real]),
@@ -62,19 +62,19 @@ def _no_fault() -> torch.Tensor:
 
 
 _fault = Lent(_no_fault)
-"""A zero, into which kernels on the CPU write the number of a fault."""
+"""A tensor that holds zero, into which kernels on the CPU write the number of a fault."""
 
 
 class RowKernel:
-    """A kernel over rows of pairs, as ops launch it.
+    """A kernel over rows of pairs, with the names of the arguments and results with which ops launch it.
 
     Parameters
     ----------
     kernel : wp.Kernel
     inputs, outputs : list of Array
-        What it takes and writes.
+        Arrays that the kernel reads and writes.
     widths : dict
-        Columns that each result takes among the sums by system, by letter.
+        Number of columns of each result among the sums over systems, by letter.
     """
 
     def __init__(self, kernel: Any, inputs: list[Array], outputs: list[Array], widths: dict[str, int]) -> None:
@@ -85,20 +85,25 @@ class RowKernel:
     def results(
         self, given: dict[str, Any], names: Mapping[str, str], shapes: dict[str, tuple[int, ...]], batch_idx: Any
     ) -> tuple[torch.Tensor, ...]:
-        """All outputs of an op, those that the kernel does not write without elements.
+        """All outputs of an op; outputs that the kernel does not write are empty.
 
-        On a CPU raises for what the kernel finds wrong. Elsewhere results are NaN then, since reading a fault would
-        wait for a GPU.
+        Invalid indices that the kernel finds raise an error on a CPU. On a GPU they give NaN, since reading the fault
+        would synchronize with the device.
 
         Parameters
         ----------
         given : dict
-            Arguments of the op, with values of ghosts.
+            Arguments of the op, with values of ghosts included.
         names : mapping
-            Outputs of the op, in order, by letter.
+            Names of the outputs of the op, in order, by letter.
         shapes : dict
-            Those of outputs that have a row for each atom, by name.
+            Shapes of the outputs that have a row for each atom, by name.
         batch_idx : (n_rows,) int32 tensor or None
+
+        Raises
+        ------
+        ValueError
+            On a CPU, an index is out of range or the list is not sorted.
         """
         positions, n_systems, n_rows = given["positions"], given["n_systems"], next(iter(shapes.values()))[0]
         memory = {name: positions.new_empty(shapes[name]) for name in self.written if name in shapes}
@@ -107,7 +112,7 @@ class RowKernel:
             memory["sums"] = torch.empty(size, dtype=torch.float64, device=positions.device)
         fault, is_lent = None, current_recorder() is None
         if layout(positions.device.type).reads:
-            fault = _fault.take() if is_lent else _no_fault()  # a plan has its own
+            fault = _fault.take() if is_lent else _no_fault()  # a plan keeps a separate one
         outputs = [fault if name == "fault" else memory[name] for name in self.written]
         launch(self.kernel, n_rows, self.pick(given), outputs, lanes=WARP)
         if fault is not None:
@@ -141,7 +146,7 @@ _SPECS = {
     VIRIAL: _output("virial", VIRIAL, _of_systems),
 }
 OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
-"""Outputs of the op, in order, by letter."""
+"""Names of the outputs of the op, in order, by letter."""
 
 
 @functools.cache
@@ -179,7 +184,7 @@ def _pullback(
         found[name] = found[name] + gradient if name in found else gradient
 
     if grad_virial is not None:
-        # the virial is -Σ x_i (dE/dx_i)^T - h^T dE/dh, a function of other outputs as far as derivatives go
+        # for its derivatives, the virial is a function of other outputs: -Σ x_i (dE/dx_i)^T - h^T dE/dh
         change = -0.5 * (grad_virial + grad_virial.mT)
         per_atom = spread_systems(change, batch_idx, positions.shape[0])
         moved = {POSITIONS: (positions.unsqueeze(-1) * per_atom).sum(-2)}
@@ -201,7 +206,7 @@ def _pullback(
         for letter, gradient in evaluate([*old, new], letters).items():
             add(letter, gradient)
 
-    # derivatives by a direction: the incoming direction takes its place
+    # derivative with respect to a direction: the incoming direction replaces it
     parts: dict[str, list[torch.Tensor]] = {}
     for k, direction in enumerate(old):
         letters = "".join(letter for letter in direction if f"direction_{INPUTS[letter]}" in wanted)
@@ -218,7 +223,7 @@ def _pullback(
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products of small matrices, which autocast leaves alone."""
+    """Product of small matrices, written so that autocast does not change its dtype."""
     return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
 
 
@@ -242,15 +247,15 @@ def _evaluate(
     values: dict[str, torch.Tensor | None],
     directions: Sequence[Direction],
 ) -> dict[str, torch.Tensor]:
-    """The outputs with these letters for the derivative in ``directions``; one that vanishes is left out."""
+    """The outputs with these letters for the derivative in ``directions``; outputs that vanish are left out."""
     if inputs["shifts"] is None:  # then nothing depends on the cell
         directions = [{letter: v for letter, v in d.items() if letter != CELL} for d in directions]
         if not all(directions):
             return {}
     for k, direction in enumerate(directions):
         if set(direction) == {WEIGHTS}:
-            # The energy is linear in the weights: this direction takes their place, and nothing depends on them, or
-            # on how other directions change them, any more.
+            # The energy is linear in the weights: this direction replaces them, and the result no longer depends on
+            # the weights, nor on their change in other directions.
             values = values | {WEIGHTS: direction[WEIGHTS]}
             others = [*directions[:k], *directions[k + 1 :]]
             directions = [{letter: v for letter, v in d.items() if letter != WEIGHTS} for d in others]
@@ -267,23 +272,23 @@ def _evaluate(
     return {letter: result for letter, result in zip(OUTPUTS, found) if letter in outputs}
 
 
-# -- many at once ---------------------------------------------------------------------------------
+# -- vmap -----------------------------------------------------------------------------------------
 
 FOLDED_SLOTS = 2**22
-"""Neighbors that a mapped call lists at once, at most: the lists are repeated for each slice."""
+"""Largest number of neighbor entries in one call under ``vmap``: the list is repeated for each slice."""
 
 ABSENT = -2
-"""Padding of the lists of mapped calls; a number out of range becomes -1."""
+"""Padding of the repeated lists under ``vmap``; an index out of range becomes -1."""
 
 _OF_NEIGHBORS = [f"{kind}{name}" for kind in ("", "direction_") for name in ("positions", "parameters", "weights")]
 _NUMBERS = ("batch_idx", "row_begin", "neighbors", "first", "excluded_begin", "excluded")
-"""Arguments that hold numbers of atoms, systems or entries."""
+"""Arguments that hold indices of atoms, systems or entries."""
 
 
 def fold_systems(
     op: Callable[[], Any], letters: Iterable[str], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """The rule for ``vmap`` of an op with outputs of these letters: slices become systems of one call."""
+    """The rule for ``vmap`` of an op whose outputs have these letters: slices become systems of one call."""
     names = [p.name for p in op().op.parameters]
     given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
     if given.get("sent") is not None:
@@ -291,7 +296,9 @@ def fold_systems(
     mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
     for name in mapped:
         if name != "shifts" and not given[name].is_floating_point():
-            raise NotImplementedError(f"vmap over `{name}`: map positions, cells and parameters over one list")
+            raise NotImplementedError(
+                f"vmap over `{name}` is not supported: map positions, cells and parameters over one neighbor list"
+            )
         given[name] = given[name].movedim(dims[name], 0)
     chunk = max(1, FOLDED_SLOTS // max(given["neighbors"].shape[0], 1))
     parts = []
@@ -310,19 +317,19 @@ def fold_systems(
 
 
 def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> dict[str, Any]:
-    """Arguments for ``count`` slices, of which ``mapped`` are given, as systems of one call."""
+    """Arguments of one call with ``count`` slices as systems; the arguments in ``mapped`` differ between slices."""
     n_atoms = given["positions"].shape["positions" in mapped]
     n_systems = given["n_systems"]
 
     def repeated(name: str, value: torch.Tensor) -> torch.Tensor:
-        """All slices of an argument, one after the other; directions come first."""
+        """All slices of an argument, one after the other, behind the axis of directions if there is one."""
         axis = int(name.startswith("direction_"))
         if name not in mapped:
             value = value.unsqueeze(0).expand(count, *value.shape)
         return value.movedim(0, axis).flatten(axis, axis + 1)
 
     def numbered(name: str, step: int) -> torch.Tensor | None:
-        """The integers of an argument for all slices, other numbers for each slice."""
+        """The indices of an argument for all slices, increased by ``step`` from each slice to the next."""
         value = given[name]
         if value is None:
             return None
@@ -339,7 +346,7 @@ def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> di
         folded["batch_idx"] = numbered("batch_idx", n_systems).flatten()  # type: ignore[union-attr]
     neighbors = numbered("neighbors", n_atoms)
     assert neighbors is not None
-    # an index that is no atom must not become one of another slice
+    # an index out of range must not become a valid index in another slice
     original = given["neighbors"]
     absent = (original == given["padding"]) & (given["padding"] > NO_PADDING)
     neighbors = torch.where((original < 0) | (original >= n_atoms), -1, neighbors)
@@ -402,27 +409,27 @@ def pair_sum(
     receive: Sequence[int] = (),
     group: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradient of the n-fold directional derivative of the weighted energy; parts that are not requested are empty.
+    """Gradient of the n-fold directional derivative of the weighted energy; results that are not requested are empty.
 
     Parameters
     ----------
     formula : str
         `Formula.text` of the potential.
     outputs : str
-        Letters of the requested gradients: by positions (r), cell (c), parameters (p), global parameters (g) and
-        weights (w, the energies), and the virial (v, without directions only).
+        Letters of the requested gradients: with respect to positions (r), cell (c), parameters (p), global parameters
+        (g) and weights (w, the energies of atoms); and of the virial (v, only without directions).
     directions : str
-        For each direction the letters of what it changes, separated by ``|``.
+        For each direction, the letters of the inputs that it changes; directions are separated by ``|``.
     positions : (n_atoms, 3) tensor
     cell : (n_systems, 3, 3) tensor, optional
-        Goes with ``shifts``.
+        Lattice vectors in rows; given if ``shifts`` are given.
     parameters : (n_atoms, n_parameters) tensor, optional
         Columns are the parameters of the atom, then for each table its row for the species of the atom.
     global_parameters : (n_systems, n_global) tensor, optional
     weights : (n_atoms,) tensor, optional
-        Of the energies in the sum; one by default.
+        Weights of the energies in the sum; one by default.
     direction_* : tensor, optional
-        Like the input, with a leading dimension for the directions that have its letter.
+        Changes of the input of that name, with a leading axis over the directions that have its letter.
     batch_idx : (n_atoms,) int32 tensor, optional
     n_systems : int
     row_begin, neighbors, shifts, width, padding, first
@@ -430,16 +437,17 @@ def pair_sum(
     species : (n_atoms,) int32 tensor, optional
     n_species : int
     excluded_begin, excluded, excluded_factors
-        Rows of pairs whose nearest image has a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
+        Rows of the pairs whose nearest image is scaled by a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
     cutoff, r_switch : float
-        Distances.
+        Cutoff, and distance at which switching begins.
     system_of_all, sent, send, receive, group : optional
-        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.shares.with_ghosts`. Then all that is
-        given of atoms, and all results, are those of the atoms that this rank owns; but neighbors, excluded atoms and
-        ``species`` are among owned atoms and ghosts. Rows after those of owned atoms are not read. Gradients by what
-        is the same on all ranks, and results of systems, are shares.
+        Given if ranks share the sum; see `nvalchemiops.torch.interactions.pair.shares.with_ghosts`. Then arguments and
+        results per atom are those of the atoms that this rank owns, except that neighbors and excluded atoms are
+        indices among owned atoms and ghosts, and ``species`` has entries for both. Rows after those of owned atoms are
+        not read. Results per system, and gradients with respect to inputs that are the same on all ranks, are only
+        this rank's share.
     """
-    given = dict(locals())  # a copy, to which debuggers add nothing
+    given = dict(locals())  # a copy, because a debugger may add entries to locals()
     if sent is not None:
         given = with_ghosts(given, _OF_NEIGHBORS)
     flags = (shifts is not None, n_species, weights is not None, excluded is not None)

@@ -1,4 +1,4 @@
-"""Parameters of atoms, systems and pairs of species, as the arrays that the op reads."""
+"""Parameters of atoms, systems and pairs of species, converted to the arrays that the op reads."""
 
 import functools
 from collections.abc import Mapping
@@ -13,27 +13,27 @@ from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime.context import is_eager
 
 Parameters = Mapping[Any, Any]
-"""Values by name. Several names that follow each other in a formula may share a matrix, with a column for each: their
-tuple is its name."""
+"""Values by name. Several names that are consecutive in a formula may share a matrix with one column each, whose key is
+the tuple of the names."""
 
 
 def parameter_arrays(
     formula: Formula, parameters: Parameters, positions: torch.Tensor, species: Any, n_systems: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int]:
-    """Parameters (n_atoms, n) and global parameters (n_systems, n) as of `pair_sum`; species and their number.
+    """Parameters (n_atoms, n) and global parameters (n_systems, n) for `pair_sum`, the species, and their number.
 
     Raises
     ------
     ValueError, TypeError
-        A parameter or the species are missing, unknown, or of a wrong shape, dtype or device.
+        A parameter is missing or unknown; the species are missing or not needed; or a shape, dtype or device is wrong.
     """
     known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
     given = {name: key for key in parameters for name in (key if isinstance(key, tuple) else (key,))}
-    # first, because a misspelled name is also a missing one
+    # checked first, because a misspelled name also leaves the right one missing
     for name in given:
         if name not in known:
             raise TypeError(
-                f"`{name}` is no argument, and no parameter of this potential ({', '.join(known) or 'none'})"
+                f"`{name}` is neither an argument nor a parameter of this potential ({', '.join(known) or 'none'})"
             )
     for name in known:
         if name not in given:
@@ -47,7 +47,7 @@ def parameter_arrays(
     n_species = 0
     if formula.per_pair:
         if species is None:
-            raise ValueError("`species` is needed: it holds the row of each atom in the tables")
+            raise ValueError("`species` is needed: it holds the row of each atom in the tables (per_pair)")
         checks.check_index("species", species, positions, (n_atoms,))
         species = checks.as_int32(species)
         for name in formula.per_pair:
@@ -59,7 +59,7 @@ def parameter_arrays(
                     f"`{name}` must have shape (n_species, n_species) = ({n_species}, {n_species}), got "
                     f"{tuple(table.shape)}"
                 )
-            # the kernel reports a species without a row
+            # clamped to the table; the kernel reports a species out of range
             columns.append(spread_systems(table, species.clamp(0, n_species - 1), n_atoms))
     elif species is not None:
         raise ValueError("`species` is given, but the potential has no tables (per_pair)")
@@ -67,9 +67,9 @@ def parameter_arrays(
 
 
 def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor) -> torch.Tensor | None:
-    """Global parameters (n_systems, n); plain numbers as a tensor that is kept for later calls."""
+    """Global parameters (n_systems, n); if all are plain numbers, the tensor is kept for later calls."""
     numbers_alone = not any(isinstance(value, torch.Tensor) for value in values.values())
-    # the number of systems last, because a comparison would specialise a compiled graph
+    # the number of systems is compared last, because the comparison specialises a compiled graph
     may_keep = is_eager(positions) and layout(positions.device.type).reads and n_systems <= MOST_REPEATED
     if values and numbers_alone and may_keep:
         return _repeated(tuple(_number(name, v) for name, v in values.items()), n_systems, positions.dtype)
@@ -77,12 +77,12 @@ def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor)
 
 
 MOST_REPEATED = 4096
-"""Most systems for which shared numbers are kept as a tensor; for more, making it is a small part of a call."""
+"""Largest number of systems for which a tensor of global numbers is kept; for more, making it is relatively cheap."""
 
 
 @functools.lru_cache(maxsize=64)
 def _repeated(numbers: tuple[float, ...], n: int, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers (n, len(numbers)), the same for each system."""
+    """A tensor (n, len(numbers)) with the same numbers for each system."""
     with torch.inference_mode(False):
         return torch.tensor([numbers], dtype=dtype, device="cpu").repeat(n, 1)
 
@@ -90,7 +90,7 @@ def _repeated(numbers: tuple[float, ...], n: int, dtype: torch.dtype) -> torch.T
 def _column(
     name: str | tuple[str, ...], value: Any, size: int, size_name: str, positions: torch.Tensor
 ) -> torch.Tensor:
-    """A parameter as a tensor (size, 1), or several as (size, n)."""
+    """A parameter as a tensor (size, 1), or several that share a matrix as (size, n)."""
     if isinstance(name, tuple):
         assert tuple(value.shape) == (size, len(name))
         return value

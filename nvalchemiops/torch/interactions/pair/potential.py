@@ -1,4 +1,4 @@
-"""`PairPotential`: a formula for the energy of a pair, and the call that sums it over neighbors."""
+"""`PairPotential`: a formula for the energy of a pair, and its sum over neighbors."""
 
 import inspect
 import re
@@ -26,43 +26,45 @@ engine.immutable(Formula)
 
 
 class PairPotential:
-    """A potential that is a sum over pairs of a function of the distance, written as one line of mathematics.
+    """A pair potential: a function of the distance, written as one line of mathematics and summed over pairs.
 
-    ``E = Σ u(r_ij)`` over all pairs closer than the cutoff, each once; half of it belongs to either atom. Energies,
-    forces, virials and gradients by all parameters are computed in one pass over the pairs, and each of them
-    differentiates again, to any order. The expression is parsed, differentiated and printed as a kernel; the kernel
-    for each precision and order compiles once, when it is first needed (about half a second), and stays on disk.
+    ``E = Σ u(r_ij)`` over all pairs closer than the cutoff, each counted once; each of the two atoms gets half of the
+    energy of the pair. Energies, forces, virials and gradients with respect to all parameters are computed in one pass
+    over the pairs, and are themselves differentiable to any order. The expression is parsed, differentiated and turned
+    into a kernel. The kernel for each precision and order is compiled when it is first needed (about half a second) and
+    kept on disk.
 
     Parameters
     ----------
     expression : str
-        The energy of a pair as a function of the distance ``r``. Arithmetic as in Python (``^`` is ``**``) and the
+        The energy of a pair as a function of the distance ``r``: arithmetic as in Python (``^`` is ``**``) with the
         functions sqrt, exp, log, sin, cos, tan, asin, acos, atan, sinh, cosh, tanh, erf, erfc, abs, min, max,
         ``step(x)`` (1 for x >= 0, otherwise 0) and ``select(c, a, b)`` (a where c is not zero, otherwise b). After
-        semicolons, definitions in any order: ``"...; sigma = (sigma1 + sigma2)/2"``. ``cutoff`` and ``pi`` are known.
-        It must not change when the two atoms are exchanged.
+        semicolons, definitions may follow in any order: ``"...; sigma = (sigma1 + sigma2)/2"``. ``cutoff``,
+        ``r_switch`` and ``pi`` are predefined. The value must not change when the two atoms are exchanged.
     per_atom : sequence of str, optional
-        Parameters of each atom; in the expression with 1 and 2 for the two atoms, as in ``q1*q2/r``.
+        Parameters of each atom. In the expression, 1 and 2 are appended for the two atoms, as in ``q1*q2/r``.
     global_parameters : sequence of str, optional
         Parameters of the system.
     per_pair : sequence of str, optional
         Parameters of each pair of species, given as tables.
     cutoff : float, length, optional
-        Pairs at this distance or farther are left out. Without it all pairs in the list count.
+        Pairs at this distance or beyond are left out. By default all pairs in the list count.
     shifted : bool, optional
         Subtract the value at the cutoff, so that the energy is continuous.
     r_switch : float, length, optional
-        From here to the cutoff go to zero smoothly, with two continuous derivatives (see Notes).
+        Switch the energy off between this distance and the cutoff, with two continuous derivatives (see Notes).
     self_energy : str, optional
-        Energy of an atom alone, a function of its parameters and the global ones, as in ``"-alpha/sqrt(pi)*q**2"``.
+        Self energy of an atom as a function of its parameters and the global parameters, as in
+        ``"-alpha/sqrt(pi)*q**2"``.
 
     Raises
     ------
     ValueError
-        The expression cannot be read (the message shows where), uses an unknown name, does not use a declared one,
-        or is not symmetric; or the distances do not fit: ``r_switch >= cutoff``, or either without a cutoff.
+        The expression cannot be read (the message shows where), uses an unknown name, does not use a declared name, or
+        is not symmetric; ``r_switch >= cutoff``; or ``shifted`` or ``r_switch`` is given without a cutoff.
     TypeError
-        The expression is no string.
+        The expression is not a string.
 
     Notes
     -----
@@ -70,8 +72,8 @@ class PairPotential:
 
     The expression is simplified by the rules of algebra, which may widen its domain: ``exp(2*log(x))`` becomes ``x²``.
 
-    At the kinks of ``abs``, ``min``, ``max``, ``step`` and ``select`` one of the two one-sided derivatives is taken.
-    The names and the meaning of ``step`` and ``select`` are those of OpenMM's custom forces.
+    At the kinks of ``abs``, ``min``, ``max``, ``step`` and ``select``, one of the two one-sided derivatives is taken.
+    The names ``step`` and ``select`` and their meaning are those of OpenMM's custom forces.
 
     Examples
     --------
@@ -139,71 +141,74 @@ class PairPotential:
         domain: "Domain | None" = None,
         **parameters: float | torch.Tensor,
     ) -> Any:
-        """Energies and, if requested, forces, gradients by parameters and virial.
+        """Energies and, if requested, forces, gradients with respect to parameters, and virial.
 
-        With a `System` in the place of the positions, and `Neighbors`, if any, after it, the results have
-        names (`nvalchemiops.torch.systems.Results`), ``gradients`` being a dict.
+        If a `System` is given instead of the positions, optionally followed by `Neighbors`, the results have names
+        (`nvalchemiops.torch.systems.Results`), and ``gradients`` is a dict.
 
         Parameters
         ----------
         positions : (n_atoms, 3) tensor, float32 or float64, length
-            Inside the cell or not.
+            Atoms may be outside of the cell.
         cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
-            Rows are lattice vectors. A vector of zeros is an open axis, unless ``pbc`` says otherwise. Without it
-            nothing is periodic.
+            Rows are lattice vectors. An axis with a zero vector is open, unless ``pbc`` says otherwise. Without a cell,
+            the system is not periodic.
         neighbors : Neighbors, optional
-            With a `System` only.
+            Only with a `System`.
         neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
-            Pairs (2, n_pairs) sorted by the first atom, the first pair of each atom (n_atoms + 1,), images
-            (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`; without a cell none, or zeros. Without
-            neighbors given they are built.
+            Pairs (2, n_pairs) sorted by the first atom, the first pair of each atom (n_atoms + 1,), and images
+            (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`. Without a cell, images are left out or
+            zero. If no neighbors are given, a list is built.
         neighbor_matrix, neighbor_matrix_shifts : tensors, optional
-            The same as matrix (n_atoms, width), (n_atoms, width, 3).
+            The same as matrices (n_atoms, width) and (n_atoms, width, 3).
         fill_value : int, optional
-            Padding: such entries are no neighbors, even if an atom has this number. n_atoms by default for a matrix.
+            Value of entries that are padding, even if an atom has this index. By default n_atoms for a matrix, and no
+            padding for a list.
         half_list : bool, optional
-            The list has each pair once (i < j, or i = j and the first non-zero entry of the shift positive). It is
-            expanded in each call, so a full list is faster.
+            The list has each pair once (i < j, or i = j and the first non-zero entry of the shift is positive). A half
+            list is expanded in each call, so a full list is faster.
         neighbor_cutoff : float, length, optional
-            The reach of the list given; then one shorter than the potential's cutoff is an error.
+            Cutoff of the given list. If this is shorter than the cutoff of the potential, the call raises.
         batch_idx : (n_atoms,) int32 tensor, optional
             System of each atom, in any order.
         num_systems : int, optional
-            Taken from the cell by default, without a cell from the largest entry of ``batch_idx``, which is read.
-            Inside ``torch.compile`` a cell (1, 3, 3) is that of one system; otherwise the number is needed there.
+            By default the number of cells if there are several; otherwise one more than the largest entry of
+            ``batch_idx``, which is read. Inside ``torch.compile`` it cannot be read: a cell (1, 3, 3) then belongs to
+            one system, and without a cell, or with a cell (3, 3), ``num_systems`` is needed.
         pbc : bool tensor, optional
-            Periodicity; True along all axes by default. Along an open axis the cell does not matter, and the list has
-            no images.
+            Periodicity; True along all axes by default. Along an open axis the lattice vector has no effect, and the
+            list must have no images.
         species : (n_atoms,) int tensor, optional
             Row of each atom in the tables; required with ``per_pair``.
         exclusions : (2, n) int tensor, optional
-            Pairs of atoms of the same system that do not interact, or with a factor, as for bonded and 1-4 pairs. Of
-            a pair's images in the list the nearest is meant, so it does not matter in which cell the atoms are stored.
+            Pairs of atoms of the same system that do not interact, or whose energy is scaled, such as bonded and 1-4
+            pairs. Only the nearest image of a pair in the list is excluded, wherever in the lattice the two atoms are
+            stored.
         exclusion_factors : (n,) tensor, optional
-            Factors of their energies; zero by default.
+            Factors that scale the energies of these pairs; zero by default.
         compute_forces, compute_virial : bool, optional
-            Return ``-dE/dR``, and ``-dE/dstrain``; stress is ``-virial / volume``.
+            Return the forces ``-dE/dR``, and the virial ``-dE/dstrain``; the stress is ``-virial / volume``.
         compute_gradients : sequence of str, optional
-            Names of parameters whose gradients ``dE/dp`` to return.
+            Names of the parameters whose gradients ``dE/dp`` to return.
         energy_reduction : {"atom", "system"}, optional
             Energies per atom, or summed over systems.
         check : bool, optional
-            For debugging: raise unless the list is full, or half if ``half_list`` says so, and has every pair within
-            the cutoff. Sorts all pairs and, not compiled, searches for them.
+            For debugging: raise unless the list is full (or half, with ``half_list``) and has every pair within the
+            cutoff. This sorts all pairs and, outside of ``torch.compile``, searches for all pairs.
         domain : Domain, optional
-            The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank
-            owns, and the results by systems are complete on all ranks.
+            The system is divided among ranks (`nvalchemiops.torch.distributed`): atoms are those that this rank owns,
+            and results per system are complete on all ranks.
         **parameters
-            Each declared parameter by its name: per atom a number or a tensor (n_atoms,); global a number or a
-            tensor () or (n_systems,); per pair a tensor (n_species, n_species), of which [a, b] and [b, a] are
-            averaged. Tensors may be trained.
+            Each declared parameter by its name. Per atom: a number or a tensor (n_atoms,). Global: a number or a
+            tensor () or (n_systems,). Per pair: a tensor (n_species, n_species), of which [a, b] and [b, a] are
+            averaged. Tensors may require gradients.
 
         Returns
         -------
         energies : (n_atoms,) or (n_systems,) tensor
         forces : (n_atoms, 3) tensor, if requested
         gradients : tensors in the order of ``compute_gradients``
-            Of the sum of all energies; of the shape of the parameter, but (n_systems,) for a global one.
+            Gradients of the sum of all energies, in the shape of the parameter, but (n_systems,) for a global one.
         virial : (n_systems, 3, 3) tensor, if requested
 
         All have the dtype of the positions and are differentiable to any order in positions, cell and parameters.
@@ -212,15 +217,16 @@ class PairPotential:
         Raises
         ------
         ValueError, TypeError
-            A bad argument, named in the message: a parameter that is missing, unknown, or of a wrong shape, dtype or
-            device; neighbors out of range (looked for on the CPU always, on a GPU with ``check``; without it their
-            atoms get NaN), or not sorted; distances.
+            An invalid argument, named in the message: a parameter that is missing, unknown, or of a wrong shape, dtype
+            or device; distances that do not fit; a list that is not sorted; or neighbors out of range. The last are
+            always found on a CPU, and on a GPU with ``check``; without it, their atoms get NaN.
 
         Notes
         -----
-        Two atoms at the same position have the result of the formula: an infinite or NaN energy and NaN forces for a
-        potential that diverges; others are affected only if they interact with the two. A NaN in a position or
-        parameter, and an infinite position, become NaN for that atom and those within its neighbor list.
+        Two atoms at the same position get the result of the formula: for a potential that diverges, an infinite or NaN
+        energy and NaN forces. Other atoms are affected only if they interact with these two. A NaN in a position or
+        parameter, or an infinite position, gives NaN for that atom and for all atoms that have it in their neighbor
+        list.
         """
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
@@ -272,7 +278,7 @@ class PairPotential:
     def of(
         cls, formula: Formula, *, cutoff: float | None = None, shifted: bool = False, r_switch: float | None = None
     ) -> "PairPotential":
-        """The potential for a formula that needs no check."""
+        """A potential from a formula that is known to be valid."""
         potential = cls.__new__(cls)
         formula = formula._replace(shifted=checks.check_flag("shifted", shifted), switched=r_switch is not None)
         potential.formula = formula
@@ -290,7 +296,7 @@ class PairPotential:
 
 
 def _named(results: tuple[Any, ...], request: PairRequest) -> Results:
-    """The results with names; the gradients as a dict."""
+    """The results as named `Results`, with the gradients as a dict."""
     names, found = ["energies"] + ["forces"] * request.forces, list(results)
     if request.gradients:
         gradients = slice(len(names), len(names) + len(request.gradients))
@@ -300,7 +306,7 @@ def _named(results: tuple[Any, ...], request: PairRequest) -> Results:
 
 
 def _names(kind: str, names: Any) -> tuple[str, ...]:
-    """Names of parameters, spelled as Python spells them; raise if an argument of the call has the name."""
+    """Names of parameters in Python's normal form (NFKC); raise if a name is also an argument of the call."""
     if isinstance(names, str):
         raise TypeError(f"`{kind}` must be a sequence of names, got the string {names!r}")
     taken = inspect.signature(PairPotential.__call__).parameters
@@ -315,7 +321,7 @@ def _names(kind: str, names: Any) -> tuple[str, ...]:
 
 
 def check_distances(formula: Formula, cutoff: Any, r_switch: Any) -> tuple[float | None, float | None]:
-    """The two as floats; raise unless the formula has all distances that it needs."""
+    """Both distances as floats or None; raise if they are invalid, or if the formula needs one that is missing."""
     if cutoff is not None:
         cutoff = checks.check_positive("cutoff", cutoff)
     elif formula.shifted or formula.switched:
@@ -327,5 +333,5 @@ def check_distances(formula: Formula, cutoff: Any, r_switch: Any) -> tuple[float
     text = f"{formula.expression};{formula.self_energy}"
     for name, value in (("cutoff", cutoff), ("r_switch", r_switch)):
         if value is None and name in text and re.search(rf"\b{name}\b", text):
-            raise ValueError(f"`{name}` is needed: the expression contains it")
+            raise ValueError(f"`{name}` is needed: the expression uses it")
     return cutoff, r_switch

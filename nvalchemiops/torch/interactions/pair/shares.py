@@ -1,13 +1,13 @@
-"""Sums over the pairs of the atoms that one rank owns: what they need from other ranks, and what these need back.
+"""Sums over the pairs of the atoms that one rank owns, and the data that ranks exchange for them.
 
-A pair of an owned atom and a ghost is in the rows of both, on the ranks of both. Each owned atom has half of the energy
-of its pairs, so energies of ghosts are left to their owners; then the energies of all ranks add up, and so do their
-derivatives.
+A pair of an owned atom and a ghost is in the rows of both atoms, on the ranks of both. Each rank sums only the rows of
+its owned atoms, and each owned atom gets half of the energy of its pairs; so the energies of all ranks, and their
+derivatives, add up to those of the system.
 
-Ops fetch values of ghosts by themselves (`with_ghosts`); their rows are those of owned atoms. With values of all
-neighbors, and the weights of their energies among these, a row has all that a derivative of the sum over the atoms of
-all ranks by a value of this atom depends on. So the op is closed under differentiation there, too: gradients of owned
-atoms are complete, no gradients of ghosts are computed or sent back, and there are no rows of ghosts.
+The ops fetch values of ghosts themselves (`with_ghosts`). If the values of all neighbors are known, including the
+weights of their energies, a row contains everything on which the derivative of the total energy with respect to a value
+of its atom depends. So the op is closed under differentiation on several ranks, too: gradients of owned atoms are
+complete, no gradients of ghosts are computed or sent back, and ghosts need no rows.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from nvalchemiops.torch.systems import System
 
 
 def ghosts_of(domain: Domain | None, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
-    """What an op over pairs needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
+    """The arguments of an op over pairs that describe ghosts; ``batch_idx`` is None if the sum ignores systems."""
     if domain is None:
         return ()
     halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
@@ -35,19 +35,19 @@ def ghosts_of(domain: Domain | None, batch_idx: torch.Tensor | None) -> tuple[An
 
 
 def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Arguments of an op by name, with values of ghosts after those of owned atoms in the arguments called ``names``.
+    """Arguments of an op by name; those called ``names`` get the values of ghosts after those of owned atoms.
 
-    Among the arguments are
+    ``given`` must also contain
 
     system_of_all : (n_owned + n_ghosts,) int32 tensor, optional
     sent : (n_sent,) int64 tensor
         Owned atoms whose values are sent, those for rank 0 first.
     send, receive : sequence of int
-        How many of them go to each rank, and how many ghosts come from each.
+        How many values go to each rank, and how many ghosts come from each rank.
     group : int
-        As of `nvalchemiops.torch.distributed.collectives.number_of`.
+        Number of the process group, from `nvalchemiops.torch.distributed.collectives.number_of`.
     """
-    # directions come first in changes of values along them, and atoms after
+    # in the arguments `direction_*`, the axis of atoms follows that of directions
     axes = {name: int(name.startswith("direction_")) for name in names if given[name] is not None}
     owned = [given[name].movedim(axis, 0) for name, axis in axes.items()]
     columns = [values.index_select(0, given["sent"]).unsqueeze(-1).flatten(1) for values in owned]
@@ -80,7 +80,7 @@ def replicated(domain: Domain | None, value: Any) -> Any:
 
 
 def of_all_atoms(domain: Domain | None, value: Any) -> Any:
-    """A value of atoms; if it is one tensor for all of them, with a gradient that is complete on each rank."""
+    """A value per atom; if it is one scalar tensor for all atoms, its gradient becomes complete on each rank."""
     return replicated(domain, value) if isinstance(value, torch.Tensor) and value.ndim == 0 else value
 
 
@@ -128,7 +128,7 @@ def found_rows(domain: Domain, cutoff: float) -> Rows:
 
 
 def together(domain: Domain | None) -> Any:
-    """A part of a call in which a rank may raise, and then all do."""
+    """A context for a part of a call in which one rank may raise: then all ranks raise."""
     if domain is None:
         return contextlib.nullcontext()
     if not isinstance(domain, Domain):
@@ -139,10 +139,10 @@ def together(domain: Domain | None) -> Any:
 def exclusions_of_share(
     domain: Domain | None, exclusions: Any, factors: Any, positions: torch.Tensor, batch_idx: torch.Tensor | None = None
 ) -> ExclusionRows | None:
-    """Rows of excluded pairs; raise unless both atoms of each pair are in one system by ``batch_idx``.
+    """Rows of the excluded pairs; raise unless both atoms of each pair belong to one system.
 
-    With a domain, pairs are given by the numbers of all atoms, the same on all ranks; rows are those of owned atoms and
-    ghosts.
+    With a domain, rows are among owned atoms and ghosts, and ``exclusions`` are pairs of indices in the whole system,
+    the same on all ranks.
     """
     if exclusions is None or domain is None:
         rows = exclusion_rows(exclusions, factors, positions)
@@ -152,7 +152,7 @@ def exclusions_of_share(
     with domain._together() as agreement:
         agreement.must_be_same(exclusions=exclusions, exclusion_factors=factors)
         everywhere = positions.new_empty((1, 3)).expand(domain.n_atoms, 3)
-        exclusion_rows(exclusions, factors, everywhere)  # raises for what are no pairs
+        exclusion_rows(exclusions, factors, everywhere)  # raises if the pairs are invalid
         pairs, chosen = domain._pairs_here(exclusions)
         factors = None if factors is None else factors.index_select(0, chosen)
         rows = exclusion_rows(pairs, factors, positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3))
@@ -162,14 +162,14 @@ def exclusions_of_share(
 
 
 def must_be_same(domain: Domain | None, **values: Any) -> None:
-    """Note values that must be the same on all ranks, by names, in a part of a call that they make `together`."""
+    """Register named values that must be the same on all ranks; called inside of `together`."""
     if domain is not None:
         with domain._together() as agreement:
             agreement.must_be_same(**values)
 
 
 def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain: Domain | None) -> dict[str, Any]:
-    """Parameters by name, of which those that are the same on all ranks have complete gradients on each."""
+    """Parameters by name; parameters that are the same on all ranks get gradients that are complete on each rank."""
     found = dict(parameters)
     if domain is None:
         return found
@@ -181,7 +181,7 @@ def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain:
             value = found.get(name)
             if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] != domain.n_owned:
                 raise ValueError(
-                    f"`{name}` must be a number, a tensor without axes, or have shape (n_owned,) = "
+                    f"`{name}` must be a number, a tensor without axes, or a tensor of shape (n_owned,) = "
                     f"({domain.n_owned},), got {tuple(value.shape)}"
                 )
     for name in (*formula.per_atom, *formula.global_parameters, *formula.per_pair):
@@ -193,7 +193,7 @@ def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain:
 def complete(
     formula: Formula, results: Sequence[torch.Tensor], request: Any, domain: Domain | None
 ) -> tuple[torch.Tensor, ...]:
-    """The results of `sum_pairs`, those that are not of atoms added up over the ranks."""
+    """The results of `sum_pairs`; results that are not per atom are summed over the ranks."""
     of_atoms = [request.energy_reduction == "atom"] + [True] * request.forces
     of_atoms += [name in formula.per_atom for name in request.gradients] + [False] * request.virial
     return tuple(r if is_own else summed(domain, r) for r, is_own in zip(results, of_atoms, strict=True))

@@ -1,4 +1,4 @@
-"""Atoms, cells, batches and neighbors of a sum over pairs, checked once."""
+"""The atoms, cells, batch and neighbors of a sum over pairs, checked once for all sums."""
 
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
 
 NO_CUTOFF = sys.float_info.max
-"""The value for no cutoff. Infinity would make packages of AOTInductor that cannot be loaded: JSON has none."""
+"""The cutoff of sums without one. With infinity, AOTInductor packages could not be loaded: JSON cannot express it."""
 
 
 class PairSystem(NamedTuple):
-    """Atoms with their neighbors, checked.
+    """Checked atoms with their neighbors.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class PairSystem(NamedTuple):
     n_systems : int
     rows : Rows
     domain : Domain or None
-        The atoms are those that this rank owns; the rows are theirs, and then empty ones of ghosts.
+        If given, the atoms are those that this rank owns; rows of ghosts follow their rows and are empty.
     """
 
     positions: torch.Tensor
@@ -64,16 +64,16 @@ def pair_system(
     check: bool = False,
     is_padding: torch.Tensor | None = None,
 ) -> PairSystem:
-    """Checked atoms with their neighbors, as given or within ``cutoff``; arguments as for `PairPotential.__call__`.
+    """Checked atoms with the given neighbors, or those within ``cutoff``; arguments as for `PairPotential.__call__`.
 
     Parameters
     ----------
     given : GivenNeighbors or Rows
-        Rows are those of an earlier call, without pairs of padding.
+        Rows are those of an earlier call, from which pairs with padding atoms were removed.
     by_system : bool
-        Whether the systems of a batch must be told apart; otherwise, without a cell, all atoms are one system.
+        Whether results or parameters are per system. If not, and there is no cell, all atoms count as one system.
     is_padding : (n_atoms,) bool tensor, optional
-        Atoms that are neighbors of none and have none, independent of the list.
+        Padding atoms. Their pairs are removed, whatever the list says.
     """
     if atoms.domain is not None:
         assert isinstance(given, GivenNeighbors)
@@ -82,17 +82,17 @@ def pair_system(
     checks.check_positions(positions, finite=False)
     checks.check_flag("check", check)
     cell, of_atoms, n_systems = _batch(atoms, num_systems, by_system)
-    # the search distinguishes systems even where the sum does not
+    # the search must distinguish systems even if the sum does not
     searched = atoms.batch_idx if of_atoms is None else of_atoms
     if neighbor_cutoff is not None:
         reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
         if cutoff is not None and reach < cutoff:
             raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
     rows = given if isinstance(given, Rows) else rows_of(given, positions, cell is not None, check)
-    is_own = rows is None or rows is given  # found by a search for these atoms
+    is_own = rows is None or rows is given  # from a search of this library for these atoms
     if rows is None:
         if neighbor_cutoff is not None:
-            raise ValueError("`neighbor_cutoff` describes a list, but none is given")
+            raise ValueError("`neighbor_cutoff` describes a neighbor list, but none is given")
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
         rows = build_rows(positions, cutoff, cell, searched, pbc)
@@ -106,7 +106,7 @@ def pair_system(
 
 
 def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: float | None) -> PairSystem:
-    """The atoms that a rank owns, with neighbors by the domain."""
+    """The atoms that a rank owns, with neighbors from the domain."""
     positions = atoms.positions
     with shares.together(domain):
         shares.check_atoms(domain, atoms)
@@ -124,24 +124,24 @@ def _batch(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems.
 
-    Along open axes by ``pbc`` the vectors of the cell are zero.
+    Lattice vectors along axes that ``pbc`` declares open are zero.
     """
     positions, cell, batch_idx, pbc = atoms.positions, atoms.cell, atoms.batch_idx, atoms.pbc
     n_atoms = positions.shape[0]
     if num_systems is not None:
         num_systems = checks.check_int("num_systems", num_systems)
-        # two comparisons, because a compiler cannot compare a number with a truth value
+        # two comparisons, because torch.compile cannot compare a number with a bool
         if num_systems < 0 or (num_systems == 0 and n_atoms > 0):
             raise ValueError(f"`num_systems` must be positive, got {num_systems}")
     of_one = False
     if cell is not None:
         cell = checks.check_lattice(cell, positions)
-        # where values cannot be read, a cell (1, 3, 3) is that of one system; a cell (3, 3) may be that of several
+        # if values cannot be read, a cell (1, 3, 3) belongs to one system; several systems may share a cell (3, 3)
         of_one = cell.ndim == 3 and cell.shape[0] == 1
         cell = _without_open_axes(cell.reshape(-1, 3, 3), pbc)
     if batch_idx is None:
         if num_systems not in (None, 1) or (cell is not None and cell.shape[0] != 1):
-            raise ValueError("`batch_idx` is needed to tell the systems apart that `cell`, `pbc` or `num_systems` name")
+            raise ValueError("`batch_idx` is needed: `cell`, `pbc` or `num_systems` describe several systems")
         return cell, None, 1
     checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
     batch_idx = checks.as_int32(batch_idx)
@@ -166,9 +166,9 @@ def _batch(
 
 
 def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
-    """The cell with zeros along open axes, so that its vectors there have no effect.
+    """The cell with zero vectors along open axes, so that the given vectors have no effect there.
 
-    A vector of zeros is an open axis, unless ``pbc`` says otherwise: then it becomes NaN.
+    A zero vector along an axis that ``pbc`` declares periodic becomes NaN.
     """
     if pbc is None:
         return cell
@@ -181,12 +181,12 @@ def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
 
 
 def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
-    """The rows with padding in the place of all pairs of these atoms."""
+    """The rows with all pairs of these atoms replaced by padding."""
     last = is_padding.shape[0]
     absent = torch.nn.functional.pad(is_padding, (0, 1))
     listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
     gone = absent.index_select(0, listed) | absent.index_select(0, row_indices(rows, last))
-    # a number for the padding of a list that has none
+    # a valid padding value if the list has none
     padding = max(rows.padding, NO_PADDING + 1)
     return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
 
@@ -199,11 +199,10 @@ def _check_images(
     positions: torch.Tensor,
     n_systems: int,
 ) -> torch.Tensor | None:
-    """The cell that goes with the shifts of ``rows``.
+    """The cell to which the shifts of ``rows`` refer.
 
-    Raises for one that is singular, or is zero along an axis along which a list that was given has images, if values
-    can be read.
-    Elsewhere such a cell becomes NaN, and the kernels give NaN for such images.
+    If values can be read, a singular cell raises, and so does a zero lattice vector if a given list has images along
+    it. If values cannot be read, a singular cell becomes NaN, and the kernels give NaN for such images.
     """
     if cell is None:
         return cell_without_images(rows, positions, n_systems)
@@ -211,7 +210,7 @@ def _check_images(
     if not may_read(cell):
         return nan_if_singular(cell, may_be_open=True)
     try:
-        has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
+        has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # systems may share one cell
     except ValuesError as error:
         raise ValuesError(f"{error}; along an open axis give a vector of zeros") from None
     if is_own or not has_open_axes or shifts is None or not may_read(shifts):
@@ -222,7 +221,7 @@ def _check_images(
     beyond = (shifts != 0) & of_atom.repeat_interleave(width, 0, output_size=shifts.shape[0])
     if bool(beyond[rows.neighbors != rows.padding].any()):
         raise ValuesError(
-            "`cell`: the neighbor list joins what are no neighbors, images along an axis that is open (a zero lattice "
-            "vector, or False in `pbc`)"
+            "`cell`: the neighbor list contains images along an axis that is open (a zero lattice vector, or False in "
+            "`pbc`)"
         )
     return cell

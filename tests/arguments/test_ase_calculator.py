@@ -1,0 +1,159 @@
+"""What a calculator refuses, and how it says so."""
+
+import numpy as np
+import pytest
+from ase.build import molecule
+
+from nvalchemiops.ase import Calculator, Electrostatics, Pair
+from nvalchemiops.torch.interactions.pair import PairPotential
+from tests.support.calculators import NACL, rigid_ions, salt
+from tests.support.processes import run_python
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "no terms": (lambda: Calculator(), ValueError, "`terms` are missing"),
+    "no term": (lambda: Calculator("lennard_jones"), TypeError, "'lennard_jones' is not a term"),
+    "class": (lambda: Calculator(Pair), TypeError, "is not a term"),
+    "charges twice": (
+        lambda: Calculator(Electrostatics("ewald"), Electrostatics("pme")),
+        ValueError,
+        "at most one may have charges",
+    ),
+    "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must be non-negative"),
+    "device": (lambda: Calculator(Electrostatics("ewald"), device="abacus"), ValueError, "`device` = 'abacus'"),
+    "set": (lambda: rigid_ions().set(skin=1.0), TypeError, "`skin` cannot be set"),
+    "potential": (lambda: Pair("lennard", cutoff=3.0), ValueError, "one of 'lennard_jones'"),
+    "list": (lambda: Pair(["lennard_jones"], cutoff=3.0), ValueError, "`potential` must be a PairPotential or one of"),
+    "charged": (lambda: Pair("yukawa", cutoff=3.0), ValueError, "Electrostatics"),
+    "two cutoffs": (
+        lambda: Pair(PairPotential("k/r", global_parameters=["k"], cutoff=3.0), cutoff=4.0, k=1.0),
+        ValueError,
+        "`cutoff` is part of the potential",
+    ),
+    "missing": (lambda: Pair("morse", cutoff=3.0, depth=1.0, r0=1.0), ValueError, "`steepness` is missing"),
+    "unknown": (
+        lambda: Pair("lennard_jones", cutoff=3.0, sigma=1, epsilon=1, size=2),
+        TypeError,
+        "`size` is not a param",
+    ),
+    "text": (lambda: Pair("lennard_jones", cutoff=3.0, sigma="1", epsilon=1), TypeError, "`sigma` must be a number"),
+    "nan": (lambda: Pair("lennard_jones", cutoff=3.0, sigma=np.nan, epsilon=1), ValueError, "`sigma` must be finite"),
+    "symbol": (lambda: Pair("lennard_jones", cutoff=3.0, sigma={"Axx": 1}, epsilon=1), ValueError, "'Axx'"),
+    "triple": (
+        lambda: Pair("morse", cutoff=3.0, depth={"A-B-C": 1}, steepness=1, r0=1),
+        ValueError,
+        "not a pair of elem",
+    ),
+    "contradiction": (
+        lambda: Pair("morse", cutoff=3.0, depth={"Na-Cl": 1.0, "Cl-Na": 2.0}, steepness=1, r0=1),
+        ValueError,
+        "`depth` has two different values for Na-Cl",
+    ),
+    "element for pair": (
+        lambda: Pair("morse", cutoff=3.0, depth={"Na": 1.0}, steepness=1, r0=1),
+        TypeError,
+        "`depth` must be a number",
+    ),
+    "method": (lambda: Electrostatics("p3m"), ValueError, "`method` must be one of 'ewald', 'pme', 'coulomb'"),
+    "list of methods": (lambda: Electrostatics(["ewald"]), ValueError, "`method` must be one of"),
+    "finest accuracy": (lambda: Electrostatics("ewald", accuracy=1e-30), ValueError, "`accuracy`.*beyond float64"),
+    "cutoff of ewald": (lambda: Electrostatics("ewald", cutoff=8.0), TypeError, "`cutoff` does not belong"),
+    "alpha of pme": (lambda: Electrostatics("pme", alpha=0.3), TypeError, "`alpha` does not belong"),
+    "accuracy of dsf": (lambda: Electrostatics("dsf", cutoff=8, alpha=0.2, accuracy=1e-4), TypeError, "`accuracy`"),
+    "accuracy": (lambda: Electrostatics("ewald", accuracy=0.0), ValueError, "`accuracy` must be positive"),
+    "no cutoff": (lambda: Electrostatics("dsf", alpha=0.2), ValueError, "`cutoff` is needed for 'dsf'"),
+    "no alpha": (lambda: Electrostatics("dsf", cutoff=8.0), ValueError, "`alpha` is missing"),
+    "charge": (lambda: Electrostatics("ewald", {"Na": "plus"}), TypeError, "`charges:Na` must be a number"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_at_once(name):
+    make, kind, message = MISTAKES[name]
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def periodic_along(*pbc):
+    atoms = salt()
+    atoms.pbc = pbc
+    return atoms
+
+
+NOT_DEFINED = {
+    "molecule": (lambda: molecule("NaCl"), {}, "use 'coulomb' without a cutoff"),
+    "wire": (lambda: periodic_along(False, True, False), {"slab_correction": True}, "not along one"),
+    "slab": (lambda: periodic_along(True, True, False), {}, "`slab_correction=True` is needed"),
+    "no vacuum": (lambda: flat(True, True, False), {"slab_correction": True}, "needs three vectors"),
+    "no volume": (lambda: flat(True, True, True), {}, "needs three vectors"),
+}
+
+
+def flat(*pbc):
+    atoms = periodic_along(*pbc)
+    atoms.cell[2] = 0.0
+    return atoms
+
+
+@pytest.mark.parametrize("name", NOT_DEFINED)
+@pytest.mark.parametrize("method", ["ewald", "pme"])
+def test_periodicity_that_a_sum_is_not_for(name, method):
+    make, options, message = NOT_DEFINED[name]
+    atoms = make()
+    atoms.calc = Calculator(Electrostatics(method, NACL, **options))
+    with pytest.raises(ValueError, match=message):
+        atoms.get_potential_energy()
+
+
+def test_atoms_without_values():
+    atoms = salt()
+    for term, message in (
+        (Electrostatics("ewald", {"Na": 1.0}), "`charges` has no value for Cl"),
+        (Electrostatics("ewald"), "the atoms have no initial charges"),
+        (Electrostatics("ewald", [1.0, -1.0]), r"`charges` must have shape \(n_atoms,\) = \(8,\)"),
+        (Electrostatics("ewald", lambda system: [1.0]), "`charges` must have shape"),
+        (Electrostatics("ewald", lambda system: system.positions), "must return shape"),
+        (Electrostatics("ewald", np.full(8, np.nan)), "NaN"),
+        (Electrostatics("coulomb", NACL), "`cutoff` is needed for periodic atoms"),
+        (Pair("lennard_jones", sigma=1.0, epsilon=1.0), "`cutoff` is needed for periodic atoms"),
+        (Pair("lennard_jones", cutoff=5.0, sigma={"Ar": 1.0}, epsilon=1.0), "`sigma` has no value for Cl, Na"),
+        (
+            Pair("buckingham", cutoff=5.0, A={"Na-Cl": 1.0}, rho=0.3, C=0.0),
+            "`A` has no value for Na-Na, Cl-Cl",
+        ),
+    ):
+        atoms.calc = Calculator(term)
+        with pytest.raises(ValueError, match=message):
+            atoms.get_potential_energy()
+
+
+def test_a_failed_call_leaves_no_results():
+    atoms = salt()
+    atoms.calc = rigid_ions()
+    atoms.get_potential_energy()
+    atoms.positions[0] = np.nan
+    for _ in range(2):
+        with pytest.raises(ValueError, match="positions"):
+            atoms.get_potential_energy()
+    atoms.positions[0] = 0.0
+    fresh = atoms.copy()
+    fresh.calc = rigid_ions()
+    assert atoms.get_potential_energy() == pytest.approx(fresh.get_potential_energy(), rel=1e-12)
+
+
+def test_ase_is_optional():
+    code = """
+    import sys
+    import nvalchemiops, nvalchemiops.torch.interactions.pair, nvalchemiops.cli
+    assert "ase" not in sys.modules
+    sys.modules["ase"] = None
+    try:
+        import nvalchemiops.ase
+    except ImportError as error:
+        print(error, error.name, nvalchemiops.cli.main(["energy", "file.xyz"]))
+    """
+    finished = run_python(code)
+    assert "pip install 'nvalchemiops[ase]', or in a checkout '.[ase]'" in finished.stdout
+    assert finished.stdout.endswith(" ase 2\n")
+    assert finished.stderr.startswith("nvalchemiops energy: nvalchemiops.ase needs ASE")

@@ -1,0 +1,134 @@
+"""Energies of charges as clients call for them (../shared/clients.md), in the shape of their own calls."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nvalchemiops.torch import spline
+from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.interactions.dispersion import D3Parameters, dftd3
+from nvalchemiops.torch.interactions.lj import lj_energy
+from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests.support.systems import batch, crystal, triclinic
+
+MESH = (6, 7, 8)
+
+
+# -- shifts without a cell ------------------------------------------------------------------------
+
+OPEN = crystal("rocksalt", 5.6, 1, 0.15)
+OPEN_PAIRS, OPEN_PTR = neighbor_list(OPEN.positions, 4.0, return_neighbor_list=True)
+OPEN_MATRIX, _ = neighbor_list(OPEN.positions, 4.0)
+NUMBERS, STATES = torch.where(OPEN.charges > 0, 6, 8), D3Parameters.load().states([6, 8])
+
+
+def without_cell(op: str, form: str, shift: int, place: int = 0) -> Any:
+    """A call without a cell, with zeros for shifts but for one number."""
+    x, q = OPEN.positions, OPEN.charges
+    if form == "list":
+        shifts = torch.zeros(OPEN_PAIRS.shape[1], 3, dtype=torch.int32)
+        shifts[place, 1] = shift
+        name = "unit_shifts" if op == "DSF" else "neighbor_shifts"
+        given = {"neighbor_list": OPEN_PAIRS, "neighbor_ptr": OPEN_PTR, name: shifts}
+    else:
+        shifts = torch.zeros(*OPEN_MATRIX.shape, 3, dtype=torch.int32)
+        shifts[0, place, 1] = shift
+        given = {"neighbor_matrix": OPEN_MATRIX, "neighbor_matrix_shifts": shifts}
+    if op == "D3":
+        given = {name.replace("neighbor_shifts", "unit_shifts"): value for name, value in given.items()}
+        return dftd3(x, NUMBERS, 0.4, 4.4, 0.8, d3_params=STATES, **given, compute_virial=True)[0]
+    if op == "DSF":
+        return electrostatics.dsf_coulomb(x, q, 4.0, **given)[0]
+    if op == "Coulomb":
+        return electrostatics.coulomb_energy(x, q, None, 4.0, **given)
+    return lennard_jones(4.0)(x, sigma=2.0, epsilon=0.1, **given)
+
+
+EXPECTED = {
+    "D3": lambda: dftd3(OPEN.positions, NUMBERS, 0.4, 4.4, 0.8, d3_params=STATES, neighbor_list=OPEN_PAIRS)[0],
+    "DSF": lambda: electrostatics.dsf_coulomb(OPEN.positions, OPEN.charges, 4.0)[0],
+    "Coulomb": lambda: electrostatics.coulomb_energy(OPEN.positions, OPEN.charges, None, 4.0),
+    "Lennard-Jones": lambda: lj_energy(OPEN.positions, 2.0, 0.1, 4.0),
+}
+
+
+@pytest.mark.everyday_cases("D3-matrix", "Coulomb-list", "DSF-matrix", "Lennard-Jones-list")
+@pytest.mark.parametrize("form", ["list", "matrix"])
+@pytest.mark.parametrize("op", EXPECTED)
+def test_shifts_without_a_cell_are_zeros(op, form):
+    """As fairchem and torch-sim pass them. Others say that a cell is missing; where nobody reads them they give NaN."""
+    torch.testing.assert_close(without_cell(op, form, 0), EXPECTED[op](), rtol=1e-13, atol=1e-13)
+    with pytest.raises(ValueError, match=r"`cell` is needed with `\w+_shifts`"):
+        without_cell(op, form, 1)
+    if form == "matrix":  # in the padding
+        assert OPEN_MATRIX[0, -1] == len(OPEN.charges)
+        torch.testing.assert_close(without_cell(op, form, 5, -1), EXPECTED[op](), rtol=1e-13, atol=1e-13)
+    compiled = torch.compile(without_cell, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(op, form, 0), EXPECTED[op](), rtol=1e-13, atol=1e-13)
+    found = compiled(op, form, 1)
+    assert found.isnan().all() if op in ("DSF", "D3") else found[0].isnan() and found[1:].isfinite().all()
+
+
+# -- one cell, one periodicity for all systems of a batch -----------------------------------------
+
+SAME = batch(triclinic(5, charged=True), triclinic(4, seed=3), triclinic(3, seed=5))
+CELL = SAME.cell[0]
+
+
+def test_one_cell_for_all_systems_of_a_batch_in_splines():
+    x, q, _, idx = SAME
+    each = CELL.expand(3, 3, 3)
+    channels = torch.stack([q, q.cos()], 1)
+    mesh = torch.sin(torch.arange(3 * 6 * 7 * 8, dtype=torch.float64)).view(3, *MESH)
+    vectors = torch.stack([mesh, mesh.cos(), mesh.exp()], -1)
+    calls = [
+        lambda c: spline.spline_spread(x, q, c, MESH, batch_idx=idx),
+        lambda c: spline.spline_spread_channels(x, channels, c, MESH, batch_idx=idx),
+        lambda c: spline.spline_gather(x, mesh, c, batch_idx=idx),
+        lambda c: spline.spline_gather_channels(x, mesh.unsqueeze(1), c, batch_idx=idx),
+        lambda c: spline.spline_gather_vec3(x, q, vectors, c, batch_idx=idx),
+        lambda c: spline.spline_gather_gradient(x, q, mesh, c, batch_idx=idx),
+        lambda c: spline.spline_gather_with_force(x, q, mesh, c, batch_idx=idx),
+    ]
+    for call in calls:
+        for cell in (CELL, CELL[None]):
+            torch.testing.assert_close(call(cell), call(each), rtol=0, atol=0)
+    leaf = CELL.clone().requires_grad_()
+    (found,) = torch.autograd.grad(calls[2](leaf).sum(), leaf)
+    leaf_of_each = each.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(calls[2](leaf_of_each).sum(), leaf_of_each)
+    torch.testing.assert_close(found, expected.sum(0))
+
+
+def test_the_number_of_systems_for_one_cell_inside_a_graph():
+    """Where ``batch_idx`` cannot be read it must be said."""
+
+    def spread(**options):
+        return spline.spline_spread(SAME.positions, SAME.charges, CELL, MESH, batch_idx=SAME.batch_idx, **options)
+
+    compiled = torch.compile(spread, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(num_systems=3), spread(), rtol=0, atol=0)
+    with pytest.raises(Exception, match="`num_systems` is needed"):
+        compiled()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [electrostatics.ewald_summation, electrostatics.particle_mesh_ewald, electrostatics.compute_slab_correction],
+)
+def test_one_pbc_for_all_systems_with_the_slab_correction(function):
+    slab = torch.tensor([True, True, False])
+    options: dict[str, Any] = (
+        {} if function is electrostatics.compute_slab_correction else {"alpha": 0.8, "slab_correction": True}
+    )
+    if function is electrostatics.ewald_summation:
+        options["k_cutoff"] = 3.0
+    if function is electrostatics.particle_mesh_ewald:
+        options["mesh_dimensions"] = (8, 8, 8)
+    call = [
+        function(*SAME[:3], pbc=p, batch_idx=SAME.batch_idx, **options) for p in (slab, slab[None], slab.repeat(3, 1))
+    ]
+    torch.testing.assert_close(call[0], call[2], rtol=0, atol=0)
+    torch.testing.assert_close(call[1], call[2], rtol=0, atol=0)

@@ -1,0 +1,454 @@
+"""The ``nvalchemiops`` command: says what is asked, and nothing else."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import ase.io
+import numpy as np
+import pytest
+import torch
+from ase.build import bulk, molecule
+
+import nvalchemiops
+from nvalchemiops import cli
+from nvalchemiops.ase import Calculator, Electrostatics, Pair
+from tests.support.processes import output_of, run_interpreter, run_python
+
+
+def command(*arguments, **environment):
+    """``python -m nvalchemiops`` in a process of its own, as the command silences Warp there."""
+    return run_interpreter("-m", "nvalchemiops", *arguments, timeout=600, **environment)
+
+
+def test_without_docstrings():
+    run = run_interpreter("-OO", "-m", "nvalchemiops", "--version")
+    assert (run.returncode, run.stdout) == (0, f"nvalchemiops {nvalchemiops.__version__}\n"), run.stderr
+
+
+@pytest.mark.later
+def test_info_as_json():
+    finished = command("info", "--json")
+    assert finished.returncode == 0
+    assert finished.stderr == ""
+    facts = json.loads(finished.stdout)
+    assert facts["versions"]["nvalchemiops"] == nvalchemiops.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert all(facts["versions"].values())
+    assert facts["devices"][0]["name"] == "cpu"
+    assert facts["devices"][0]["threads"] >= 1
+    assert len(facts["devices"]) == 1 + torch.cuda.device_count()
+    assert Path(facts["kernel_cache"]["path"]).is_dir()
+
+
+def test_info_as_text_is_clean():
+    finished = command("info")
+    assert finished.returncode == 0
+    assert finished.stderr == ""
+    first_words = [line.split()[0] for line in finished.stdout.splitlines()]
+    assert first_words[:6] == ["nvalchemiops", "python", "torch", "warp", "numpy", "sympy"]
+    assert "initialized" not in finished.stdout, "Warp's banner"
+
+
+def test_installed_script_and_module_are_the_same_command():
+    script = Path(sys.executable).with_name("nvalchemiops")
+    if not script.exists():
+        pytest.skip("the package is not installed beside this interpreter")
+    finished = subprocess.run([script, "--version"], capture_output=True, text=True)
+    assert finished.stdout == command("--version").stdout == f"nvalchemiops {nvalchemiops.__version__}\n"
+
+
+def test_info_without_torch():
+    finished = run_python(
+        """
+        import sys
+        sys.modules["torch"] = None
+        from nvalchemiops.cli import main
+        sys.exit(main(["info"]))
+        """
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "torch         not installed" in finished.stdout
+
+
+@pytest.mark.later
+def test_info_where_the_home_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    unset = {"WARP_CACHE_PATH": None, "XDG_CACHE_HOME": None}
+    finished = command("info", HOME=str(tmp_path / "file" / "home"), TMPDIR=str(tmp_path), **unset)
+    assert finished.returncode == 0
+    assert finished.stderr.startswith("note: Warp's kernel cache cannot be written")
+    assert len(finished.stderr.splitlines()) == 1
+    assert str(tmp_path) in finished.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("dance",), ("warmup", "--device", "abacus")])
+def test_misuse_prints_usage(arguments):
+    finished = command(*arguments)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("usage: nvalchemiops")
+
+
+# Kernels of the test, not of the library: warming up everything takes a while and is a slow test below.
+KERNELS = """
+import sys
+import warp as wp
+from nvalchemiops import cli
+from nvalchemiops.ase import Calculator, Electrostatics, Pair
+
+@wp.kernel(module="unique")
+def good(x: wp.array(dtype=wp.float64)):
+    x[wp.tid()] = wp.float64(1.0)
+
+@wp.kernel(module="unique")
+def bad(x: wp.array(dtype=wp.float64)):
+    x[wp.tid()] = wp.float32(1.0) + wp.float64(1.0)
+
+kernels = {"good": good, "bad": bad}
+cli.all_kernels = lambda: [(name, lambda name=name: kernels[name]) for name in sys.argv[1].split(",")]
+if "no-bar" in sys.argv:
+    sys.modules["tqdm"] = None
+    cli.importlib.util.find_spec = lambda name: None
+sys.exit(cli.main(["warmup", "--device", "cpu", *[a[1:] for a in sys.argv if a.startswith("=")]]))
+"""
+
+
+@pytest.fixture
+def warmup(tmp_path):
+    script = tmp_path / "warmup_script.py"
+    script.write_text(KERNELS)
+
+    def run(*arguments):
+        return run_interpreter(script, *arguments, WARP_CACHE_PATH=tmp_path / "cache")
+
+    run.cache = tmp_path / "cache"
+    return run
+
+
+def test_warmup_compiles_into_the_cache(warmup):
+    finished = warmup("good")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("1 of 1 kernels ready in ")
+    assert len(finished.stdout.splitlines()) == 1
+    assert "100%" in finished.stderr
+    assert "driver" not in finished.stderr
+    assert list(warmup.cache.rglob("wp_*/*.o"))
+
+
+@pytest.mark.later
+def test_warmup_without_tqdm_prints_plain_lines(warmup):
+    finished = warmup("good", "no-bar")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == "[1/1] good [cpu]\n"
+
+
+@pytest.mark.later
+def test_warmup_reports_a_broken_kernel_and_builds_the_others(warmup):
+    finished = warmup("bad,good", "no-bar")
+    assert finished.returncode == 1
+    assert finished.stdout.startswith("1 of 2 kernels ready in ")
+    assert "nvalchemiops warmup: bad [cpu]: " in finished.stderr
+
+
+@pytest.mark.later
+def test_warmup_of_named_kernels_only(warmup):
+    finished = warmup("bad,good", "no-bar", "=goo")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == "[1/1] good [cpu]\n"
+    finished = warmup("bad,good", "=nothing")
+    assert finished.returncode == 2
+    assert finished.stderr == "nvalchemiops warmup: no kernel is called nothing; there are bad, good\n"
+
+
+def test_warmup_refuses_each_name_without_a_kernel(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "all_kernels", lambda: [(f"spline({order})", None) for order in (4, 5)])
+    assert cli.main(["warmup", "--device", "cpu", "spline", "real_space"]) == 2
+    assert capsys.readouterr().err == "nvalchemiops warmup: no kernel is called real_space; there are spline\n"
+
+
+FIRST_ORDER = """
+import itertools
+import torch
+from nvalchemiops import cli, loading
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
+
+known = {build().module.name for _, build in cli.all_kernels()}
+used = set()
+find = loading.find_kernel
+
+def watch(kernel, *where):
+    used.add(kernel.module.name)
+    return find(kernel, *where)
+
+loading.find_kernel = watch
+for dtype, accuracy, order in ((torch.float64, 1e-6, 5), (torch.float64, 1e-6, 8), (torch.float32, 1e-4, 5)):
+    positions = torch.tensor([[0.0, 0.0, 0.0], [1.7, 1.2, 1.4]], dtype=dtype)
+    system = (positions, torch.tensor([1.0, -1.0], dtype=dtype), 3.0 * torch.eye(3, dtype=dtype))
+    for sums, options in ((ewald_summation, {}), (particle_mesh_ewald, {"spline_order": order})):
+        for asked in ((), ("forces",), ("forces", "virial"), ("forces", "charge_gradients")):
+            flags = {f"compute_{name}": True for name in asked}
+            for by in itertools.product((False, True), repeat=3):
+                inputs = [t.clone().requires_grad_(wanted) for t, wanted in zip(system, by)]
+                found = sums(*inputs, accuracy=accuracy, **options, **flags)
+                energies = found[0] if asked else found
+                if any(by):
+                    energies.sum().backward()
+missing = sorted(used - known)
+assert used and not missing, missing
+"""
+
+
+@pytest.mark.later
+def test_warmup_has_what_ewald_sums_and_their_gradients_need():
+    output_of(run_python(FIRST_ORDER))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_warmup_for_a_device_that_is_not_there():
+    finished = command("warmup", "--device", "cuda")
+    assert finished.returncode == 2
+    assert finished.stderr == "nvalchemiops warmup: there is no CUDA device that Warp can use\n"
+    assert finished.stdout == ""
+
+
+def test_names_of_kernels_are_distinct_and_every_module_loads():
+    names = [name for name, _ in cli.all_kernels()]
+    assert names
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_warmup_builds_every_kernel_of_the_library(device, tmp_path):
+    finished = command("warmup", "--device", device, WARP_CACHE_PATH=str(tmp_path))
+    assert finished.returncode == 0, finished.stderr
+    compiled = len(list(tmp_path.rglob("wp_*")))
+    assert compiled > 0
+    again = command("warmup", "--device", device, WARP_CACHE_PATH=str(tmp_path))
+    assert again.returncode == 0
+    assert len(list(tmp_path.rglob("wp_*"))) == compiled, "a warm cache is complete"
+    if device == "cpu":
+        calls = FIRST_CALL + FIRST_ORDER
+        output_of(run_python(calls, tmp_path / "a file", WARP_CACHE_PATH=tmp_path, preexec_fn=write_nothing))
+
+
+FIRST_CALL = """
+import sys
+import torch
+from nvalchemiops.torch.neighbors import neighbor_list
+
+x = torch.tensor([[0.0, 0.0, 0.0], [1.7, 1.2, 1.4]], dtype=torch.float64)
+pairs, pointers, shifts = neighbor_list(x, 2.9, 3.0 * torch.eye(3, dtype=torch.float64), return_neighbor_list=True)
+assert pairs.shape[1] == pointers[-1] > 0
+try:
+    print("can be written", file=open(sys.argv[1], "w"), flush=True)
+except OSError:
+    pass
+else:
+    raise AssertionError("this process may write files")
+"""
+
+
+def write_nothing():
+    """As if every file could only be read, for all users."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+@pytest.mark.later
+def test_after_warmup_a_first_call_writes_and_compiles_nothing(tmp_path):
+    names = ("search_neighbors", "compact_neighbors", "prepare_search", "shortest_vectors")
+    finished = command("warmup", "--device", "cpu", *names, WARP_CACHE_PATH=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    output_of(run_python(FIRST_CALL, tmp_path / "a file", WARP_CACHE_PATH=tmp_path, preexec_fn=write_nothing))
+
+
+# -- energy ---------------------------------------------------------------------------------------
+
+BUCKINGHAM = ["--potential", "buckingham", "--parameters", "cutoff=8", "A:Na-Cl=1256", "A:*=0", "rho=0.317", "C=0.0"]
+SALT = ["--charges", "Na=1,Cl=-1"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A trajectory of three crystals and a molecule."""
+    crystals = [bulk("NaCl", "rocksalt", a=a, cubic=True) for a in (5.4, 5.6, 5.8)]
+    for seed, atoms in enumerate(crystals):
+        atoms.rattle(0.1, seed=seed)
+    ase.io.write(tmp_path / "salt.extxyz", crystals)
+    ase.io.write(tmp_path / "water.xyz", molecule("H2O"))
+    return tmp_path
+
+
+def energy(capsys, *arguments: object, status: int = 0) -> str:
+    """What the command prints: to standard output, or to standard error if it fails."""
+    assert cli.main(["energy", *map(str, arguments)]) == status
+    captured = capsys.readouterr()
+    printed, silent = (captured.err, captured.out) if status else (captured.out, captured.err)
+    assert silent == ""
+    return printed
+
+
+def test_energies_of_a_trajectory(files, capsys):
+    frames = ase.io.read(files / "salt.extxyz", ":")
+    calculator = Calculator(
+        Pair("buckingham", cutoff=8.0, A={"Na-Cl": 1256.0, "*": 0.0}, rho=0.317, C=0.0),
+        Electrostatics("pme", {"Na": 1.0, "Cl": -1.0}, accuracy=1e-5),
+    )
+    arguments = [files / "salt.extxyz", *BUCKINGHAM, "--electrostatics", "pme", *SALT, "--accuracy", "1e-5"]
+    printed = energy(capsys, *arguments, "--json", "--forces")
+    report = json.loads(printed)
+    lines = [line.strip().rstrip(",") for line in printed.splitlines()]
+    assert all(json.dumps(force) in lines for force in report["frames"][2]["forces"]), "an atom for each line"
+    assert report["file"] == str(files / "salt.extxyz")
+    assert [term.split("(")[0] for term in report["terms"]] == ["Pair", "Electrostatics"]
+    assert report["units"]["energy"] == "eV"
+    assert [found["frame"] for found in report["frames"]] == [0, 1, 2]
+    for found, atoms in zip(report["frames"], frames):
+        atoms.calc = calculator
+        assert found["formula"] == "Cl4Na4"
+        assert found["n_atoms"] == 8
+        assert found["energy"] == pytest.approx(atoms.get_potential_energy(), rel=1e-12)
+        assert found["energy_per_atom"] == pytest.approx(found["energy"] / 8)
+        np.testing.assert_allclose(found["forces"], atoms.get_forces(), atol=1e-10)
+        np.testing.assert_allclose(found["stress"], atoms.get_stress(), atol=1e-12)
+        assert found["pressure"] == pytest.approx(-atoms.get_stress()[:3].mean())
+        assert found["largest_force"] == pytest.approx(np.linalg.norm(atoms.get_forces(), axis=1).max())
+        assert found["symbols"] == list(atoms.symbols)
+
+    lines = energy(capsys, *arguments).splitlines()
+    assert len(lines) == 4
+    assert lines[0].split("  ")[0] == "frame"
+    for line, found in zip(lines[1:], report["frames"]):
+        number, formula, n_atoms, total, per_atom, largest, pressure = line.split()
+        assert (int(number), formula, int(n_atoms)) == (found["frame"], "Cl4Na4", 8)
+        expected = [found["energy"], found["energy_per_atom"], found["largest_force"]]
+        np.testing.assert_allclose([float(total), float(per_atom), float(largest)], expected, atol=1e-8)
+        assert float(pressure) == pytest.approx(160.2176634 * found["pressure"], abs=1e-6)
+    columns = {len(line) for line in lines}
+    assert len(columns) == 1, "the table is aligned"
+
+
+def test_energies_of_chosen_frames(files, capsys):
+    arguments = [files / "salt.extxyz", "--electrostatics", "ewald", *SALT, "--json"]
+    every = json.loads(energy(capsys, *arguments))["frames"]
+    assert "forces" not in every[0]
+    for index, numbers in (("1", [1]), ("-1", [-1]), ("1:", [1, 2]), ("::2", [0, 2]), ("-2:", [1, 2])):
+        frames = json.loads(energy(capsys, *arguments, f"--index={index}"))["frames"]
+        assert [frame["frame"] for frame in frames] == numbers
+        for frame in frames:
+            assert frame["energy"] == pytest.approx(every[frame["frame"]]["energy"], rel=1e-12)
+
+
+def test_energy_of_a_molecule_with_its_forces(files, capsys):
+    options = ["--electrostatics", "coulomb", "--charges", "O=-0.8,H=0.4", "--forces"]
+    table, forces = energy(capsys, files / "water.xyz", *options).split("\n\n")
+    assert table.splitlines()[1].split()[-1] == "-", "no cell, no pressure"
+    head, *lines = forces.splitlines()
+    assert head == "forces of frame 0 (eV/Å)"
+    assert [line.split()[1] for line in lines] == ["O", "H", "H"]
+    values = np.array([line.split()[2:] for line in lines], dtype=float)
+    np.testing.assert_allclose(values.sum(axis=0), 0.0, atol=1e-7)
+    assert abs(values).max() > 1.0
+
+
+def test_energy_takes_options_of_potentials(files, capsys):
+    def of(*parameters: str) -> float:
+        options = ["--potential", "lennard_jones", "--parameters", *parameters, "--json"]
+        return json.loads(energy(capsys, files / "salt.extxyz", *options, "--index", 0))["frames"][0]["energy"]
+
+    plain = of("cutoff=6", "sigma=2.4", "epsilon:Na=0.02", "epsilon:Cl=0.01")
+    assert of("cutoff=6", "sigma=2.4", "epsilon:Na=0.02", "epsilon:*=0.01") == pytest.approx(plain, rel=1e-12)
+    assert of("cutoff=6", "sigma=2.4", "epsilon=0.02") < plain
+    assert of("cutoff=6", "sigma=2.4", "epsilon=0.02", "mixing=geometric", "shifted=true", "repulsive=9") != plain
+    dsf = ["--electrostatics", "dsf", "--electrostatics-parameters", "cutoff=8", "alpha=0.2", *SALT, "--json"]
+    found = json.loads(energy(capsys, files / "salt.extxyz", *dsf, "--index", 0))["frames"][0]["energy"]
+    exact = json.loads(
+        energy(capsys, files / "salt.extxyz", "--electrostatics", "ewald", *SALT, "--json", "--index", 0)
+    )["frames"][0]["energy"]
+    assert found == pytest.approx(exact, rel=0.04)
+
+
+def test_energy_of_a_slab_with_charges_from_the_file(tmp_path, capsys):
+    atoms = bulk("NaCl", "rocksalt", a=5.6, cubic=True)
+    atoms.set_initial_charges(np.where(atoms.symbols == "Na", 1.0, -1.0))
+    atoms.center(vacuum=8.0, axis=2)
+    atoms.pbc = (True, True, False)
+    ase.io.write(tmp_path / "slab.traj", atoms)
+    options = [tmp_path / "slab.traj", "--electrostatics", "pme"]
+    assert "`slab_correction=True` is needed" in energy(capsys, *options, status=2)
+    found = json.loads(energy(capsys, *options, "--slab-correction", "--json"))["frames"][0]["energy"]
+    atoms.calc = Calculator(Electrostatics("ewald", slab_correction=True))
+    assert found == pytest.approx(atoms.get_potential_energy(), rel=1e-6)
+
+
+ENERGY_MISTAKES = {
+    "no such file": (["missing.xyz", *SALT, "--electrostatics", "pme"], "cannot read missing.xyz: "),
+    "not a structure": ([__file__, *SALT, "--electrostatics", "pme"], f"cannot read {__file__}: "),
+    "nothing": (
+        ["salt.extxyz"],
+        "nothing to compute: give --potential, --electrostatics, --dispersion, or several of them",
+    ),
+    "no such frame": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--index", "7"], "has no frame 7"),
+    "no such frames": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--index", "5:"], "has no frame 5:"),
+    "index": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--index", "x"], "'x' is neither a number nor a slice"),
+    "no such potential": (["salt.extxyz", "--potential", "lennard"], "one of 'lennard_jones', "),
+    "no such method": (["salt.extxyz", "--electrostatics", "p3m"], "`method` must be one of 'ewald', "),
+    "no cutoff": (
+        ["salt.extxyz", "--potential", "lennard_jones", "--parameters", "sigma=1", "epsilon=1"],
+        "`cutoff` is needed for periodic atoms",
+    ),
+    "missing parameter": (
+        ["salt.extxyz", "--potential", "lennard_jones", "--parameters", "sigma=1", "cutoff=5"],
+        "`epsilon` is missing",
+    ),
+    "unknown parameter": (
+        ["salt.extxyz", "--potential", "lennard_jones", "--parameters", "sigma=1", "epsilon=1", "alpha=5"],
+        "`alpha` is not a parameter",
+    ),
+    "no number": (
+        ["salt.extxyz", "--potential", "lennard_jones", "--parameters", "sigma=one", "epsilon=1", "cutoff=5"],
+        "`sigma` must be a number, got 'one'",
+    ),
+    "no value": (["salt.extxyz", "--potential", "morse", "--parameters", "r0"], "'r0' is not of the form KEY=VALUE"),
+    "no element": (["salt.extxyz", "--potential", "morse", "--parameters", "r0:=1"], "'r0:=1' is not of the form"),
+    "twice": (["salt.extxyz", "--potential", "morse", "--parameters", "r0=1", "r0=2"], "'r0' is given twice"),
+    "both": (["salt.extxyz", "--potential", "morse", "--parameters", "r0=1", "r0:Na-Cl=2"], "'r0' is given twice"),
+    "charges missing": (
+        ["salt.extxyz", "--electrostatics", "ewald", "--charges", "Na=1"],
+        "`charges` has no value for Cl",
+    ),
+    "charges of nothing": (
+        ["salt.extxyz", "--electrostatics", "ewald"],
+        "none are given (in the command by --charges Mg=2,O=-2), and the atoms have no initial charges",
+    ),
+    "charges of no element": (
+        ["salt.extxyz", "--electrostatics", "ewald", "--charges", "Nx=1"],
+        "'Nx' is not a chemical",
+    ),
+    "not periodic": (
+        ["water.xyz", "--electrostatics", "pme", "--charges", "O=-1,H=0.5"],
+        "'pme' is for periodic atoms; use 'coulomb'",
+    ),
+    "parameters alone": (["salt.extxyz", "--parameters", "r0=1"], "--parameters is given without --potential"),
+    "charges alone": (["salt.extxyz", *SALT], "--charges is given without --electrostatics"),
+    "device": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--device", "abacus"], "`device` = 'abacus'"),
+}
+
+
+@pytest.mark.parametrize("name", ENERGY_MISTAKES)
+def test_energy_tells_what_is_wrong(name, files, capsys, monkeypatch):
+    monkeypatch.chdir(files)
+    arguments, message = ENERGY_MISTAKES[name]
+    printed = energy(capsys, *arguments, status=2)
+    assert printed.startswith("nvalchemiops energy: ")
+    assert message in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_energy_as_a_command_is_clean(files):
+    finished = command("energy", str(files / "salt.extxyz"), "--electrostatics", "ewald", *SALT, "--index=0", "--json")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert json.loads(finished.stdout)["frames"][0]["energy"] < -30.0

@@ -1,0 +1,309 @@
+"""Calls that repeat on a GPU are captured as graphs: what a graph sees, what is captured anew, and what is refused.
+
+Each runs on a CPU with the layout of a GPU and a stand-in for its graphs, too; `tests/routes/test_all_calls.py` has the
+same calls of all operations.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+from nvalchemiops.torch import RecordingError, plans, record
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list, search
+from nvalchemiops.torch.runtime import graphs, tables
+from tests.support.cases import BOUNDS, MIXED, ONE
+from tests.support.comparing import close, random_like
+from tests.support.plans import CountedGraph, StandInGraph, counted_graphs, forget, n_replays
+from tests.support.systems import in_form, neighbors_of
+
+CUTOFF = 3.0
+
+
+def on(device, values):
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+
+
+class Calls:
+    """Lennard-Jones energies of a system at other positions each time."""
+
+    def __init__(self, device, system=ONE):
+        self.device, self.potential = device, lennard_jones(CUTOFF)
+        self.system, self.count = system, 0
+        self.fixed = on(device, {"cell": system.cell, "sigma": 0.9, "epsilon": 0.7})
+        if len(system.cell) > 1:
+            self.fixed["batch_idx"] = system.batch_idx.to(device)
+
+    def positions(self):
+        self.count += 1
+        return (self.system.positions + 0.02 * random_like([self.system.positions], self.count)[0]).to(self.device)
+
+    def check(self, near, n=1):
+        """Calls with this list have the energies of ordinary ones, now and after further calls."""
+        found = []
+        for _ in range(n):
+            x = self.positions()
+            energies = self.potential(x, **self.fixed, **near)
+            with plans.off():
+                found.append((energies, self.potential(x, **self.fixed, **near)))
+        for a, b in found:
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
+        return found[-1][1]
+
+
+def pointers(device, system=ONE, n_fewer=0, cutoff=CUTOFF):
+    """A list with pointers, without so many of its last pairs."""
+    near = neighbors_of(system, cutoff)
+    n_pairs = near["neighbor_list"].shape[1] - n_fewer
+    some = {"neighbor_list": near["neighbor_list"][:, :n_pairs], "neighbor_shifts": near["neighbor_shifts"][:n_pairs]}
+    return on(device, in_form(some, len(system.charges), "pointers"))
+
+
+@pytest.fixture
+def made(monkeypatch, gpu):
+    forget()
+    with counted_graphs(monkeypatch, gpu) as made:
+        yield made
+
+
+@pytest.fixture
+def calls(gpu):
+    return Calls(gpu.device)
+
+
+def test_results_are_the_callers(made, calls, gpu):
+    """What a graph has written before is not changed by its next replay."""
+    calls.check(pointers(gpu.device), 5)
+    assert len(made) == 1 and n_replays(made) == 3
+
+
+def test_systems_of_atoms_that_change_in_place(made, gpu):
+    """A graph uses tensors that stay where they are, with the values that they have then."""
+    calls = Calls(gpu.device, MIXED)
+    near = pointers(gpu.device, MIXED)
+    before = calls.check(near, 3)
+    calls.fixed["batch_idx"].copy_(calls.fixed["batch_idx"].flip(0))
+    calls.count -= 1
+    assert (before - calls.check(near)).abs().max() > 1e-3
+    assert len(made) == 1
+
+
+def test_a_list_beyond_the_room(made, calls, gpu):
+    """Lists that outgrow the memory of a graph are captured anew; none is cut."""
+    calls.check(pointers(gpu.device), 3)
+    assert len(made) == n_replays(made) == 1
+    longer = pointers(gpu.device, cutoff=2.0 * CUTOFF)
+    assert longer["neighbor_list"].shape[1] > 128
+    calls.check(longer, 3)
+    assert len(made) == n_replays(made) == 2
+
+
+def test_a_list_that_gets_shorter(made, calls, gpu):
+    """What a longer list has left in the memory of a graph are no pairs."""
+    for n_fewer in (0, 7, 3, 11):
+        assert calls.check(pointers(gpu.device, n_fewer=n_fewer), 3).isfinite().all()
+    assert len(made) == 1
+
+
+POINTERS = {
+    "too early": lambda p: p - 1,
+    "too late": lambda p: p + 1,
+    "negative": lambda p: torch.cat([p[:2], -p[2:3], p[3:]]),
+    "beyond the memory": lambda p: torch.cat([p[:-1], p[-1:] + 1000]),
+}
+
+
+@pytest.mark.parametrize("fault", POINTERS.values(), ids=POINTERS)
+def test_pointers_that_do_not_fit(made, calls, gpu, fault):
+    """Energies of a replay are NaN where those of an ordinary call are."""
+    near = pointers(gpu.device, n_fewer=7)
+    calls.check(near, 3)
+    near["neighbor_ptr"] = fault(near["neighbor_ptr"])
+    assert calls.check(near).isnan().any()
+    assert n_replays(made) == 2
+
+
+def test_another_stream_has_another_graph(made, calls, gpu, monkeypatch):
+    """Replays of one graph share memory, so they must be in order."""
+    near = pointers(gpu.device)
+    calls.check(near, 3)
+    with contextlib.ExitStack() as stack:
+        if gpu.is_real:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            stack.enter_context(torch.cuda.stream(side))
+        else:
+            monkeypatch.setattr(graphs, "place_of", lambda device: (device, 7))
+        calls.check(near, 3)
+    assert len(made) == n_replays(made) == 2
+
+
+def test_a_backward_pass_on_another_stream_is_an_ordinary_one(made, calls, gpu, monkeypatch):
+    """Its graph might run beside the one that it follows."""
+    if gpu.is_real:
+        pytest.skip("torch runs a backward pass on the stream of the forward one")
+    near = pointers(gpu.device)
+    for place in (0, 0, 0, 0, 7):
+        x = calls.positions().requires_grad_()
+        loss = calls.potential(x, **calls.fixed, **near).sin().sum()
+        before = n_replays(made)
+        monkeypatch.setattr(graphs, "place_of", lambda device, place=place: (device, place))
+        (found,) = torch.autograd.grad(loss, x)
+        with plans.off():
+            (expected,) = torch.autograd.grad(calls.potential(x, **calls.fixed, **near).sin().sum(), x)
+        close([found], [expected], 1e-12)
+    assert before == n_replays(made) and "another stream" in plans.explain()
+
+
+def test_a_capture_that_fails(made, calls, gpu, monkeypatch):
+    """The call has its results, and no other call is captured."""
+    failed = {}
+    monkeypatch.setattr(graphs, "_failed", failed)
+    if not gpu.is_real:
+        monkeypatch.setattr(graphs, "obstacle", lambda device: failed.get(device, ""))
+
+    def fails(graph, function, memory):
+        failed[graph.device] = "a capture has failed"
+
+    for kind in (CountedGraph, StandInGraph):
+        monkeypatch.setattr(kind, "captured", fails)
+    near = pointers(gpu.device)
+    calls.check(near, 4)
+    calls.potential(calls.positions(), **calls.fixed, **near)
+    assert len(made) == 1 and not n_replays(made)
+    assert "a capture has failed" in plans.explain()
+
+
+def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
+    """Those that ran longest ago go first."""
+    x, q, cell = (t.to(gpu.device) for t in (ONE.positions, ONE.charges, ONE.cell))
+    near, table = pointers(gpu.device), tables.everywhere
+
+    def twice(alpha):
+        for _ in range(2):
+            ewald_summation(x, q, cell, alpha, miller_bounds=BOUNDS, **near)
+
+    twice(0.6)
+    assert len(made) == 1 and table.n_bytes(True) > 0 and table.n_bytes(False) == 0
+    monkeypatch.setattr(table, "most_bytes_on_gpu", table.most_bytes_on_gpu)  # which puts it back
+    plans.limit(table.n_bytes(True), "cuda")
+    twice(0.7)
+    assert len(made) == 2 and len(table.entries) == 1
+
+
+# -- searches -------------------------------------------------------------------------------------
+
+
+def _memory_of(bins):
+    """All that a search keeps for its end."""
+    values = [*bins.binned, bins.fault, *(bins.bounds or ())]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+class _GraphOfSearch(StandInGraph):
+    """Nothing that is captured has run: its memory holds anything, until a replay has written it."""
+
+    bins: list
+
+    def captured(self, function, memory):
+        results = super().captured(function, memory)
+        self.mine = self.bins[-1]
+        for t in (*results, *_memory_of(self.mine)):
+            t.fill_(torch.nan) if t.is_floating_point() else t.fill_(-7 if t.dtype != torch.uint8 else 7)
+        return results
+
+    def replay(self):
+        super().replay()
+        for mine, value in zip(_memory_of(self.mine), _memory_of(self.bins[-1]), strict=True):
+            mine.copy_(value)
+
+
+SEARCHES = [{}, {"half_fill": True}, {"nearest": 4}, {"nearest": 4, "ties": "index"}]
+
+
+# a matrix of exactly four neighbors has a known width, so nothing is read, and the engine has no part in it
+@pytest.mark.parametrize("options", [{"return_neighbor_list": True, **o} for o in SEARCHES] + SEARCHES[:3], ids=str)
+def test_searches(made, gpu, monkeypatch, options):
+    """A list has as many pairs as there are, read after the graph; positions and cells differ each time."""
+    if not gpu.is_real:
+        bins = []
+
+        class Noted(search._CellList):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                bins.append(self)
+
+        def graph(device):
+            made.append(type("Graph", (_GraphOfSearch,), {"bins": bins})(device))
+            return made[-1]
+
+        monkeypatch.setattr(search, "_CellList", Noted)
+        monkeypatch.setattr(graphs, "Graph", graph)
+    for step in range(5):
+        x = (ONE.positions + 0.1 * random_like([ONE.positions], step)[0]).to(gpu.device)
+        cell = ((1.0 + 0.01 * step) * ONE.cell).to(gpu.device)
+
+        def call(x=x, cell=cell):
+            return neighbor_list(x, CUTOFF, cell, **options)
+
+        found = call()
+        with plans.off():
+            expected = call()
+        assert all(map(torch.equal, found, expected))
+    assert len(made) == 1 and n_replays(made) == 3
+
+
+# -- steps of users -------------------------------------------------------------------------------
+
+
+def step_of(calls, near, weights):
+    """Energies and forces of a pair potential and a small network; the derivative is taken inside."""
+
+    def step(positions):
+        x = positions.detach().requires_grad_()
+        energies = calls.potential(x, **calls.fixed, **near) + (x @ weights).sin()
+        (gradient,) = torch.autograd.grad(energies.sum(), x)
+        return {"energies": energies.detach(), "forces": -gradient, "name": "both"}
+
+    return step
+
+
+def test_a_step_is_one_graph(made, calls, gpu):
+    """For any positions, and for weights as they are at that time, whether they are named or not."""
+    weights, near = torch.ones(3, dtype=torch.float64, device=gpu.device), pointers(gpu.device)
+    for changing in ((), (weights,)):
+        step = step_of(calls, near, weights)
+        recorded = record(step, changing=changing)
+        before = len(made)
+        for count in range(5):
+            weights.mul_(1.1)
+            x = calls.positions()
+            found = recorded(x)
+            with plans.off():
+                expected = step(x)
+            close([found["energies"], found["forces"]], [expected["energies"], expected["forces"]], 1e-12)
+            assert found["name"] == "both" and recorded._counts["recorded"] == 1
+            assert made[-1].n_replays == count
+        assert len(made) == before + 1
+
+
+def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
+    """What reads values is refused by name; a capture that fails leaves the results."""
+    near, x = pointers(gpu.device), calls.positions()
+    with pytest.raises(RecordingError, match="reads values"):
+        record(lambda x: x * float(x.sum()))(x)
+    weights = torch.ones(3, dtype=torch.float64, device=gpu.device)
+    with pytest.raises(RecordingError, match="reads values"):
+        record(lambda x: x * float(weights.sum()))(x)
+    step = record(step_of(calls, near, weights))
+    failed = {}
+    for kind in (CountedGraph, StandInGraph):
+        monkeypatch.setattr(kind, "captured", lambda graph, *_: failed.update({graph.device: "it failed"}))
+    monkeypatch.setattr(graphs, "obstacle", lambda device: failed.get(device, ""))
+    expected = step_of(calls, near, weights)(x)
+    for reason in ("it failed", "ordinary, since it failed"):
+        found = step(x)
+        close([found["energies"], found["forces"]], [expected["energies"], expected["forces"]], 1e-12)
+        assert reason in step.explain()

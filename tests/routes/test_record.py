@@ -1,0 +1,401 @@
+"""Steps of users that are recorded once and done again: the same bits as the function, or an error by name."""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+import warp as wp
+
+from nvalchemiops.torch import RecordingError, record
+from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
+from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests.support.systems import triclinic
+
+F64 = torch.float64
+CUTOFF = 3.0
+
+
+@pytest.fixture(scope="module")
+def system():
+    return triclinic(20, charged=True)
+
+
+def near_of(system):
+    names = ("neighbor_list", "neighbor_ptr", "neighbor_shifts")
+    found = neighbor_list(system.positions, CUTOFF, system.cell, return_neighbor_list=True)
+    return dict(zip(names, found))
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+
+
+def force_field(system, charges_of=None):
+    """Lennard-Jones, an Ewald sum, a mesh sum and D3, with charges of a network; forces by autograd."""
+    near, cell, n = near_of(system), system.cell, len(system.positions)
+    potential = lennard_jones(CUTOFF, r_switch=2.2)
+    of_pairs = {"sigma": torch.full((n,), 1.7, dtype=F64), "epsilon": torch.full((n,), 0.4, dtype=F64)}
+    numbers, states = torch.where(system.charges > 0, 6, 8).int(), D3Parameters.load().states([6, 8])
+    damping = RationalDamping(0.43, 4.4, 0.79, 0.9)
+    cutoffs = {"cutoff": CUTOFF, "coordination_cutoff": CUTOFF, "smoothing": 1.0}
+
+    def step(positions):
+        x = positions.detach().requires_grad_()
+        q = system.charges if charges_of is None else system.charges + 0.1 * charges_of(x).squeeze(1)
+        energy = potential(x, cell, **of_pairs, **near).sum()
+        energy = energy + ewald_summation(x, q, cell, 0.9, k_cutoff=5.0, **near).sum()
+        energy = energy + particle_mesh_ewald(x, q, cell, 0.9, mesh_dimensions=(12, 10, 9), **near).sum()
+        energy = energy + d3_dispersion(x, numbers, damping, states, cell, **near, **cutoffs)[0].sum()
+        (gradient,) = torch.autograd.grad(energy, x)
+        return {"energy": energy.detach(), "forces": -gradient, "name": "all"}
+
+    return step
+
+
+def moved(x, seed):
+    return x + 0.02 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+
+
+def test_a_whole_force_field_has_the_bits_of_the_function(system):
+    """Other positions each time, in other memory; results stay when the plan runs again."""
+    step = force_field(system, network())
+    again, kept = record(step), []
+    for seed in range(4):
+        x = moved(system.positions, seed)
+        kept.append((again(x), step(x)))
+        assert f"last call: {('recorded', 'ordinary', 'replayed', 'replayed')[seed]}" in again.explain()
+    for found, expected in kept:
+        assert found.keys() == expected.keys() and found["name"] == "all"
+        assert all(torch.equal(found[name], expected[name]) for name in ("energy", "forces"))
+
+
+def test_arguments_of_any_form(system):
+    """Containers, strides, gradients of arguments, other shapes, options and modes: each has a plan of its own."""
+
+    @record(most_plans=8)
+    def step(parts, scale=1.0, *, others):
+        x = parts["x"].detach().requires_grad_()
+        (slope,) = torch.autograd.grad((scale * x.sin() * others[0]).sum(), x)
+        return [slope, (others[1].mT @ slope,)]
+
+    for n in (4, 5):
+        for x in (torch.rand(n, 3), torch.rand(3, n).mT, torch.rand(n, 3, requires_grad=True)):
+            for scale in (1.0, 2.0):
+                for seed in range(3):
+                    x = x.detach().clone().requires_grad_(x.requires_grad) if seed else x
+                    with torch.no_grad():
+                        x.mul_(1.1)
+                    others = (torch.rand(n, 1), torch.rand(n, 3))
+                    slope, (product,) = step({"x": x}, scale, others=others)
+                    expected = scale * x.detach().cos() * others[0]
+                    assert torch.equal(slope, expected) and torch.equal(product, others[1].mT @ expected)
+
+
+def test_weights_that_are_trained(system):
+    """A loss of forces, differentiated by weights that an optimizer changes in place."""
+    near, model = near_of(system), network()
+    weights = list(model.parameters())
+
+    def gradients(positions, target):
+        x = positions.detach().requires_grad_()
+        q = system.charges + 0.1 * model(x).squeeze(1)
+        energy = ewald_summation(x, q, system.cell, 0.9, k_cutoff=5.0, **near).sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        loss = (slope + target).square().sum()
+        return loss.detach(), torch.autograd.grad(loss, weights)
+
+    again = record(gradients, changing=weights)
+    optimizer = torch.optim.SGD(weights, 1e-3)
+    for seed in range(4):
+        x, target = moved(system.positions, seed), torch.randn(20, 3, dtype=F64)
+        found, expected = again(x, target), gradients(x, target)
+        assert torch.equal(found[0], expected[0])
+        assert all(map(torch.equal, found[1], expected[1]))
+        for weight, slope in zip(weights, found[1]):
+            weight.grad = slope
+        optimizer.step()
+    assert "2 replayed" in again.explain()
+    with torch.no_grad():
+        weights[0].data = 2.0 * weights[0]  # other memory
+    assert torch.equal(again(x, target)[0], gradients(x, target)[0])
+
+
+def test_weights_of_atoms_that_vary(system):
+    near = near_of(system)
+
+    def step(positions, weights):
+        x = positions.detach().requires_grad_()
+        energies = ewald_summation(x, system.charges, system.cell, 0.9, k_cutoff=5.0, **near)
+        return torch.autograd.grad((weights * energies).sum(), x)[0]
+
+    again = record(step)
+    for seed in range(3):
+        weights = torch.rand(20, generator=torch.Generator().manual_seed(seed), dtype=F64)
+        given = moved(system.positions, seed), torch.ones(20, dtype=F64) if seed == 2 else weights
+        torch.testing.assert_close(again(*given), step(*given), rtol=1e-12, atol=1e-12)
+    assert "1 replayed" in again.explain()
+
+
+@pytest.mark.parametrize("change", ["in place", "data", "numpy", "other memory"])
+def test_tensors_that_are_no_arguments_may_change(system, change):
+    charges = system.charges.clone()
+
+    def step(positions):
+        return ewald_summation(positions, charges, system.cell, 0.9, k_cutoff=5.0, **near, compute_forces=True)
+
+    near = near_of(system)
+    again, strict = record(step), record(step, if_changed="raise")
+    for _ in range(2):
+        again(system.positions), strict(system.positions)
+    if change == "in place":
+        charges.mul_(2.0)
+    elif change == "data":
+        charges.data.mul_(2.0)
+    elif change == "numpy":
+        charges.numpy()[:] *= 2.0
+    else:
+        charges.data = 2.0 * charges
+    assert all(map(torch.equal, again(system.positions), step(system.positions)))
+    with pytest.raises(RecordingError, match="have changed since"):
+        strict(system.positions)
+
+
+def test_memory_that_is_constant_until_it_is_not():
+    """Read by a step before another one writes into it; written in parts; views of it."""
+
+    def step(x):
+        buffer = torch.ones(3, 4)
+        first = x * buffer[:, 0]
+        buffer[:, 1] = 5.0
+        buffer.add_(x[:, None])
+        last = buffer[1]
+        empty = torch.empty(2, 3)
+        empty[0] = 7.0
+        empty[1] = x
+        return first, buffer, last, empty, torch.zeros(2)
+
+    again = record(step)
+    for seed in range(4):
+        x = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        assert all(map(torch.equal, again(x), step(x)))
+
+
+OUTSIDE = torch.zeros(3)
+WEIGHT = torch.ones(3, requires_grad=True)
+
+
+@wp.kernel(module="unique")
+def doubled(x: wp.array(dtype=wp.float32), y: wp.array(dtype=wp.float32)):
+    i = wp.tid()
+    y[i] = wp.float32(2.0) * x[i]
+
+
+def launched_by_warp(x):
+    y = torch.empty(3)
+    wp.launch(doubled, 3, inputs=[wp.from_torch(x)], outputs=[wp.from_torch(y)], device="cpu")
+    return y
+
+
+REFUSED = {
+    "reads values": lambda x: x * float(x.sum()),
+    "_local_scalar_dense": lambda x: x if bool(x.sum() > 0) else -x,
+    "`numpy`": lambda x: torch.from_numpy(np.sin(x.numpy())),
+    "`tolist`": lambda x: torch.tensor(x.tolist()),
+    "shapes depend on values": lambda x: x[x > 0.5],
+    "nonzero": lambda x: x.nonzero(),
+    "rand.default draws random numbers": lambda x: x + torch.rand(3),
+    "normal_.default draws random numbers": lambda x: x + torch.empty(3).normal_(),
+    "layout": lambda x: (x[:, None] * x).to_sparse().to_dense(),
+    "`.grad`": lambda x: (x * WEIGHT).sum().backward(),
+    "writes into a tensor that existed": lambda x: x.mul_(2.0),
+    "existed before the call": lambda x: OUTSIDE.add_(x),
+    "a result existed": lambda x: OUTSIDE,
+    "`data_ptr`": launched_by_warp,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_done_again_is_refused_by_name(reason):
+    x = torch.rand(3)
+    with pytest.raises(RecordingError, match=reason):
+        record(REFUSED[reason])(x)
+    OUTSIDE.zero_()
+
+
+def test_what_a_kernel_reads_is_not_written(system):
+    near, charges = near_of(system), system.charges.clone()
+
+    def step(positions):
+        energies = ewald_summation(positions, charges, system.cell, 0.9, k_cutoff=5.0, **near)
+        charges.add_(0.1 * energies)
+        return energies
+
+    with pytest.raises(RecordingError, match="existed before"):
+        record(step)(system.positions)
+
+
+def test_results_with_a_graph_are_refused():
+    weight = torch.ones(3, requires_grad=True)
+    with pytest.raises(RecordingError, match="with a graph"):
+        record(lambda x: x * weight)(torch.rand(3))
+
+
+def test_errors_are_those_of_the_function(system):
+    """Of arguments that kernels find wrong, after the function was recorded, and NaN goes through."""
+    near = near_of(system)
+
+    def step(positions, charges):
+        return ewald_summation(positions, charges, system.cell, 0.9, k_cutoff=5.0, **near)
+
+    again = record(step)
+    expected = again(system.positions, system.charges)
+    broken = system.positions.clone()
+    broken[3, 1] = torch.nan
+    assert torch.equal(again(broken, system.charges).isnan(), step(broken, system.charges).isnan())
+    assert torch.equal(again(system.positions, system.charges), expected)
+    with pytest.raises(ValueError, match="charges"):
+        again(system.positions, system.charges[:3])
+
+
+def test_where_others_see_the_operations_the_function_is_called(system):
+    def step(x):
+        return x.sin() * 2.0
+
+    again, x = record(step), torch.rand(5)
+    again(x)
+    assert torch.equal(torch.func.vmap(again)(x), step(x))
+    assert torch.equal(torch.compile(again, backend="eager")(x), step(x))
+    with torch.device("meta"):
+        assert torch.equal(again(x), step(x))
+    assert "ordinary" in again.explain()
+    outer = record(lambda x: again(x) + 1.0)
+    assert all(torch.equal(outer(k * x), step(k * x) + 1.0) for k in (1.0, 2.0))
+    with torch.inference_mode():
+        inside = again(x)
+    assert torch.equal(inside, step(x)) and torch.equal(again(x), step(x))
+
+
+def in_another_thread(x):
+    found = []
+    worker = threading.Thread(target=lambda: found.append(x.sin()))
+    worker.start()
+    worker.join()
+    return found[0] + x
+
+
+def by_a_counter(x):
+    by_a_counter.calls += 1
+    return by_a_counter.calls * x
+
+
+by_a_counter.calls = 0
+
+
+@pytest.mark.parametrize("step", [in_another_thread, by_a_counter])
+def test_what_is_not_followed_is_noticed_when_values_change(step):
+    again, x = record(step), torch.rand(4)
+    again(x), again(x)
+    with pytest.raises(RecordingError, match="and its plan have different results"):
+        again(2.0 * x)
+
+
+def test_compiled_functions_inside_are_followed():
+    compiled = torch.compile(lambda x: x.sin().cos(), backend="aot_eager")
+    compiled(torch.rand(4))
+    again = record(lambda x: compiled(x) * 2.0)
+    for seed in range(4):
+        x = torch.rand(4, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(again(x), x.sin().cos() * 2.0)
+    assert "2 replayed" in again.explain()
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(3))
+
+    @record
+    def slope(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((self.weight * x.sin()).sum(), x)[0]
+
+
+def test_methods_and_copies():
+    models = [Model(), Model()]
+    models.append(copy.deepcopy(models[0]))
+    with torch.no_grad():
+        models[2].weight.mul_(3.0)
+    for seed in range(4):
+        x = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        for model in models:
+            torch.testing.assert_close(model.slope(x), model.weight.detach() * x.cos())
+    again = copy.deepcopy(record(torch.sin, most_plans=2))
+    assert torch.equal(again(x), x.sin())
+
+
+def test_threads_share_plans():
+    def step(x):
+        return (x[:, None] * x).sin().sum(0)
+
+    again, wrong = record(step), []
+    again(torch.rand(50))
+
+    def work(seed):
+        x = torch.rand(50, generator=torch.Generator().manual_seed(seed))
+        wrong.extend(seed for _ in range(200) if not torch.equal(again(x), step(x)))
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_few_recordings_are_kept():
+    again = record(torch.sin, most_plans=2)
+    for n in (1, 2, 3, 1):
+        again(torch.rand(n))
+    assert "4 recorded" in again.explain() and again.explain().count("steps") == 2
+    again.clear()
+    assert "none" in again.explain()
+
+
+def test_arguments_of_record():
+    with pytest.raises(ValueError, match="if_changed"):
+        record(torch.sin, if_changed="ignore")
+    with pytest.raises(ValueError, match="most_plans"):
+        record(torch.sin, most_plans=0)
+    with pytest.raises(TypeError, match="changing"):
+        record(torch.sin, changing=[1.0])
+    with pytest.raises(TypeError, match="hashable"):
+        record(lambda x, options: x.sin())(torch.rand(2), np.ones(2))
+
+
+def test_zero_and_minus_zero_are_two_recordings():
+    divide = record(lambda x, by: x / by)
+    for shift in range(3):
+        x = torch.arange(1.0, 4.0) + shift
+        for by in (0.0, -0.0, np.float64(0.0), np.float64(-0.0)):
+            assert torch.equal(divide(x, by), x / float(by))
+
+
+def test_gradients_that_are_required_later():
+    """Of what is no argument, inside of ``no_grad``."""
+    weights = torch.randn(3, 3)
+
+    def step(x):
+        with torch.no_grad():
+            return x @ weights
+
+    recorded = record(step)
+    for count in range(6):
+        x = torch.randn(5, 3)
+        assert torch.equal(recorded(x), step(x))
+        weights.requires_grad_(count > 2)
+    assert "replayed" in recorded.explain()

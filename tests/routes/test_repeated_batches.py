@@ -1,0 +1,174 @@
+"""Sums of batches that are called again: choices that are kept, and plans, as `test_repeated_sums` has for one."""
+
+import pytest
+import torch
+
+from nvalchemiops.locks import Kept
+from nvalchemiops.torch.interactions.electrostatics import (
+    ewald_summation,
+    particle_mesh_ewald,
+    pme_reciprocal_space,
+)
+from nvalchemiops.torch.interactions.electrostatics.accuracy import choice
+from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
+from tests.routes.test_repeated_sums import F64, NAMES, REQUESTS, moved, same_bits
+from tests.support.plans import forget, ordinary, plan_of
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    forget()
+
+
+def a_batch(sizes=(8, 12, 5), seed=0):
+    """Charged systems of several sizes, whose boxes are long in different directions."""
+    generator = torch.Generator().manual_seed(seed)
+    cell = torch.diag_embed(torch.tensor([[5.0, 3.0, 4.0], [3.0, 6.0, 4.0], [3.5, 3.0, 9.0]], dtype=F64)[: len(sizes)])
+    cell = cell + 0.2 * torch.rand(cell.shape, generator=generator, dtype=F64)
+    numbers = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes))
+    x = (torch.rand(sum(sizes), 1, 3, generator=generator, dtype=F64) @ cell[numbers]).squeeze(1)
+    return x, torch.randn(sum(sizes), generator=generator, dtype=F64), cell, numbers
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_choices_that_are_kept_for_batches_are_those_that_are_made(function, monkeypatch):
+    """Cells, and which atoms are in which system, change in the same memory; other atoms, charges and accuracies."""
+    x, q, cell, numbers = a_batch()
+    changed, places = cell.clone(), numbers.clone()
+    near = x.clone()
+    near[1] = near[0] + 0.2
+    shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    systems = [(x, q, changed, places, 1e-4), (near, q, changed, places, 1e-4), (x, q, changed, places, 1e-6)]
+    systems += [(x[shuffled], q[shuffled], changed, places[shuffled], 1e-4)]
+    systems += [(x.float(), q.float(), cell.float(), places, 1e-4), (x, q, cell[[1, 0, 2]], places, 1e-4)]
+
+    def results_of_all():
+        inputs = [(x, q, h, idx.clone(), a) for x, q, h, idx, a in systems]
+        found = [function(x, q, h, batch_idx=idx, accuracy=a, compute_forces=True) for x, q, h, idx, a in inputs]
+        return tuple(t for both in found for t in both)
+
+    for scale, n_moved in ((1.0, 0), (1.2, 0), (1.0, 4), (1.0, 0)):
+        changed.copy_(scale * cell)
+        places.copy_(numbers)
+        places[8 : 8 + n_moved] = 0
+        kept = [results_of_all() for _ in range(2)][1]
+        with monkeypatch.context() as patch:
+            patch.setattr(choice, "_may_keep_choices", lambda _: False)
+            patch.setattr("nvalchemiops.torch.runtime.cache._kept", Kept(MOST_ENTRIES))
+            meshes._meshes.clear()
+            same_bits(kept, results_of_all())
+
+
+OF_BATCHES = {
+    "given": (ewald_summation, {"alpha": 0.9, "k_cutoff": 6.0}),
+    "given mesh": (particle_mesh_ewald, {"alpha": 0.9, "mesh_dimensions": (12, 10, 9)}),
+    "chosen": (ewald_summation, {"accuracy": 1e-4}),
+    "chosen mesh": (particle_mesh_ewald, {"accuracy": 1e-4}),
+}
+
+
+def sum_of_batch(name, x, q, cell, numbers, **asked):
+    """One of `OF_BATCHES`, with a list if parameters are given."""
+    function, options = OF_BATCHES[name]
+    near = {}
+    if "alpha" in options:
+        found = neighbor_list(x.detach(), 3.0, cell, None, numbers, return_neighbor_list=True)
+        near = dict(zip(NAMES[False], found))
+    return function(x, q, cell, batch_idx=numbers, **near, **options, **asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_batches_have_plans(name, dtype):
+    """The same bits as without, where values and memory of all arguments but those of cells and systems differ."""
+    x, q, cell, numbers = a_batch()
+    x, q, cell = x.to(dtype), q.to(dtype), cell.to(dtype)
+    for step in range(5):
+        y, p, _ = moved(x, q, {}, step)
+        for request in ("all", "of systems"):
+
+            def call(y=y, p=p, request=request):
+                return sum_of_batch(name, y, p, cell.clone(), numbers.clone(), **REQUESTS[request])
+
+            same_bits(call(), ordinary(call))
+    plan_of(count=2 if "given" in name else 3)
+
+
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_gradients_of_batches(name):
+    """First and second order, by positions and charges; weights of systems and of atoms."""
+    x, q, cell, numbers = a_batch()
+
+    def gradients(x, q, weights, order):
+        x, q = x.clone().requires_grad_(), q.clone().requires_grad_()
+        energies = sum_of_batch(name, x, q, cell, numbers)
+        found = torch.autograd.grad((weights * energies).sum(), (x, q), create_graph=order == 2)
+        if order == 2:
+            found += torch.autograd.grad(sum((g * g).sum() for g in found), (x, q))
+        return (energies.detach(), *(g.detach() for g in found))
+
+    of_systems, of_atoms = torch.tensor([1.0, 0.5, 2.0], dtype=F64)[numbers], torch.linspace(0.5, 1.5, 25, dtype=F64)
+    for step in range(4):
+        y, p, _ = moved(x, q, {}, step)
+        for weights, order in ((of_systems, 1), (of_atoms, 1), (of_systems, 2)):
+            found = gradients(y, p, weights, order)
+            expected = ordinary(lambda y=y, p=p, w=weights, order=order: gradients(y, p, w, order))
+            same_bits(found[0], expected[0])
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    plan_of(count=1 if "given" in name else 2)
+
+
+@pytest.mark.parametrize("name", [*OF_BATCHES, "long range"])
+def test_batches_of_another_composition_or_other_cells(name):
+    """In the memory of the first ones, or not; atoms in any order, where a list is searched for."""
+    x, q, cell, numbers = a_batch()
+    here, places = cell.clone(), numbers.clone()
+
+    def call():
+        if name == "long range":
+            return pme_reciprocal_space(x, q, here, 0.9, (12, 10, 9), batch_idx=places, compute_forces=True)
+        return sum_of_batch(name, x, q, here, places, compute_forces=True)
+
+    for _ in range(4):
+        first = call()
+    compositions = [numbers.clone() for _ in range(2)]
+    compositions[0][8:12] = 0
+    if "given" not in name:
+        compositions.append(numbers[torch.randperm(25, generator=torch.Generator().manual_seed(2))])
+    for composition in (*compositions, numbers):
+        for scale in (1.0, 1.1, 1.0):
+            here.copy_(scale * cell)
+            places.copy_(composition)
+            found = call()
+            same_bits(found, ordinary(call))
+            if scale == 1.1 or not torch.equal(composition, numbers):
+                assert not torch.equal(found[0], first[0])
+    places = numbers.long()
+    same_bits(call(), first)
+    here.zero_(), places.zero_()  # nothing of them is kept
+    here, places = cell.clone(), numbers.clone()
+    same_bits(call(), first)
+
+
+def test_batches_with_faults():
+    """What is no number stays in its system; errors are those of the ordinary way, and plans work on after them."""
+    x, q, cell, numbers = a_batch((8, 12, 0))
+    for _ in range(4):
+        expected = sum_of_batch("given", x, q, cell, numbers, energy_reduction="system")
+    plan_of()
+    nothing = x.clone()
+    nothing[3] = torch.nan
+    near = dict(zip(NAMES[False], neighbor_list(x, 3.0, cell, None, numbers, return_neighbor_list=True)))
+    options = {"alpha": 0.9, "k_cutoff": 6.0, "energy_reduction": "system", **near}
+    energies = ewald_summation(nothing, q, cell, batch_idx=numbers, **options)
+    assert energies.isnan().tolist() == [True, False, False] and torch.equal(energies[1:], expected[1:])
+    with pytest.raises(ValueError, match="batch_idx"):
+        ewald_summation(x, q, cell, batch_idx=numbers + 2, **options)
+    with pytest.raises(ValueError, match="neighbor_list"):
+        wrong = {**options, "neighbor_list": near["neighbor_list"].flip(1)}
+        ewald_summation(x, q, cell, batch_idx=numbers, **wrong)
+    same_bits(sum_of_batch("given", x, q, cell, numbers, energy_reduction="system"), expected)
+    plan_of()

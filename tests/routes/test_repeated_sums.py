@@ -1,0 +1,659 @@
+"""Sums that are called again and again, which are run by a plan: the same bits, errors and derivatives as without."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nvalchemiops.locks import set_within
+from nvalchemiops.notices import AccuracyWarning
+from nvalchemiops.torch.interactions.electrostatics import (
+    ewald_real_space,
+    ewald_reciprocal_space,
+    ewald_summation,
+    generate_k_vectors_ewald_summation,
+    particle_mesh_ewald,
+    pme_reciprocal_space,
+    prepare_wave_vectors,
+)
+from nvalchemiops.torch.interactions.electrostatics.accuracy import choice
+from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime import tables
+from nvalchemiops.torch.runtime.recorder import current_recorder
+from tests.support.plans import forget, ordinary, plan_of, plans_of_calls
+from tests.support.systems import triclinic
+
+F64 = torch.float64
+NAMES = {
+    False: ("neighbor_list", "neighbor_ptr", "neighbor_shifts"),
+    True: ("neighbor_matrix", "", "neighbor_matrix_shifts"),
+}
+SUMS = {"ewald": (ewald_summation, {"k_cutoff": 6.0}), "mesh": (particle_mesh_ewald, {"mesh_dimensions": (12, 10, 9)})}
+REQUESTS = {
+    "energies": {},
+    "of systems": {"energy_reduction": "system"},
+    "forces": {"compute_forces": True},
+    "all": {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    forget()
+
+
+def arguments(dtype=F64, as_matrix=False, n_atoms=20):
+    system = triclinic(n_atoms, charged=True)
+    x, q, cell = (t.to(dtype) for t in (system.positions, system.charges, system.cell))
+    found = neighbor_list(x, 3.0, cell, return_neighbor_list=not as_matrix)
+    return x, q, cell, {name: t for name, t in zip(NAMES[as_matrix], found) if name}
+
+
+def moved(x, q, near, step):
+    """Atoms somewhat elsewhere, other charges, the same neighbors in other memory."""
+    generator = torch.Generator().manual_seed(step)
+    x = x + 0.01 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    return x, q * (1.0 + 0.1 * step), {name: t.clone() for name, t in near.items()}
+
+
+def results(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def same_bits(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(results(found), results(expected), strict=True))
+
+
+@pytest.mark.parametrize("as_matrix", [False, True], ids=["list", "matrix"])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("name", SUMS)
+def test_bits_are_those_of_the_ordinary_way(name, request_, dtype, as_matrix):
+    """Values and memory of positions, charges and neighbors differ in each call."""
+    (function, options), asked = SUMS[name], REQUESTS[request_]
+    x, q, cell, near = arguments(dtype, as_matrix)
+    for step in range(6):
+        y, p, here = moved(x, q, near, step)
+
+        def call(y=y, p=p, here=here):
+            return function(y, p, cell.clone(), 0.9, **here, **options, **asked)
+
+        same_bits(call(), ordinary(call))
+    assert plan_of().steps
+
+
+@pytest.mark.parametrize("inputs", ["positions", "charges", "both"])
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_are_those_of_the_ordinary_way(name, inputs):
+    """First and second order, one weight for all atoms and different ones."""
+    function, options = SUMS[name]
+    x, q, cell, near = arguments()
+    weights = torch.linspace(0.5, 1.5, 20, dtype=F64)
+
+    def gradients(x, q, near, weights, order):
+        x = x.clone().requires_grad_(inputs != "charges")
+        q = q.clone().requires_grad_(inputs != "positions")
+        wrt = [t for t in (x, q) if t.requires_grad]
+        energies = function(x, q, cell, 0.9, **near, **options)
+        found = torch.autograd.grad((weights * energies).sum(), wrt, create_graph=order == 2)
+        if order == 2:
+            found += torch.autograd.grad(sum((g * g).sum() for g in found), wrt)
+        return (energies.detach(), *(g.detach() for g in found))
+
+    for step in range(5):
+        here = moved(x, q, near, step)
+        for w, order in ((torch.ones(20, dtype=F64), 1), (weights, 1), (weights, 2)):
+            found = gradients(*here, w, order)
+            expected = ordinary(lambda here=here, w=w, order=order: gradients(*here, w, order))
+            same_bits(found[0], expected[0])
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    plan_of()
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_one_plan_for_lists_of_any_length(name):
+    """As they are made anew while atoms move."""
+    (function, options), lengths = SUMS[name], set()
+    x, q, cell, _ = arguments()
+    for step in range(8):
+        y, p, near = moved(x, q, {}, step)
+        near = dict(zip(NAMES[False], neighbor_list(y, 2.7 + 0.1 * step, cell, return_neighbor_list=True)))
+        lengths.add(near["neighbor_ptr"][-1].item())
+
+        def call(y=y, p=p, near=near):
+            return function(y, p, cell, 0.9, **near, **options, compute_forces=True)
+
+        same_bits(call(), ordinary(call))
+    assert plan_of().steps and len(lengths) == 8 and tables.everywhere.replayed == 6
+    for wrong in (near["neighbor_shifts"][:-1], near["neighbor_shifts"][:, :2].contiguous()):
+        with pytest.raises(ValueError, match="neighbor_shifts"):
+            function(y, p, cell, 0.9, **{**near, "neighbor_shifts": wrong}, **options)
+    longer = {name: t[..., :-1].contiguous() if name == "neighbor_list" else t for name, t in near.items()}
+    longer["neighbor_shifts"] = near["neighbor_shifts"][:-1].contiguous()
+    with pytest.raises(ValueError, match="neighbor_ptr"):  # which the kernel compares with the length
+        function(y, p, cell, 0.9, **longer, **options, compute_forces=True)
+    same_bits(call(), ordinary(call))
+    plan_of()
+
+
+@pytest.mark.parametrize("half_list", [False, True])
+def test_lists_without_pointers(half_list):
+    """These follow from all pairs: a plan is for one length."""
+    x, q, cell, _ = arguments()
+    for step in range(6):
+        pairs, _, shifts = neighbor_list(
+            x, 2.7 + 0.2 * (step % 2), cell, return_neighbor_list=True, half_fill=half_list
+        )
+        y, p, _ = moved(x, q, {}, step)
+
+        def call(y=y, p=p, pairs=pairs, shifts=shifts):
+            listed = {"neighbor_list": pairs, "neighbor_shifts": shifts, "half_list": half_list}
+            return ewald_summation(y, p, cell, 0.9, **listed, k_cutoff=6.0, compute_forces=True)
+
+        same_bits(call(), ordinary(call))
+        pairs.zero_(), shifts.zero_()
+    plan_of(count=0 if half_list else 2)  # how many pairs are expanded is read
+    pairs[1, 0] = 100
+    with pytest.raises(ValueError, match="neighbor"):
+        call()
+
+
+def real_space(x, q, cell, near, **asked):
+    return ewald_real_space(x, q, cell, 0.9, **near, cutoff=2.8, **asked)
+
+
+def reciprocal_space(x, q, cell, _, **asked):
+    return ewald_reciprocal_space(x, q, cell, None, 0.9, k_cutoff=6.0, **asked)
+
+
+def mesh(x, q, cell, _, **asked):
+    return pme_reciprocal_space(x, q, cell, 0.9, mesh_dimensions=(12, 10, 9), **asked)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("part", [real_space, reciprocal_space, mesh])
+def test_parts_of_sums_have_plans(part, request_):
+    x, q, cell, near = arguments()
+    for step in range(5):
+        here = moved(x, q, near, step)
+
+        def call(here=here):
+            y, p, listed = here
+            return part(y, p, cell.clone(), listed, **REQUESTS[request_])
+
+        same_bits(call(), ordinary(call))
+    plan_of()
+    y, p, listed = here
+    y = y.clone().requires_grad_()
+    weights = torch.linspace(0.5, 1.5, 20, dtype=F64)
+
+    def gradients():
+        (first,) = torch.autograd.grad((weights * part(y, p, cell, listed)).sum(), y, create_graph=True)
+        return first.detach(), torch.autograd.grad(first.square().sum(), y)[0]
+
+    for _ in range(4):
+        for found, expected in zip(gradients(), ordinary(gradients), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_plans_where_parameters_and_neighbors_are_chosen(function, request_):
+    """One for the forces by which they are chosen, and one for the sum."""
+    x, q, cell, _ = arguments()
+    for step in range(6):
+        y, p, _ = moved(x, q, {}, step)
+
+        def call(y=y, p=p):
+            return function(y, p, cell, accuracy=1e-4, **REQUESTS[request_])
+
+        same_bits(call(), ordinary(call))
+    plan_of(count=2)
+    z = y.clone().requires_grad_()
+
+    def gradient():
+        return torch.autograd.grad(function(z, p, cell, accuracy=1e-4).sum(), z)
+
+    for _ in range(4):
+        for found, expected in zip(gradient(), ordinary(gradient), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_choice_follows_the_atoms():
+    """Forces that are ten times larger allow larger errors; a denser cell and another accuracy change all."""
+    x, q, cell, _ = arguments()
+    for _ in range(4):
+        ewald_summation(x, q, cell, accuracy=1e-4)
+    plan_of(count=2)
+    near = x.clone()
+    near[1] = near[0] + 0.2
+    others = [(near, cell, 1e-4), (0.9 * x, 0.9 * cell, 1e-4), (x, cell, 1e-6), (x, cell, 1e-4)]
+    for y, h, accuracy in others:
+
+        def call(y=y, h=h, accuracy=accuracy):
+            return ewald_summation(y, q, h, accuracy=accuracy, compute_forces=True)
+
+        for _ in range(3):
+            same_bits(call(), ordinary(call))
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_choices_that_are_kept_are_those_that_are_made(function, monkeypatch):
+    """For another cell, in the same memory too, for other atoms, charges and accuracies."""
+    x, q, cell, _ = arguments()
+    changed = cell.clone()
+    near = x.clone()
+    near[1] = near[0] + 0.2
+    systems = [(x, q, changed, 1e-4), (near, q, changed, 1e-4), (x, q * 3.0, changed, 1e-4), (x, q, changed, 1e-6)]
+    systems += [(x[:-1], q[:-1], changed, 1e-4), (x.float(), q.float(), cell.float(), 1e-4)]
+
+    def results_of_all():
+        return [t for *inputs, a in systems for t in function(*inputs, accuracy=a, compute_forces=True)]
+
+    for scale in (1.0, 1.2, 1.0):
+        changed.copy_(scale * cell)
+        kept = [results_of_all() for _ in range(2)][1]
+        with monkeypatch.context() as patch:
+            patch.setattr(choice, "_may_keep_choices", lambda _: False)
+            meshes._meshes.clear()
+            same_bits(tuple(kept), tuple(results_of_all()))
+
+
+def test_a_warning_of_a_choice_comes_each_time():
+    x, q, cell, _ = arguments()
+    for _ in range(3):
+        with pytest.warns(AccuracyWarning, match="splines of order 4"):
+            particle_mesh_ewald(x, q, cell, spline_order=4, accuracy=1e-9)
+
+
+def test_a_busy_machine_has_plans_too(monkeypatch):
+    """A plan without results, since another thread uses it, is left to the ordinary way."""
+    x, q, cell, near = arguments()
+    monkeypatch.setattr("nvalchemiops.torch.runtime.openmp.core.is_crowded", lambda: True)
+
+    def call():
+        return ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **near)
+
+    for _ in range(4):
+        expected = call()
+    with plan_of()._lock:
+        same_bits(call(), expected)
+
+
+def test_what_is_fixed_in_a_plan_is_part_of_its_key():
+    """Another cell, alpha, cutoff, request, length of the list: each has results of its own."""
+    x, q, cell, near = arguments()
+    given = {"cell": cell, "alpha": 0.9, "k_cutoff": 6.0, "compute_forces": True}
+    for _ in range(4):
+        first = ewald_summation(x, q, **given, **near)
+    plan_of()
+    others = [{"cell": 1.01 * cell}, {"alpha": 0.8}, {"alpha": torch.tensor([0.8], dtype=F64)}, {"k_cutoff": 5.0}]
+    for changed in others:
+
+        def call(changed=changed):
+            return ewald_summation(x, q, **{**given, **changed}, **near)
+
+        found = call()
+        assert not torch.equal(found[0], first[0])
+        same_bits(found, ordinary(call))
+    same_bits(ewald_summation(x, q, **given, **near), first)
+    in_place = cell.clone()
+    for scale in (1.0, 1.01):
+        in_place.mul_(scale)
+        expected = ordinary(lambda: ewald_summation(x, q, **given | {"cell": in_place.clone()}, **near))
+        same_bits(ewald_summation(x, q, **given | {"cell": in_place}, **near), expected)
+
+
+def test_memory_of_the_caller_is_neither_kept_nor_used_later():
+    """A cell that was there when the plan was made may have other values when it runs."""
+    x, q, cell, near = arguments()
+    given = {"alpha": torch.tensor([0.9], dtype=F64), "k_cutoff": 6.0, "compute_forces": True}
+    expected = ordinary(lambda: ewald_summation(x, q, cell, **given, **near))
+    for _ in range(4):
+        mine = cell.clone()
+        theirs = {name: t.clone() for name, t in near.items()}
+        found = ewald_summation(x, q, mine, **given | {"alpha": given["alpha"].clone()}, **theirs)
+        same_bits(found, expected)
+        mine.zero_(), [t.zero_() for t in theirs.values()]
+        for result in found:
+            result.zero_()  # results are the caller's
+    plan_of()
+
+
+def test_a_replay_leaves_earlier_results_alone():
+    x, q, cell, near = arguments()
+    kept = []
+    for step in range(5):
+        found = ewald_summation((1.0 + 0.01 * step) * x, q, cell, 0.9, k_cutoff=6.0, compute_forces=True, **near)
+        kept.append((found, tuple(t.clone() for t in found)))
+    plan_of()
+    for found, then in kept:
+        same_bits(found, then)
+
+
+def test_wave_vectors_that_were_changed_are_others():
+    x, q, cell, near = arguments()
+    vectors = prepare_wave_vectors(cell, 6.0)
+    call = {"miller_indices": vectors, **near}
+    for _ in range(4):
+        ewald_summation(x, q, cell, 0.9, **call)
+    plan_of()
+    vectors.weights.mul_(2.0)
+    same_bits(ewald_summation(x, q, cell, 0.9, **call), ordinary(lambda: ewald_summation(x, q, cell, 0.9, **call)))
+
+
+@pytest.mark.parametrize("change", ["numpy", "data", "storage"])
+@pytest.mark.parametrize("name", ["k_vectors", "miller_indices"])
+def test_prepared_data_that_were_changed_without_a_new_version_are_others(name, change):
+    x, q, cell, near = arguments()
+    given = {"k_vectors": generate_k_vectors_ewald_summation(cell, 6.0).clone()}
+    if name == "miller_indices":
+        given = {name: prepare_wave_vectors(cell, 6.0)}
+    changed = given["k_vectors"] if name == "k_vectors" else given[name].weights
+
+    def call():
+        return ewald_summation(x, q, cell, 0.9, **given, **near)
+
+    for _ in range(4):
+        before = call()
+    plan_of()
+    values = torch.zeros_like(changed)
+    if change == "numpy":
+        changed.numpy()[5:] = 0.0
+    elif change == "data":
+        changed.data[5:] = 0.0
+    else:
+        values[:5] = changed[:5]
+        changed.data = values
+    found = call()
+    assert not torch.equal(found, before)
+    same_bits(found, ordinary(call))
+
+
+class Changing:
+    """An integer that may change."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+def test_no_plan_for_objects_that_may_change():
+    x, q, cell, near = arguments()
+    points = Changing(20)
+
+    def call():
+        return particle_mesh_ewald(x, q, cell, 0.9, mesh_dimensions=(points, 10, 9), **near)
+
+    for _ in range(4):
+        before = call()
+    plan_of(count=0)
+    points.value = 12
+    found = call()
+    assert not torch.equal(found, before)
+    same_bits(found, ordinary(call))
+
+
+def test_prepared_data_in_the_memory_of_the_list():
+    """Kernels would look for it at the place of the next list."""
+    x, q, cell, near = arguments()
+    vectors, pairs = prepare_wave_vectors(cell, 6.0), near["neighbor_list"]
+    both = torch.cat([pairs.reshape(-1), vectors.point_begin])
+    vectors = vectors._replace(point_begin=both[-2:])
+    for _ in range(4):
+        together = {**near, "neighbor_list": both[:-2].view(2, -1), "miller_indices": vectors}
+        expected = ewald_summation(x, q, cell, 0.9, **together)
+    plan_of(count=0)
+    same_bits(ewald_summation(x, q, cell, 0.9, **near, miller_indices=vectors), expected)
+
+
+def test_checkpoints_save_the_same_each_time():
+    x, q, cell, near = arguments()
+
+    def energy(y):
+        return ewald_summation(y, q, cell, 0.9, k_cutoff=6.0, **near).sum()
+
+    for _ in range(3):
+        y = x.clone().requires_grad_()
+        twice = checkpoint(energy, y, use_reentrant=False) + checkpoint(energy, y, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(twice, y)
+    z = x.clone().requires_grad_()
+    torch.testing.assert_close(gradient, 2.0 * torch.autograd.grad(energy(z), z)[0])
+
+
+def test_errors_are_those_of_the_ordinary_way():
+    """What kernels notice in values; afterwards the plan works on."""
+    x, q, cell, near = arguments()
+    for _ in range(4):
+        expected = ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **near)
+    plan_of()
+    pairs = near["neighbor_list"].clone()
+    pairs[1, 0] = 100
+    for _ in range(2):
+        with pytest.raises(ValueError, match="neighbor"):
+            ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **{**near, "neighbor_list": pairs})
+        same_bits(ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **near), expected)
+    with pytest.raises(ValueError, match="cell"):
+        ewald_summation(x, q, 0.0 * cell, 0.9, k_cutoff=6.0, **near)
+    for wrong in (cell.to(torch.bfloat16), cell.to_sparse(), cell.to(torch.complex128).conj()):
+        with pytest.raises(TypeError, match="cell"):
+            ewald_summation(x, q, wrong, 0.9, k_cutoff=6.0, **near)
+
+
+def random_sources(x, n_channels, highest, step):
+    """Charges, dipoles and quadrupoles up to some order, other ones in each step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    shape = (len(x),) if n_channels is None else (len(x), n_channels)
+    q, mu, quad = (torch.randn(*shape, *more, generator=generator, dtype=x.dtype) for more in ((), (3,), (3, 3)))
+    quad = (
+        quad + quad.mT - 2.0 * quad.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(3, dtype=x.dtype)
+    )
+    return dict(zip(("charges", "dipoles", "quadrupoles")[: highest + 1], (q, mu, quad)))
+
+
+def latent(x, *, cell, near, **asked):
+    return ewald_reciprocal_space(x, cell=cell, k_vectors=None, alpha=0.9, k_cutoff=6.0, self_interaction=True, **asked)
+
+
+def whole(x, *, cell, near, **asked):
+    return ewald_summation(x, cell=cell, alpha=0.9, k_cutoff=6.0, **near, **asked)
+
+
+def on_a_mesh(x, *, cell, near, **asked):
+    options = {"mesh_dimensions": (12, 10, 9), "spline_order": 6}
+    return particle_mesh_ewald(x, cell=cell, alpha=0.9, **options, **near, **asked)
+
+
+@pytest.mark.parametrize("function", [latent, whole, on_a_mesh])
+@pytest.mark.parametrize(("n_channels", "highest"), [(3, 0), (None, 1), (3, 2)])
+def test_sums_with_sources_and_channels_have_plans(function, n_channels, highest):
+    """The same bits as without; first derivatives, and second ones, by all sources."""
+    x, q, cell, near = arguments()
+    names = ("compute_charge_gradients", "compute_dipole_gradients", "compute_quadrupole_gradients")
+    asked = {"compute_forces": True, **dict.fromkeys(names[: highest + 1], True)}
+    for step in range(4):
+        y, _, here = moved(x, q, near, step)
+        given = random_sources(x, n_channels, highest, step)
+
+        def call(y=y, given=given, here=here):
+            return function(y, **given, cell=cell, near=here, **asked)
+
+        same_bits(call(), ordinary(call))
+    plan_of()
+
+    def gradients(order):
+        leaves = {"x": y.clone().requires_grad_(), **{n: t.clone().requires_grad_() for n, t in given.items()}}
+        wrt = list(leaves.values())
+        energies = function(leaves.pop("x"), **leaves, cell=cell, near=here, energy_reduction="system")
+        found = torch.autograd.grad(energies.sum(), wrt, create_graph=order == 2)
+        if order == 2:
+            found += torch.autograd.grad(sum((g * g).sum() for g in found), wrt)
+        return (energies.detach(), *(g.detach() for g in found))
+
+    for step in range(4):
+        here = moved(x, q, near, step)[2]
+        given = random_sources(x, n_channels, highest, step)
+        for order in (1, 2):
+            for a, b in zip(gradients(order), ordinary(lambda order=order: gradients(order)), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    plan_of(count=2)
+
+
+def test_a_trace_is_noticed_by_a_plan():
+    """Quadrupoles that warn in a later call do so there, and their trace is dropped."""
+    x, _, cell, near = arguments()
+    given = random_sources(x, 2, 2, 0)
+    expected = [latent(x, **given, cell=cell, near=near) for _ in range(4)][-1]
+    plan_of()
+    given["quadrupoles"] = given["quadrupoles"] + 0.1 * torch.eye(3, dtype=F64)
+    with pytest.warns(AccuracyWarning, match="trace"):
+        found = latent(x, **given, cell=cell, near=near)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_widths_are_fixed_in_a_plan(as_tensor):
+    """A number, or a tensor, which has another plan where its values change."""
+    x, q, cell, near = arguments()
+    for sigma in (0.2, 0.3):
+        widths = torch.linspace(sigma, 0.35, 20, dtype=F64) if as_tensor else sigma
+        for step in range(4):
+            y, _, here = moved(x, q, near, step)
+            given = random_sources(x, None, 1, step)
+
+            def call(y=y, given=given, here=here, widths=widths):
+                return whole(y, **given, widths=widths, cell=cell, near=here, compute_forces=True, compute_virial=True)
+
+            same_bits(call(), ordinary(call))
+    plan_of(count=2)
+    widths = torch.full((20,), 0.3, dtype=F64, requires_grad=True)
+    for _ in range(4):
+        (gradient,) = torch.autograd.grad(whole(x, **given, widths=widths, cell=cell, near=near).sum(), widths)
+    assert (gradient != 0.0).all()
+    plan_of(count=2)
+
+
+def test_gradients_by_sources_that_are_not_there():
+    """Those by charges have a plan; those by dipoles are refused, as without it."""
+    x, q, cell, near = arguments()
+    for _ in range(4):
+        ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, compute_charge_gradients=True, **near)
+    plan_of()
+    with pytest.raises(ValueError, match="compute_dipole_gradients"):
+        ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, compute_dipole_gradients=True, **near)
+
+
+def test_exclusions_follow_the_atoms():
+    """Which image of an excluded atom is the nearest one may be another in the next call."""
+    x, q, cell, near = arguments()
+    for step in range(5):
+        y, p, _ = moved(x + step * cell[0, :1] * torch.tensor([0.0, 0.4], dtype=F64).repeat(10)[:, None], q, near, step)
+        here = dict(zip(NAMES[False], neighbor_list(y, 3.0, cell, return_neighbor_list=True)))
+
+        def call(y=y, p=p, here=here):
+            return ewald_summation(
+                y, p, cell, 0.9, k_cutoff=6.0, exclusions=torch.tensor([[0, 3], [1, 7]]), compute_forces=True, **here
+            )
+
+        same_bits(call(), ordinary(call))
+    plan_of()
+
+
+@pytest.mark.filterwarnings("ignore::nvalchemiops.notices.AccuracyWarning")
+def test_no_plan_where_values_of_atoms_are_read():
+    x, q, cell, near = arguments()
+    calls = [ewald_summation(x, q, cell, k_cutoff=6.0, accuracy=1e-4, **near) for _ in range(5)]
+    plan_of(count=0)
+    same_bits(calls[-1], calls[0])
+
+
+def test_contexts_in_which_a_plan_is_made_and_used():
+    """Inference mode, no gradients; modes that are to see the operations take the ordinary way."""
+    x, q, cell, near = arguments()
+
+    def call(x=x):
+        return ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, energy_reduction="system", **near)
+
+    expected = ordinary(call)
+    with torch.inference_mode():
+        for _ in range(4):
+            same_bits(call(), expected)
+    plan_of()
+    with torch.no_grad():
+        same_bits(call(), expected)
+    same_bits(call(), expected)
+    with torch.profiler.profile() as profile:
+        call()
+    assert any("fourier_gather" in event.key for event in profile.key_averages())
+    y = x.clone().requires_grad_()
+    hessian = torch.autograd.functional.hessian(lambda y: call(y).sum(), y)
+    torch.testing.assert_close(hessian, torch.func.hessian(lambda y: call(y).sum())(x))
+
+
+def test_threads_share_a_plan():
+    """One at a time runs it; others take the ordinary way."""
+    x, q, cell, near = arguments()
+    inputs = [moved(x, q, near, step) for step in range(4)]
+
+    def call(x, q, near):
+        return ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, compute_forces=True, **near)
+
+    expected = [ordinary(lambda given=given: call(*given)) for given in inputs]
+    wrong = []
+
+    def work(number):
+        for _ in range(100):
+            found = call(*inputs[number])
+            if not all(torch.equal(a, b) for a, b in zip(found, expected[number])):
+                wrong.append(number)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong and current_recorder() is None
+    plan_of()
+
+
+def test_plans_are_kept_up_to_a_limit_of_memory():
+    """Those that ran longest ago go first; the last one always stays."""
+    given = {n_atoms: arguments(n_atoms=n_atoms) for n_atoms in range(10, 30)}
+    table = tables.Plans(most_bytes=0)
+    with set_within(tables._thread, "table", table):
+        for n_atoms in (20, 12, 14, 12):
+            x, q, cell, near = given[n_atoms]
+            for _ in range(3):
+                ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
+    assert table.recorded == 4 and len(table.entries) == 1
+    table.most_bytes = tables.MOST_BYTES
+    with set_within(tables._thread, "table", table):
+        for _ in range(2):
+            for x, q, cell, near in given.values():
+                for _ in range(tables.PAID):
+                    ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
+    assert table.recorded == 4 + 19 and len(table.entries) == 20 and not plans_of_calls()
+
+
+def test_few_plans_where_they_do_not_pay():
+    """Each cell is used twice: after some plans for nothing there are no more. A cell that stays gets one."""
+    x, q, cell, near = arguments()
+
+    def call(scale):
+        ewald_summation(x, q, scale * cell, 0.9, miller_bounds=(2, 2, 2), **near)
+
+    for step in range(30):
+        for _ in range(2):
+            call(1.0 + 1e-3 * step)
+    assert tables.everywhere.recorded == 8 and not tables.everywhere.replayed
+    for _ in range(tables.PAID + 1):
+        call(1.0)
+    assert tables.everywhere.replayed == tables.PAID + 1
+    for _ in range(tables.PAID + 2):
+        call(2.0)
+    assert tables.everywhere.recorded == 9

@@ -1,0 +1,193 @@
+"""Systems, neighbors and named results: the short calls give what the long ones give, to the last bit."""
+
+import pickle
+
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk, molecule
+
+from nvalchemiops.torch import Neighbors, System
+from nvalchemiops.torch.interactions.dispersion import DFTD3
+from nvalchemiops.torch.interactions.electrostatics import (
+    EwaldSummation,
+    ParticleMeshEwald,
+    ewald_summation,
+    particle_mesh_ewald,
+)
+from nvalchemiops.torch.interactions.pair import PairPotential
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests.support.systems import batch, triclinic
+
+GIVEN = batch(triclinic(6), triclinic(5, seed=3))
+SYSTEM = System(GIVEN.positions, GIVEN.charges, GIVEN.cell, GIVEN.batch_idx, numbers=torch.tensor([8, 1] * 5 + [6]))
+ALL = {"compute_forces": True, "compute_virial": True}
+PAIR = PairPotential("depth*(x*x - 2*x); x = (r0/r)**6", global_parameters=("depth", "r0"), cutoff=4.0)
+PAIR_PARAMETERS = {"depth": 0.3, "r0": 2.0}
+
+
+def neighbors_as(form):
+    """Neighbors of the system up to 4, and the arguments that say the same."""
+    if form == "built":
+        return None, {}
+    found = SYSTEM.neighbors(4.0, as_matrix=form == "matrix", half=form == "half list")
+    options = {"half_fill": form == "half list", "return_neighbor_list": form != "matrix"}
+    first, second, shifts = neighbor_list(SYSTEM.positions, 4.0, SYSTEM.cell, batch_idx=SYSTEM.batch_idx, **options)
+    if form == "matrix":
+        return found, {"neighbor_matrix": first, "neighbor_matrix_shifts": shifts}
+    arguments = {"neighbor_list": first, "neighbor_ptr": second, "neighbor_shifts": shifts}
+    return found, arguments | {"half_list": form == "half list"}
+
+
+def same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+FORMS = pytest.mark.parametrize("form", ["built", "list", "matrix", "half list"])
+
+
+@FORMS
+@pytest.mark.parametrize("kind", ["Ewald", "PME"])
+def test_sums_of_an_accuracy(kind, form):
+    neighbors, arguments = neighbors_as(form)
+    module, function = {
+        "Ewald": (EwaldSummation, ewald_summation),
+        "PME": (ParticleMeshEwald, particle_mesh_ewald),
+    }[kind]
+    found = module(accuracy=1e-5)(SYSTEM, neighbors, compute_charge_gradients=True, **ALL)
+    if neighbors is not None:
+        arguments["cutoff"] = 4.0
+    expected = function(
+        *SYSTEM[:3], batch_idx=SYSTEM.batch_idx, accuracy=1e-5, compute_charge_gradients=True, **ALL, **arguments
+    )
+    same(found, expected)
+    same((found.energies, found.forces, found.charge_gradients, found.virial), expected)
+
+
+@FORMS
+def test_pair_potentials(form):
+    neighbors, arguments = neighbors_as(form)
+    found = PAIR(SYSTEM, neighbors, compute_gradients=("r0", "depth"), **ALL, **PAIR_PARAMETERS)
+    options = {"batch_idx": SYSTEM.batch_idx, "compute_gradients": ("r0", "depth")}
+    expected = PAIR(SYSTEM.positions, SYSTEM.cell, **options, **ALL, **PAIR_PARAMETERS, **arguments)
+    energies, forces, gradients, virial = found
+    assert list(gradients) == ["r0", "depth"] and gradients is found.gradients
+    same((energies, forces, *gradients.values(), virial), expected)
+
+
+@FORMS
+def test_dispersion(form):
+    neighbors, arguments = neighbors_as(form)
+    module = DFTD3("pbe", elements=(1, 6, 8), cutoff=4.0, coordination_cutoff=4.0, smoothing=1.0)
+    found = module(SYSTEM, neighbors, **ALL)
+    expected = module(SYSTEM.positions, SYSTEM.numbers, SYSTEM.cell, SYSTEM.batch_idx, **ALL, **arguments)
+    same((found.energies, found.forces, found.coordination_numbers, found.virial), expected)
+
+
+def test_results_have_what_was_asked_for():
+    result = EwaldSummation(accuracy=1e-5)(SYSTEM, compute_virial=True)
+    assert result._fields == ("energies", "virial")
+    energies, virial = result
+    assert energies is result.energies and virial.shape == (2, 3, 3)
+    with pytest.raises(AttributeError, match="forces"):
+        _ = result.forces
+    assert torch.equal(pickle.loads(pickle.dumps(result)).virial, virial)
+
+
+def test_gradients_and_compiled():
+    module = ParticleMeshEwald.estimate(SYSTEM.positions, SYSTEM.cell, SYSTEM.batch_idx, accuracy=1e-4)
+    neighbors = SYSTEM.neighbors(module.cutoff)
+
+    def loss(positions):
+        result = module(SYSTEM._replace(positions=positions), neighbors, compute_forces=True)
+        return result.energies.sum() + result.forces.square().sum()
+
+    x = SYSTEM.positions.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(x), x)
+    (found,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_settings_of_an_accuracy_are_saved():
+    saved = EwaldSummation(accuracy=1e-4, cutoff=4.0).state_dict()
+    module = EwaldSummation()
+    module.load_state_dict(saved)
+    assert (module.accuracy, module.cutoff, module.alpha, module.k_cutoff) == (1e-4, 4.0, None, None)
+    assert torch.equal(module(SYSTEM).energies, EwaldSummation(accuracy=1e-4, cutoff=4.0)(SYSTEM).energies)
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="`charges` of the system"):
+        EwaldSummation()(SYSTEM._replace(charges=None))
+    with pytest.raises(ValueError, match="`numbers` of the system"):
+        DFTD3("pbe", elements=(1,))(SYSTEM._replace(numbers=None))
+    with pytest.raises(TypeError, match="with a System an interaction takes Neighbors, got Tensor"):
+        EwaldSummation()(SYSTEM, SYSTEM.charges)
+    near = SYSTEM.neighbors(3.0)
+    with pytest.raises(TypeError, match="`neighbors` are given twice"):
+        EwaldSummation()(SYSTEM, near, neighbors=near)
+    with pytest.raises(TypeError, match="`neighbors` go with a System"):
+        EwaldSummation()(*SYSTEM[:3], neighbors=near)
+    for name, value in (("neighbor_list", near.pairs), ("batch_idx", SYSTEM.batch_idx), ("half_list", True)):
+        for interaction in (EwaldSummation(), lambda *system, **options: PAIR(*system, **options, **PAIR_PARAMETERS)):
+            with pytest.raises(TypeError, match=f"`{name}` goes with tensors"):
+                interaction(SYSTEM, **{name: value})
+    with pytest.raises(ValueError, match="`neighbors` must have either pairs or a matrix"):
+        EwaldSummation()(SYSTEM, Neighbors(cutoff=4.0))
+    with pytest.raises(ValueError, match="`prepare` needs `alpha`"):
+        ParticleMeshEwald().prepare(SYSTEM.cell)
+
+
+def test_neighbors_that_are_too_few_are_an_error():
+    near = SYSTEM.neighbors(3.0)
+    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):
+        EwaldSummation(0.9, 6.0, 4.0)(SYSTEM, near)
+    with pytest.raises(ValueError, match=r"beyond the list's reach"):
+        PAIR(SYSTEM, neighbors=near, **PAIR_PARAMETERS)
+    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):
+        DFTD3("pbe", elements=(1, 6, 8), cutoff=4.0, coordination_cutoff=4.0, smoothing=1.0)(SYSTEM, near)
+    matrix, counts, shifts = neighbor_list(SYSTEM.positions, 4.0, SYSTEM.cell, batch_idx=SYSTEM.batch_idx)
+    with pytest.raises(ValueError, match="`matrix` has 3 columns, but an atom has"):
+        Neighbors.from_matrix(matrix[:, :3], shifts[:, :3], counts=counts)
+
+
+# -- from ASE ---------------------------------------------------------------------------------------
+
+
+def test_one_system_of_ase():
+    atoms = bulk("NaCl", "rocksalt", a=5.64, cubic=True)
+    charges = [1.0 if s == "Na" else -1.0 for s in atoms.symbols]
+    system = System.from_ase(atoms, charges)
+    torch.testing.assert_close(system.volume, torch.tensor(atoms.get_volume(), dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"`charges` must have shape \(n_atoms,\) = \(8,\), got \(2,\)"):
+        System.from_ase(atoms, [1.0, -1.0])
+    assert system.cell.shape == (3, 3) and system.batch_idx is None and system.pbc.tolist() == [True] * 3
+    energy = EwaldSummation(accuracy=1e-9)(system).energies.sum()
+    assert abs(-2.0 * energy.item() / len(atoms) * 2.82 - 1.747564594633) < 1e-8
+    atoms.set_initial_charges(charges)
+    assert torch.equal(System.from_ase(atoms).charges, system.charges)
+
+
+def test_a_batch_of_ase():
+    slab, free = Atoms("H2", [[0, 0, 0], [0, 0, 0.7]], cell=[4, 4, 9], pbc=(True, True, False)), molecule("H2O")
+    system = System.from_ase([slab, free], dtype=torch.float32)
+    assert system.positions.dtype == torch.float32 and system.charges is None
+    assert system.batch_idx.tolist() == [0] * 2 + [1] * 3 and system.numbers.tolist() == [1, 1, 8, 1, 1]
+    assert system.pbc.tolist() == [[True, True, False], [False] * 3]
+    assert system.neighbors(1.2, half=True).pairs.shape == (2, 3)  # H-H, O-H twice
+    alone = System.from_ase(free)
+    assert alone.cell is None and alone.pbc is None and alone.neighbors(1.2).shifts is None
+    with pytest.raises(ValueError, match="`atoms` holds no system"):
+        System.from_ase([])
+
+
+def test_neighbors_from_elsewhere():
+    where = SYSTEM.positions, 4.0, SYSTEM.cell
+    pairs, pointers, shifts = neighbor_list(*where, batch_idx=SYSTEM.batch_idx, return_neighbor_list=True)
+    given = Neighbors.from_list(pairs, shifts)
+    with_pointers = Neighbors.from_list(pairs, shifts, row_pointers=pointers)
+    same(PAIR(SYSTEM, given, **PAIR_PARAMETERS), PAIR(SYSTEM, with_pointers, **PAIR_PARAMETERS))
+    matrix, _, images = neighbor_list(*where, batch_idx=SYSTEM.batch_idx, fill_value=-1)
+    padded = Neighbors.from_matrix(matrix, images, padding=-1)
+    torch.testing.assert_close(PAIR(SYSTEM, padded, **PAIR_PARAMETERS), PAIR(SYSTEM, given, **PAIR_PARAMETERS))

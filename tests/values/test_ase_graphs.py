@@ -1,0 +1,144 @@
+"""Graphs of many structures: the same pairs as each structure has alone, in one batch."""
+
+import contextlib
+import sys
+import types
+
+import ase
+import ase.build
+import numpy as np
+import pytest
+import torch
+
+from nvalchemiops.ase import atoms_to_graph, graphs
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.formats import list_geometry
+from tests.support.calculators import argon, salt
+
+
+def structures():
+    slab = ase.build.fcc111("Al", (2, 2, 3), vacuum=8.0)
+    slab.rattle(0.1, seed=2)
+    return [argon(), ase.build.molecule("CH3CH2OH"), ase.Atoms(), slab, ase.Atoms("H"), salt()]
+
+
+@pytest.mark.parametrize("nearest", [None, 7])
+@pytest.mark.parametrize("at_once", [1, 40, 10**6])
+def test_each_structure_has_the_pairs_that_it_has_alone(nearest, at_once, monkeypatch):
+    monkeypatch.setattr(graphs, "ATOMS_PER_SEARCH", at_once)
+    graph = atoms_to_graph(iter(structures()), 5.0, nearest, dtype=torch.float64)
+    begins, first_pair = graph.batch_ptr.tolist(), graph.neighbor_ptr.tolist()
+    assert begins[-1] == len(graph.positions) and first_pair[-1] == graph.neighbor_list.shape[1]
+    for number, atoms in enumerate(structures()):
+        part = slice(begins[number], begins[number + 1])
+        assert np.array_equal(graph.positions[part], atoms.positions)
+        assert np.array_equal(graph.atomic_numbers[part], atoms.numbers)
+        assert (graph.batch_idx[part] == number).all()
+        alone = neighbor_list(
+            torch.tensor(atoms.positions),
+            5.0,
+            torch.tensor(atoms.cell.array),
+            torch.tensor(atoms.pbc),
+            nearest=nearest,
+            return_neighbor_list=True,
+        )
+        pairs = slice(first_pair[part.start], first_pair[part.stop])
+        assert torch.equal(graph.neighbor_list[:, pairs] - part.start, alone[0])
+        assert torch.equal(graph.shifts[pairs], alone[2])
+    geometry = (graph.positions, graph.neighbor_list, graph.shifts, graph.cell, graph.batch_idx)
+    distances, vectors = list_geometry(*geometry)
+    assert torch.equal(graph.distances, distances) and torch.equal(graph.vectors, vectors)
+
+
+def test_one_structure_no_structure_and_precision():
+    water = ase.build.molecule("H2O")
+    graph = atoms_to_graph(water, 1.2)
+    assert graph.neighbor_list.T.tolist() == [[0, 1], [0, 2], [1, 0], [2, 0]]
+    assert graph.positions.dtype == graph.vectors.dtype == graph.cell.dtype == torch.get_default_dtype()
+    assert graph.batch_ptr.tolist() == [0, 3] and not graph.pbc.any()
+    for empty in ([], [ase.Atoms()], [ase.Atoms(), ase.Atoms()]):
+        graph = atoms_to_graph(empty, 3.0)
+        assert graph.batch_ptr.tolist() == [0] * (len(empty) + 1) and graph.neighbor_list.shape == (2, 0)
+        assert graph.shifts.shape == (0, 3) and graph.neighbor_ptr.tolist() == [0]
+        assert graph.cell.shape == (len(empty), 3, 3)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(TypeError, match="number 1 is str"):
+        atoms_to_graph([ase.Atoms("H"), "H"], 3.0)
+    with pytest.raises(ValueError, match="`ties`"):
+        atoms_to_graph(ase.Atoms("H"), 3.0, 4, ties="some")
+    with pytest.raises(ValueError, match="`cutoff`"):
+        atoms_to_graph([], -1.0)
+    with pytest.raises(ValueError, match="positions"):
+        atoms_to_graph(ase.Atoms("H", [[np.nan, 0.0, 0.0]]), 3.0)
+    with pytest.raises(TypeError, match=r"`atoms`.*got NoneType"):
+        atoms_to_graph(None, 3.0)
+
+
+@pytest.mark.parametrize("at_once", [1, 10**6])
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (ase.Atoms("H", [[0.0, np.inf, 0.0]]), "number 6: `positions`"),
+        (ase.Atoms("H", cell=[1.0, 0.0, 1.0], pbc=True), "number 6: `cell`"),
+    ],
+)
+def test_a_bad_structure_among_many_is_named(bad, message, at_once, monkeypatch):
+    monkeypatch.setattr(graphs, "ATOMS_PER_SEARCH", at_once)
+    with pytest.raises(ValueError, match=message):
+        atoms_to_graph([*structures(), bad, *structures()], 5.0)
+    with pytest.raises(ValueError, match=r"^`cutoff`"):
+        atoms_to_graph([*structures(), bad], -1.0)
+
+
+def test_progress_counts_structures(monkeypatch):
+    steps = []
+
+    class Bar(contextlib.AbstractContextManager):
+        def __init__(self, total, unit):
+            steps.append(total)
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, n):
+            steps.append(n)
+
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    monkeypatch.setattr(graphs, "ATOMS_PER_SEARCH", 40)
+    atoms_to_graph(structures(), 4.0)
+    assert not steps  # few structures
+    atoms_to_graph(structures(), 4.0, progress=True)
+    assert steps[0] == sum(steps[1:]) == len(structures()) and len(steps) > 2
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ImportError, match="`progress` needs tqdm"):
+        atoms_to_graph(structures(), 4.0, progress=True)
+
+
+def check_data(data, graph):
+    """Each structure has its atoms and pairs, numbered anew; messages go from j to i."""
+    assert len(data) == len(graph.cell)
+    for number, each in enumerate(data):
+        j, i = each.edge_index
+        moved = each.pos[j] - each.pos[i] + (each.shifts.to(each.pos).unsqueeze(1) @ each.cell).squeeze(1)
+        assert torch.allclose(moved, each.edge_vec) and torch.allclose(moved.norm(dim=1), each.edge_weight)
+        assert len(each.z) == len(each.pos) == int((graph.batch_idx == number).sum()) and each.pbc.shape == (1, 3)
+    assert sum(each.edge_index.shape[1] for each in data) == graph.neighbor_list.shape[1]
+
+
+def test_data_of_pytorch_geometric(monkeypatch):
+    graph = atoms_to_graph(structures(), 5.0, 7, dtype=torch.float64)
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    with pytest.raises(ImportError, match="PyTorch Geometric"):
+        graph.to_pyg()
+    module = types.SimpleNamespace(Data=types.SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "torch_geometric", types.SimpleNamespace(data=module))
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", module)
+    check_data(graph.to_pyg(), graph)
+
+
+def test_data_of_the_real_pytorch_geometric():
+    pytest.importorskip("torch_geometric", reason="PyTorch Geometric is not installed")
+    graph = atoms_to_graph(structures(), 5.0, 7, dtype=torch.float64)
+    check_data(graph.to_pyg(), graph)
