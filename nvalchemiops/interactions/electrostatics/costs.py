@@ -24,7 +24,7 @@ class Costs(NamedTuple):
     pair: float  # for an atom and a neighbor, including a share of the neighbor search
     k_vectors: float  # for an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
     mesh: float  # for a point of the mesh
-    spline: float = 0.35  # for an atom and one of the order³ points of its splines
+    spline: float = 12.0  # for an atom and one of the order² columns of mesh points of its splines
 
 
 # -- the file of costs ----------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def write(costs: dict[str, Costs]) -> Path:
     return path
 
 
-BUILT_IN = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41)}
+BUILT_IN = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41, 0.34)}
 """Default costs by type of device, measured by `nvalchemiops tune` on two cores of a CPU, and on an H100."""
 
 COSTS = BUILT_IN | read()

@@ -497,7 +497,7 @@ def mesh_order(
         points = costs.mesh * (spacing * splitting / scaled.clip(FINEST, None)) ** 3
         # a mesh that is as fine as that, and still not accurate: the order that is closest
         missed = (FINEST / scaled).clip(1.0, None) ** (order - 1)
-        times[order] = float(missed.max()), float((count * (pairs + points + costs.spline * order**3)).sum())
+        times[order] = float(missed.max()), float((count * (pairs + points + costs.spline * order**2)).sum())
     return min(times, key=times.__getitem__)
 
 

@@ -381,20 +381,32 @@ DEFAULT_ORDER = 5
 """Order of splines on a mesh that is given without an order."""
 
 
+MOST_ORDERS = 64
+"""Number of combinations of sizes and accuracies for which the chosen order is kept."""
+
+_orders: Kept[int] = Kept(MOST_ORDERS)
+
+
 def order_for(system: ChargedSystem, options: SumOptions, lowest: int) -> int:
     """The order of splines that takes the least time, for a mesh that is still to be chosen.
 
     It is at least ``lowest``, and at least `DEFAULT_ORDER`, so that energies have as many derivatives as on a given
     mesh. It does not depend on positions. Reads values on the host.
     """
-    alpha, sizes = options.alpha, sizes_of_system(system)
+    alpha, cutoff, costs = options.alpha, options.cutoff, core.COSTS[system.positions.device.type]
     if isinstance(alpha, torch.Tensor) and not may_read(alpha, wait=True):
         return max(lowest, DEFAULT_ORDER)
     given = None if alpha is None else on_host(given_alpha(alpha, system).detach())
-    target = core.Target(check_accuracy(options.accuracy, system.positions))
-    costs = core.COSTS[system.positions.device.type]
-    reach: Any = {"alpha": given, "cutoff": options.cutoff, "lowest": max(lowest, DEFAULT_ORDER)}
-    return core.mesh_order(sizes.n_atoms, sizes.volume, target, costs, **reach)
+    accuracy = check_accuracy(options.accuracy, system.positions)
+    key = (key_of_sizes(system), accuracy, None if given is None else given.tobytes(), cutoff, lowest, costs)
+    found = None if key[0] is None else _orders.get(key)
+    if found is None:
+        sizes = sizes_of_system(system)
+        reach: Any = {"alpha": given, "cutoff": cutoff, "lowest": max(lowest, DEFAULT_ORDER)}
+        found = core.mesh_order(sizes.n_atoms, sizes.volume, core.Target(accuracy), costs, **reach)
+        if key[0] is not None:
+            _orders.keep(key, found)
+    return found
 
 
 def mesh_for(
