@@ -108,7 +108,7 @@ _TUNE_EFFECT = (
 )
 
 _WARMUP_LEAVES = (
-    "It compiles the neighbor search, Ewald sums and particle meshes with splines of order 4, 5 and 8 with their first "
+    "It compiles the neighbor search, Ewald sums and particle meshes with splines of order 4 to 8 with their first "
     "derivatives, and the most common pair potentials in float64. Kernels that depend on a formula or on the elements "
     "are compiled at their first use, half a second each: expressions of your own, shifted, switched and tabulated "
     "potentials, the pairs of DFT-D3, excluded pairs, several charges for an atom, second derivatives."
@@ -279,7 +279,8 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _costs_line(costs: Any) -> str:
-    return f"pair {costs.pair:.3g} ns, eight k-vectors {costs.k_vectors:.3g} ns, mesh point {costs.mesh:.3g} ns"
+    names = {"pair": costs.pair, "eight k-vectors": costs.k_vectors, "mesh point": costs.mesh, "spline": costs.spline}
+    return ", ".join([f"{name} {cost:.3g} ns" for name, cost in names.items()])
 
 
 def _with_progress(jobs: list[Any], labels: list[str]) -> Iterator[Any]:

@@ -33,7 +33,7 @@ from nvalchemiops.launch import kernel_variants
 WIDTH = 8
 """Number of stored weights along an axis: those beyond the order are zero."""
 
-_ORDERS = (4, 5, 8)
+_ORDERS = (4, 5, 6, 7, 8)
 _COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))
 """Orders and precisions of common meshes: 4 is common in other codes, 5 is the default here, 8 is for high accuracy."""
 

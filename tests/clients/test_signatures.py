@@ -87,7 +87,7 @@ ELECTROSTATICS = {
     "compute_virial=False, accuracy=1e-06, hybrid_forces=False, pbc=None, slab_correction=False, *, "
     "miller_bounds=None, miller_indices=None, energy_reduction='atom'",
     "particle_mesh_ewald": "positions, charges, cell, alpha=None, mesh_spacing=None, mesh_dimensions=None, "
-    "spline_order=5, "
+    "spline_order=None, "  # 5 there; here, too, with a mesh: without one it is chosen
     "batch_idx=None, k_vectors=None, k_squared=None, neighbor_list=None, neighbor_ptr=None, "
     "neighbor_shifts=None, neighbor_matrix=None, neighbor_matrix_shifts=None, mask_value=None, "
     "compute_forces=False, compute_charge_gradients=False, compute_virial=False, accuracy=1e-06, "

@@ -136,7 +136,7 @@ SIGNATURES = {
             "moduli_z=None"
         ),
         "particle_mesh_ewald": (
-            "positions, charges, cell, alpha=None, mesh_spacing=None, mesh_dimensions=None, spline_order=5, "
+            "positions, charges, cell, alpha=None, mesh_spacing=None, mesh_dimensions=None, spline_order=None, "
             "batch_idx=None, k_vectors=None, k_squared=None, neighbor_list=None, neighbor_ptr=None, "
             "neighbor_shifts=None, neighbor_matrix=None, neighbor_matrix_shifts=None, mask_value=None, "
             "compute_forces=False, compute_charge_gradients=False, compute_virial=False, accuracy=1e-06, "

@@ -465,6 +465,42 @@ def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Cos
     return alpha
 
 
+def mesh_order(
+    n_atoms: np.ndarray,
+    volume: np.ndarray,
+    target: Target,
+    costs: Costs,
+    *,
+    lowest: int = 4,
+    alpha: np.ndarray | None = None,
+    cutoff: float | None = None,
+) -> int:
+    """The order of splines for which all systems (n_systems,) together take the least time.
+
+    It is for alpha, or for the alpha that the cutoff needs, if one of them is given, else for the best alpha of each
+    order.
+    """
+    spacing, count = average_distance(n_atoms, volume), n_atoms.clip(1.0, None)
+    times = {}
+    for order in MESH_ERROR:
+        if order < lowest:
+            continue
+        if alpha is not None:
+            splitting = alpha
+        elif cutoff is not None:
+            splitting = alpha_for_cutoff(np.full_like(spacing, cutoff), spacing, target)
+        else:
+            splitting = mesh_alpha(n_atoms, volume, target, order, costs)
+        scaled = mesh_spacing(splitting, spacing, target, order) * splitting
+        reach = real_cutoff(splitting, spacing, target)
+        pairs = costs.pair * 4.0 / 3.0 * np.pi * (reach / spacing) ** 3
+        points = costs.mesh * (spacing * splitting / scaled.clip(FINEST, None)) ** 3
+        # a mesh that is as fine as that, and still not accurate: the order that is closest
+        missed = (FINEST / scaled).clip(1.0, None) ** (order - 1)
+        times[order] = float(missed.max()), float((count * (pairs + points + costs.spline * order**2)).sum())
+    return min(times, key=times.__getitem__)
+
+
 SEARCH = 2.0
 """Cost of a pair that is searched for and summed once, in units of `Costs.pair`.
 

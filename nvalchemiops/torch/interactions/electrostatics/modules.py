@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import DEFAULT_ORDER
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, pme_parameters
+from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, order_for_atoms, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
@@ -259,6 +260,7 @@ class ParticleMeshEwald(_ConfiguredSum):
     mesh_dimensions : (int, int, int), optional
         By default each call chooses a mesh for ``accuracy``.
     spline_order : int, optional
+        By default 5 with a mesh; without one each call chooses the order.
     cutoff, accuracy, potential
         As for `EwaldSummation`, with the same attributes and errors.
 
@@ -279,17 +281,18 @@ class ParticleMeshEwald(_ConfiguredSum):
         self,
         alpha: float | torch.Tensor | None = None,
         mesh_dimensions: tuple[int, int, int] | None = None,
-        spline_order: int = 5,
+        spline_order: int | None = None,
         cutoff: float | None = None,
         *,
         accuracy: float = 1e-6,
         potential: LongRangePotential = COULOMB,
     ) -> None:
         super().__init__(alpha, cutoff, accuracy, potential)
-        self.spline_order = check_spline_order(spline_order)
+        self.spline_order = None if spline_order is None else check_spline_order(spline_order)
         self.mesh_dimensions: tuple[int, int, int] | None = None
         if mesh_dimensions is not None:
-            self.mesh_dimensions, self.spline_order = mesh_and_order(mesh_dimensions, self.spline_order)
+            order = self.spline_order or DEFAULT_ORDER
+            self.mesh_dimensions, self.spline_order = mesh_and_order(mesh_dimensions, order)
 
     def _settings(self) -> dict[str, Any]:
         names = ("alpha", "mesh_dimensions", "spline_order", "cutoff", "accuracy", "prepared_cell")
@@ -304,7 +307,7 @@ class ParticleMeshEwald(_ConfiguredSum):
         with torch.device("cpu"):
             made = ParticleMeshEwald(**{name: settings[name] for name in names}, potential=self.potential)
         cell, alpha, mesh = settings["prepared_cell"], settings["prepared_alpha"], made.mesh_dimensions
-        if cell is not None and mesh is not None:
+        if cell is not None and mesh is not None and made.spline_order is not None:
             made._prepared = prepare_mesh(cell, alpha, mesh, made.spline_order, potential=self.potential)
         return {name: getattr(made, name) for name in (*names, "_prepared")}
 
@@ -317,20 +320,24 @@ class ParticleMeshEwald(_ConfiguredSum):
         accuracy: float = 1e-6,
         real_space_cutoff: float | torch.Tensor | None = None,
         *,
-        spline_order: int = 5,
+        spline_order: int | None = None,
         charges: torch.Tensor | None = None,
     ) -> "ParticleMeshEwald":
-        """The module with parameters from `estimate_pme_parameters`, with the same arguments or for a System."""
+        """The module with parameters from `estimate_pme_parameters`, with the same arguments or for a System.
+
+        By default ``spline_order`` is the order that takes the least time.
+        """
         atoms = _atoms(positions, cell, batch_idx, charges)
-        found = pme_parameters(atoms, accuracy, real_space_cutoff, spline_order)
-        return cls(found.alpha, found.mesh_dimensions, spline_order, float(found.real_space_cutoff.max()))
+        order = order_for_atoms(atoms, accuracy, real_space_cutoff) if spline_order is None else spline_order
+        found = pme_parameters(atoms, accuracy, real_space_cutoff, order)
+        return cls(found.alpha, found.mesh_dimensions, order, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor | System) -> "ParticleMeshEwald":
         """Compute and keep tensors that depend on the cell, (3, 3) or (n_systems, 3, 3), or on that of a system.
 
         Returns the module.
         """
-        if self.alpha is None or self.mesh_dimensions is None:
+        if self.alpha is None or self.mesh_dimensions is None or self.spline_order is None:
             raise ValueError(
                 "`prepare` needs `alpha` and `mesh_dimensions`: give them, or let `ParticleMeshEwald.estimate` choose"
             )

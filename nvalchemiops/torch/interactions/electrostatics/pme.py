@@ -65,7 +65,7 @@ def particle_mesh_ewald(
     alpha: float | torch.Tensor | None = None,
     mesh_spacing: float | torch.Tensor | None = None,
     mesh_dimensions: Any = None,
-    spline_order: int = 5,
+    spline_order: int | None = None,
     batch_idx: torch.Tensor | None = None,
     k_vectors: torch.Tensor | None = None,
     k_squared: torch.Tensor | None = None,
@@ -123,9 +123,10 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
         Number of mesh points along the lattice vectors, the same for all systems. By default as many as ``accuracy``
         needs.
     spline_order : int, optional
-        2 to 8. Energies have ``spline_order - 2`` continuous derivatives, and one more that is piecewise continuous. A
-        mesh with fewer points along an axis gets the largest order that fits, with a warning. At least 4 with dipoles,
-        5 with quadrupoles.
+        2 to 8. By default 5 for a mesh that is given, and otherwise the order, 5 to 8, that takes the least time.
+        Energies have ``spline_order - 2`` continuous derivatives, and one more that is piecewise continuous. A mesh
+        with fewer points along an axis gets the largest order that fits, with a warning. At least 4 with dipoles, 5
+        with quadrupoles.
     accuracy : float, optional
         As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9. If the order, or the given
         mesh and list, cannot reach the accuracy, a warning states the expected error.
