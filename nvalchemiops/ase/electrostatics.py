@@ -27,6 +27,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
+from nvalchemiops.torch.interactions.electrostatics.parameters import order_for_atoms
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
@@ -265,15 +266,11 @@ class LatticeSum:
     ``of_initial_charges``: the charges are the initial charges of the atoms, which may change between calls.
     """
 
-    LOW_ORDER_ACCURACY = 1e-5
-    """Accuracy below which splines of high order are faster, because they need a coarser mesh."""
-
     def __init__(self, method: str, accuracy: float, slab_correction: bool, of_initial_charges: bool) -> None:
         self.method = method
         self.of_initial_charges = of_initial_charges
         self.accuracy = check_accuracy(accuracy)
         self.slab_correction = bool(slab_correction)
-        self.spline_order = 5 if self.accuracy > self.LOW_ORDER_ACCURACY else 8
         self._chosen: Chosen | None = None
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, whole: Sources) -> Found:
@@ -348,8 +345,8 @@ class LatticeSum:
     def _choose(self, atoms: ase.Atoms, device: torch.device, whole: Sources, made_for: tuple[Any, ...]) -> Chosen:
         cell = torch.tensor(atoms.cell.array, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only their number matters
-        order, by_mesh = self.spline_order, self.method == "pme"
-        mesh, k_cutoff = None, None
+        by_mesh, mesh, k_cutoff = self.method == "pme", None, None
+        order = order_for_atoms(ChargedAtoms(positions, cell=cell), self.accuracy, None) if by_mesh else 0
         if len(whole) > 1:
             # strengths are kept, but not those of a call that fails
             for name, values in {"positions": atoms.positions, **whole}.items():

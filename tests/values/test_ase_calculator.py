@@ -186,7 +186,8 @@ def test_a_gpu_gives_the_same(name, gpu, monkeypatch):
 @pytest.mark.parametrize("method", ["ewald", "pme"])
 def test_forces_are_derivatives_also_at_low_accuracy(method):
     atoms = salt()
-    atoms.calc = Calculator(Electrostatics(method, NACL, accuracy=1e-3))
+    # at 1e-3 a pair is so close to the cutoff of PME that the differences would let it cross
+    atoms.calc = Calculator(Electrostatics(method, NACL, accuracy=2e-3))
     np.testing.assert_allclose(atoms.get_forces(), calculate_numerical_forces(atoms, eps=1e-4), atol=1e-6)
     stress = atoms.get_stress()
     np.testing.assert_allclose(stress, calculate_numerical_stress(atoms, eps=1e-4), atol=1e-2 * abs(stress).max())
