@@ -391,19 +391,19 @@ def order_for(system: ChargedSystem, options: SumOptions, lowest: int) -> int:
     """The order of splines that takes the least time, for a mesh that is still to be chosen.
 
     It is at least ``lowest``, and at least `DEFAULT_ORDER`, so that energies have as many derivatives as on a given
-    mesh. It does not depend on positions. Reads values on the host.
+    mesh. It depends neither on positions nor on the reach of a list, which is measured later. Reads values on the host.
     """
-    alpha, cutoff, costs = options.alpha, options.cutoff, core.COSTS[system.positions.device.type]
+    alpha, costs = options.alpha, core.COSTS[system.positions.device.type]
     if isinstance(alpha, torch.Tensor) and not may_read(alpha, wait=True):
         return max(lowest, DEFAULT_ORDER)
     given = None if alpha is None else on_host(given_alpha(alpha, system).detach())
     accuracy = check_accuracy(options.accuracy, system.positions)
-    key = (key_of_sizes(system), accuracy, None if given is None else given.tobytes(), cutoff, lowest, costs)
+    key = (key_of_sizes(system), accuracy, None if given is None else given.tobytes(), lowest, costs)
     found = None if key[0] is None else _orders.get(key)
     if found is None:
         sizes = sizes_of_system(system)
-        reach: Any = {"alpha": given, "cutoff": cutoff, "lowest": max(lowest, DEFAULT_ORDER)}
-        found = core.mesh_order(sizes.n_atoms, sizes.volume, core.Target(accuracy), costs, **reach)
+        least, target = max(lowest, DEFAULT_ORDER), core.Target(accuracy)
+        found = core.mesh_order(sizes.n_atoms, sizes.volume, target, costs, lowest=least, alpha=given)
         if key[0] is not None:
             _orders.keep(key, found)
     return found
