@@ -83,13 +83,10 @@ MESH = (
     Work(16.0, 2 * 125.0 * 10.0 / 40.0),
 )
 
-# a column of six points, in the spread and in the gather
-SPLINE = (Work(0.0, 2 * 6.0 * 10.0),)
-
 
 def modelled(card: Card) -> Costs:
     """Costs by the model."""
-    return Costs(*(sum(work.nanoseconds(card) for work in part) for part in (PAIR, K_VECTORS, MESH, SPLINE)))
+    return Costs(*(sum(work.nanoseconds(card) for work in part) for part in (PAIR, K_VECTORS, MESH)))
 
 
 # -- a step ---------------------------------------------------------------------------------------

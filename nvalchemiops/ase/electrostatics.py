@@ -12,7 +12,7 @@ from nvalchemiops.ase.elements import atom_values, of_array
 from nvalchemiops.ase.pair import Parameters, from_library, names, shown
 from nvalchemiops.ase.system import Contribution, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
-from nvalchemiops.interactions.electrostatics.error_models import reciprocal_cutoff
+from nvalchemiops.interactions.electrostatics.error_models import order_of_least_cost, reciprocal_cutoff
 from nvalchemiops.torch.checks import check_positive
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -27,7 +27,6 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
-from nvalchemiops.torch.interactions.electrostatics.parameters import order_for_atoms
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
@@ -346,7 +345,7 @@ class LatticeSum:
         cell = torch.tensor(atoms.cell.array, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only their number matters
         by_mesh, mesh, k_cutoff = self.method == "pme", None, None
-        order = order_for_atoms(ChargedAtoms(positions, cell=cell), self.accuracy, None) if by_mesh else 0
+        order = order_of_least_cost(self.accuracy)
         if len(whole) > 1:
             # strengths are kept, but not those of a call that fails
             for name, values in {"positions": atoms.positions, **whole}.items():

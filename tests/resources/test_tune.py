@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy import tuning
 from tests.support.processes import run_python
 from tests.support.systems import crystal
 
-MEASURED = Costs(3.0, 0.25, 7.5, 6.0)
+MEASURED = Costs(3.0, 0.25, 7.5)
 
 
 @pytest.fixture
@@ -82,16 +82,10 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(content, path):
         assert costs.read() == {"cpu": MEASURED}
 
 
-def test_a_file_of_an_earlier_release_has_no_cost_of_splines(path):
-    path.parent.mkdir()
-    path.write_text(json.dumps({"cpu": GOOD}))
-    assert costs.read() == {"cpu": Costs(1.0, 1.0, 1.0)}
-
-
 def test_the_next_process_uses_them(path):
     costs.write({"cpu": MEASURED})
     code = "from nvalchemiops.interactions.electrostatics import error_models as e; print(*e.COSTS['cpu'])"
-    assert run_python(code).stdout.split() == ["3.0", "0.25", "7.5", "6.0"]
+    assert run_python(code).stdout.split() == ["3.0", "0.25", "7.5"]
     path.write_text("spoilt")
     run = run_python(code)
     assert run.stdout.split() == [str(number) for number in BUILT_IN["cpu"]]
@@ -109,7 +103,7 @@ def test_the_command_measures_shows_and_forgets(path, monkeypatch, capsys):
     assert str(path) in capsys.readouterr().out and costs.read() == {"cpu": MEASURED}
     assert cli.main(["tune", "--show"]) == 0
     shown = capsys.readouterr().out
-    assert f"pair 3 ns, eight k-vectors 0.25 ns, mesh point 7.5 ns, spline 6 ns  from {path}" in shown
+    assert f"pair 3 ns, eight k-vectors 0.25 ns, mesh point 7.5 ns  from {path}" in shown
     assert cli.main(["tune", "--reset"]) == 0 and cli.main(["tune", "--reset"]) == 0
     assert not path.exists() and costs.read() == {}
 

@@ -226,3 +226,30 @@ def test_threads():
     for worker in workers:
         worker.join()
     assert not wrong and tables.everywhere.replayed > 50
+
+
+def spread_out(values):
+    """The same values in every second place of memory whose other places hold values that are wrong."""
+    wrong = torch.ones_like(values) if values.dtype is torch.bool else torch.full_like(values, 777)
+    return torch.stack([values, wrong], -1)[..., 0]
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.parametrize("name", ["positions", "cell", "pbc", "batch_idx", "batch_ptr", "target_indices"])
+def test_inputs_may_be_views_with_gaps(name, as_list):
+    x = torch.rand(30, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 5.0
+    given = {
+        "positions": x,
+        "cell": 5.0 * torch.eye(3, dtype=x.dtype).repeat(2, 1, 1),
+        "pbc": torch.tensor([[True, False, True], [False, True, True]]),
+        "batch_idx": torch.tensor([0] * 12 + [1] * 18, dtype=torch.int32),
+        "batch_ptr": torch.tensor([0, 12, 30], dtype=torch.int32),
+        "target_indices": torch.tensor([5, 3, 29, 3, 17], dtype=torch.int32),
+    }
+    given.pop({"batch_idx": "batch_ptr", "batch_ptr": "batch_idx"}.get(name, ""), None)
+    expected = neighbor_list(cutoff=1.7, return_neighbor_list=as_list, **given)
+    given[name] = spread_out(given[name])
+    assert not given[name].is_contiguous()
+    for _ in range(4):
+        found = neighbor_list(cutoff=1.7, return_neighbor_list=as_list, **given)
+        assert all(map(torch.equal, found, expected))

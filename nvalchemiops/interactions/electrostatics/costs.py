@@ -24,7 +24,6 @@ class Costs(NamedTuple):
     pair: float  # for an atom and a neighbor, including a share of the neighbor search
     k_vectors: float  # for an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
     mesh: float  # for a point of the mesh
-    spline: float = 12.0  # for an atom and one of the order² columns of mesh points of its splines
 
 
 # -- the file of costs ----------------------------------------------------------------------------
@@ -50,7 +49,7 @@ def read() -> dict[str, Costs]:
         return {}
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        found = {kind: _costs_in(costs) for kind, costs in kept.items()}
+        found = {kind: Costs(*(float(costs[name]) for name in Costs._fields)) for kind, costs in kept.items()}
         for kind, costs in found.items():
             if kind not in BUILT_IN or not all(0.0 < number < math.inf for number in costs):
                 raise ValueError(f"costs of '{kind}': {tuple(costs)}")
@@ -65,11 +64,6 @@ def read() -> dict[str, Costs]:
             stacklevel=2,
         )
         return {}
-
-
-def _costs_in(kept: dict[str, float]) -> Costs:
-    """The costs of a device; files of earlier releases have none of splines."""
-    return Costs(**{name: float(kept[name]) for name in Costs._fields if name != "spline" or name in kept})
 
 
 def write(costs: dict[str, Costs]) -> Path:
@@ -94,7 +88,7 @@ def write(costs: dict[str, Costs]) -> Path:
     return path
 
 
-BUILT_IN = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41, 0.34)}
+BUILT_IN = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41)}
 """Default costs by type of device, measured by `nvalchemiops tune` on two cores of a CPU, and on an H100."""
 
 COSTS = BUILT_IN | read()

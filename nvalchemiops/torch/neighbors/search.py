@@ -22,6 +22,7 @@ from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import faults
 from nvalchemiops.torch.operators.segments import batch_idx_of, row_pointers
 from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime._torch_internals import tracing_state
 from nvalchemiops.torch.runtime.context import eager
 from nvalchemiops.torch.runtime.memory import new_empty
 from nvalchemiops.torch.runtime.recorder import current_recorder
@@ -260,7 +261,7 @@ class _CellList:
         else:
             neighbors, shifts, first, *form = to
             index, images = self.scratch
-            atoms = None if atoms is None else atoms.to(torch.int32)
+            atoms = None if atoms is None else atoms.to(torch.int32).contiguous()
             inputs = [count, index, None if self.search.cell is None else images, width, atoms, *form]
             self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
 
@@ -365,7 +366,7 @@ def _searched(search: Search, filled: Callable[..., Tensors], op: Callable[[], T
     op : callable, optional
         As in `engine.Call`.
     """
-    if op is not None and torch.compiler.is_compiling():
+    if op is not None and (torch.compiler.is_compiling() or tracing_state()):
         return op()
     lent: list[Scratch] = []
 

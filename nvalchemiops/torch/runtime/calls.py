@@ -15,6 +15,7 @@ from nvalchemiops.launch import active_tape
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime import graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import (
+    PLAIN_TYPES,
     has_function_modes,
     has_other_modes,
     has_saved_tensor_hooks,
@@ -280,6 +281,8 @@ def _add_fixed(
         if kind in _IMMUTABLE:  # the usual case
             key += (kind, value if value or kind is not float else str(value))  # zero and minus zero are equal
         elif isinstance(value, torch.Tensor):
+            if kind not in PLAIN_TYPES:
+                raise _Unknown("a tensor of another kind is part of what is fixed")
             if value.layout is not torch.strided:
                 raise _Unknown(f"a tensor has the layout {value.layout}")
             if not layout(value.device.type).reads:

@@ -138,7 +138,7 @@ def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[An
     alpha, accuracy, cutoff = asked.options[:3]
     accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    shares.must_be_same(system.domain, **same, **asked.options._asdict())
+    shares.must_be_same(system.domain, **asked.options._asdict(), **same)
     rows, cutoff, alpha = system.given_rows(cutoff, asked.neighbors, alpha)
     return alpha, cutoff, None if system.domain is not None else rows, accuracy
 

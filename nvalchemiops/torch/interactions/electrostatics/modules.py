@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from nvalchemiops.interactions.electrostatics.error_models import DEFAULT_ORDER, order_of_least_cost
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import DEFAULT_ORDER
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, order_for_atoms, pme_parameters
+from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
@@ -328,7 +328,9 @@ class ParticleMeshEwald(_ConfiguredSum):
         By default ``spline_order`` is the order that takes the least time.
         """
         atoms = _atoms(positions, cell, batch_idx, charges)
-        order = order_for_atoms(atoms, accuracy, real_space_cutoff) if spline_order is None else spline_order
+        order = spline_order
+        if order is None:
+            order = order_of_least_cost(checks.check_positive("accuracy", accuracy))
         found = pme_parameters(atoms, accuracy, real_space_cutoff, order)
         return cls(found.alpha, found.mesh_dimensions, order, float(found.real_space_cutoff.max()))
 
@@ -337,13 +339,14 @@ class ParticleMeshEwald(_ConfiguredSum):
 
         Returns the module.
         """
-        if self.alpha is None or self.mesh_dimensions is None or self.spline_order is None:
+        if self.alpha is None or self.mesh_dimensions is None:
             raise ValueError(
                 "`prepare` needs `alpha` and `mesh_dimensions`: give them, or let `ParticleMeshEwald.estimate` choose"
             )
         if self.alpha.requires_grad:
             raise ValueError("`alpha` is trained: prepared data would not follow it")
-        mesh, order = self.mesh_dimensions, self.spline_order
+        mesh, order = self.mesh_dimensions, self.spline_order or DEFAULT_ORDER
+        self.spline_order = order
         self._prepared = prepare_mesh(_cell_of(cell), self.alpha, mesh, order, potential=self.potential)
         return self
 

@@ -385,16 +385,6 @@ def mesh_spacing_to_dimensions(
 # -- common to all ------------------------------------------------------------------------------
 
 
-def order_for_atoms(atoms: System, accuracy: float, real_space_cutoff: Any) -> int:
-    """The order of splines that takes the least time, for `estimate_pme_parameters`."""
-    sizes = _sizes_of(atoms)
-    target = core.Target(choice.check_accuracy(accuracy, atoms.positions))
-    reach = None if real_space_cutoff is None else float(torch.as_tensor(real_space_cutoff).max())
-    lowest = choice.DEFAULT_ORDER
-    costs = core.COSTS[atoms.positions.device.type]
-    return core.mesh_order(sizes.n_atoms, sizes.volume, target, costs, lowest=lowest, cutoff=reach)
-
-
 def _sizes_of(atoms: System) -> Sizes:
     positions = atoms.positions
     checks.check_positions(positions, finite=False)

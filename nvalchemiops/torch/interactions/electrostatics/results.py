@@ -74,7 +74,7 @@ class EwaldSum(NamedTuple):
     Attributes
     ----------
     method : type or None
-        The long-range part is ``method.given(*given, system, options)``. None for pairs alone.
+        The long-range part is ``method.given(*given, system)``. None for pairs alone.
     given : tuple
     atoms : System
     neighbors : GivenNeighbors or ()
@@ -97,7 +97,7 @@ class EwaldSum(NamedTuple):
 
     def long_range(self, system: ChargedSystem) -> Any:
         """The long-range part that is given, or still to be chosen."""
-        return self.method.given(*self.given, system, self.options)
+        return self.method.given(*self.given, system)
 
     def shapes(self) -> list[Sequence[int]] | None:
         """The shapes of the results; None without a cell, where the sum is over all pairs."""

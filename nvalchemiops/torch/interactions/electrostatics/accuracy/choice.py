@@ -26,7 +26,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import (
     widest_alpha,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import SumOptions, Term
+from nvalchemiops.torch.interactions.electrostatics.results import Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh
@@ -376,37 +376,6 @@ def _warn_of_overlap(limit: np.ndarray, spacing: np.ndarray, accuracy: float) ->
 
 
 # -- meshes ---------------------------------------------------------------------------------------
-
-DEFAULT_ORDER = 5
-"""Order of splines on a mesh that is given without an order."""
-
-
-MOST_ORDERS = 64
-"""Number of combinations of sizes and accuracies for which the chosen order is kept."""
-
-_orders: Kept[int] = Kept(MOST_ORDERS)
-
-
-def order_for(system: ChargedSystem, options: SumOptions, lowest: int) -> int:
-    """The order of splines that takes the least time, for a mesh that is still to be chosen.
-
-    It is at least ``lowest``, and at least `DEFAULT_ORDER`, so that energies have as many derivatives as on a given
-    mesh. It depends neither on positions nor on the reach of a list, which is measured later. Reads values on the host.
-    """
-    alpha, costs = options.alpha, core.COSTS[system.positions.device.type]
-    if isinstance(alpha, torch.Tensor) and not may_read(alpha, wait=True):
-        return max(lowest, DEFAULT_ORDER)
-    given = None if alpha is None else on_host(given_alpha(alpha, system).detach())
-    accuracy = check_accuracy(options.accuracy, system.positions)
-    key = (key_of_sizes(system), accuracy, None if given is None else given.tobytes(), lowest, costs)
-    found = None if key[0] is None else _orders.get(key)
-    if found is None:
-        sizes = sizes_of_system(system)
-        least, target = max(lowest, DEFAULT_ORDER), core.Target(accuracy)
-        found = core.mesh_order(sizes.n_atoms, sizes.volume, target, costs, lowest=least, alpha=given)
-        if key[0] is not None:
-            _orders.keep(key, found)
-    return found
 
 
 def mesh_for(

@@ -7,16 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nvalchemiops.interactions.electrostatics.costs import Costs
-from nvalchemiops.interactions.electrostatics.error_models import MESH_ERROR
-from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import DEFAULT_ORDER
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_real_space, ewald_reciprocal_space
 from nvalchemiops.torch.interactions.electrostatics.pme import pme_reciprocal_space
 from nvalchemiops.torch.neighbors.lists import neighbor_list
 
 SIDE, POINTS = {"cpu": 16, "cuda": 46}, {"cpu": 64, "cuda": 192}
 """Numbers of atoms and mesh points along an edge: large enough that launches take a small part of the time."""
-
-HIGHEST_ORDER = max(MESH_ERROR)
 
 CUTOFF, BOUND = 3.0, 9
 """Cutoff in distances of neighbors, with 113 pairs for an atom; largest Miller index, with 1000 groups of eight
@@ -30,20 +26,17 @@ def measure(device: torch.device, seconds: float = 20.0, side: int | None = None
     ----------
     device : torch.device
     seconds : float, optional
-        Total time for which the parts are repeated. The shortest time of each part is used.
+        Total time for which the three parts are repeated. The shortest time of each part is used.
     side, points : int, optional
         Number of atoms, and of mesh points, along an edge.
     """
     side, points = side or SIDE[device.type], points or POINTS[device.type]
     each = seconds / len(Costs._fields)
-    found = Costs(*[1e9 * _shortest(call, device, each) / units for call, units in _calls(device, side, points)])
-    # without the splines of the sum on that mesh
-    of_splines = found.spline * DEFAULT_ORDER**2 * (side / points) ** 3
-    return found._replace(mesh=max(found.mesh - of_splines, 0.1 * found.mesh))
+    return Costs(*[1e9 * _shortest(call, device, each) / units for call, units in _calls(device, side, points)])
 
 
 def _calls(device: torch.device, side: int, points: int) -> Iterator[tuple[Callable[[], object], float]]:
-    """The parts, and how many units of work each does."""
+    """The three parts, and how many units of work each does."""
     axis = torch.arange(side, dtype=torch.float64, device=device)
     grid = torch.cartesian_prod(axis, axis, axis)
     x = grid + 0.1 * torch.sin(7.0 * torch.arange(3 * side**3, dtype=torch.float64, device=device)).view(-1, 3)
@@ -64,12 +57,7 @@ def _calls(device: torch.device, side: int, points: int) -> Iterator[tuple[Calla
         lambda: ewald_reciprocal_space(x, q, cell, None, alpha, miller_bounds=bounds, compute_forces=True),
         side**3 * (BOUND + 1) ** 3,
     )
-    yield lambda: pme_reciprocal_space(x, q, cell, alpha, mesh, None, DEFAULT_ORDER, compute_forces=True), points**3
-    coarse = (side,) * 3
-    yield (
-        lambda: pme_reciprocal_space(x, q, cell, alpha, coarse, None, HIGHEST_ORDER, compute_forces=True),
-        side**3 * HIGHEST_ORDER**2,
-    )
+    yield lambda: pme_reciprocal_space(x, q, cell, alpha, mesh, None, 5, compute_forces=True), points**3
 
 
 def _shortest(call: Callable[[], object], device: torch.device, seconds: float) -> float:

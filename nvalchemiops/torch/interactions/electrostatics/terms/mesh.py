@@ -22,13 +22,13 @@ from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
-from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import DEFAULT_ORDER, mesh_for, order_for
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import mesh_for
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import key_of_sizes, sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, SumOptions
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, frames_of
 from nvalchemiops.torch.interactions.pair.shares import must_be_near
@@ -180,17 +180,14 @@ class MeshSum(NamedTuple):
         precomputed: Precomputed,
         prepared: PreparedMesh | None,
         system: ChargedSystem,
-        options: SumOptions,
     ) -> "MeshSum":
         """The long-range part that these arguments of `particle_mesh_ewald` describe."""
         must_be_near(system.domain, system.positions)  # windows of the mesh are around bricks
         if prepared is not None:
             valid = prepared.check_cell(system.cell)
-            mesh = prepared.mesh_dimensions
-            return cls(prepared.spline_order, mesh, "`prepared`", precomputed, prepared.influence, valid)
-        if spline_order is None and (mesh_dimensions is not None or mesh_spacing is not None):
-            spline_order = DEFAULT_ORDER
-        order: Any = spline_order if spline_order is None else check_spline_order(spline_order)
+            mesh, order = prepared.mesh_dimensions, prepared.spline_order
+            return cls(order, mesh, "`prepared`", precomputed, prepared.influence, valid)
+        order = check_spline_order(spline_order)
         if mesh_dimensions is not None:
             if mesh_spacing is not None:
                 raise ValueError("`mesh_dimensions` and `mesh_spacing` are both given; give one of them")
@@ -201,8 +198,6 @@ class MeshSum(NamedTuple):
                 "`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read"
             )
         if mesh_spacing is None:
-            if order is None:
-                order = order_for(system, options, _lowest_order(system))
             return cls(order, None, precomputed=precomputed)
         mesh = mesh_spacing_to_dimensions(system.cell.detach(), mesh_spacing, spline_order=order)
         return cls(order, mesh, "`mesh_spacing`", precomputed)
@@ -253,16 +248,11 @@ class MeshSum(NamedTuple):
         """As of `LongRange`."""
         assert self.mesh is not None
         self.precomputed.check(system.n_systems, self.mesh)
-        lowest = _lowest_order(system)
+        lowest = HIGHEST[system.moments.shape[-1]] + 3  # for continuous forces
         if self.spline_order < lowest and lowest > 3:
             name = "dipoles" if lowest == 4 else "quadrupoles"
             raise ValueError(f"`spline_order` must be at least {lowest} with `{name}`, got {self.spline_order}")
         return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence, self.axes)
-
-
-def _lowest_order(system: ChargedSystem) -> int:
-    """The lowest order of splines for which forces are continuous."""
-    return HIGHEST[system.moments.shape[-1]] + 3
 
 
 # -- the sum --------------------------------------------------------------------------------------

@@ -66,13 +66,7 @@ class KVectorSum(NamedTuple):
 
     @classmethod
     def given(
-        cls,
-        k_vectors: Any,
-        k_cutoff: Any,
-        miller_bounds: Any,
-        miller_indices: Any,
-        system: ChargedSystem,
-        options: Any = None,
+        cls, k_vectors: Any, k_cutoff: Any, miller_bounds: Any, miller_indices: Any, system: ChargedSystem
     ) -> "KVectorSum":
         """The long-range part that these arguments of `ewald_summation` describe."""
         cell, n_systems, device = system.cell.detach(), system.n_systems, system.positions.device
