@@ -68,7 +68,7 @@ def coulomb_energy(
     quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
     widths : float or (n_atoms,) tensor, length, optional
         Further sources, as for `ewald_summation`. Points interact by ``erfc(α r) / r``. Gaussians interact by
-        ``erf(a r) / r`` with ``a = 1 / sqrt(2 (s_i² + s_j²))``, or with damping by the short-range part of this,
+        ``erf(a r) / r`` with ``a = 1 / sqrt(2 (s_i² + s_j²))``; with damping, by the short-range part
         ``erf(a r) / r - erf(α r) / r``.
 
     Returns
@@ -163,7 +163,7 @@ def _sum(
     request: PairRequest,
     num_systems: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Sum a formula of charges ``q`` and, optionally, damping ``alpha``; by a plan if the call repeats."""
+    """Sum a formula of charges ``q`` and, optionally, damping ``alpha``; repeated calls use a plan."""
     domain = atoms.domain
     by_system = request.by_system or formula.global_parameters != ()
 
@@ -188,7 +188,7 @@ def _sum(
 def _moments(
     atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
-    """Energies of moments, Gaussians or several charges, and the requested derivatives; bare without ``alpha``."""
+    """Energies of moments, Gaussians or charges with channels, and requested derivatives; undamped if alpha is None."""
     domain = atoms.domain
 
     def system_of(here: System, near: GivenNeighbors) -> PairSystem:
@@ -235,7 +235,7 @@ def coulomb_of_sources(
     Returns
     -------
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
-        Gradients by the sources that the system has; the virial if requested, as from `ewald_summation`.
+        As from `ewald_summation`: gradients for the sources that the system has; the virial if requested.
     """
     request = PairRequest(True, ("charges", "dipoles", "quadrupoles"), compute_virial)
     return _moments(atoms, NO_CUTOFF if cutoff is None else cutoff, None, given, request)
@@ -245,7 +245,7 @@ _reach = functools.partial(checks.check_positive, "cutoff")
 
 
 def _damping(alpha: Any) -> Any:
-    """Alpha. Raise unless it is finite and non-negative; if a tensor cannot be read, replace bad values by NaN."""
+    """Alpha; raise unless it is finite and non-negative. In a tensor that cannot be read, bad values become NaN."""
     if not isinstance(alpha, torch.Tensor):
         allowed = 0.0 <= checks.as_float("alpha", alpha) < math.inf
     elif not may_read(alpha):

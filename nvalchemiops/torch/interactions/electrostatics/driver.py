@@ -36,7 +36,7 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
     """The sum of all terms; over all pairs if there is no periodic axis."""
     atoms, options = asked.atoms, asked.options
     if torch.compiler.is_compiling() and isinstance(atoms.cell, torch.Tensor):
-        if isinstance(options.alpha, float):  # a tensor, since each number would be compiled as another graph
+        if isinstance(options.alpha, float):  # a tensor: a graph would be compiled again for each number
             alpha = per_system("alpha", options.alpha, atoms.cell.reshape(-1, 3, 3).shape[0], atoms.cell.device)
             asked = asked._replace(options=options._replace(alpha=alpha))
         if asked.request.hybrid:
@@ -59,7 +59,7 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
 
 
 def is_listed(neighbors: GivenNeighbors) -> bool:
-    """Whether there is a list of neighbors, or a matrix."""
+    """Whether a list of neighbors or a matrix is given."""
     return neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
 
 
@@ -68,7 +68,7 @@ Terms = Callable[[EwaldSum], tuple[Any, ...]]
 
 
 def _sum(name: str, terms_of: Terms, asked: EwaldSum, along: bool) -> tuple[torch.Tensor, ...]:
-    """The sum of terms, by a plan if the call repeats; first derivatives may come ``along`` with the energies."""
+    """The sum of terms, with a plan if the call repeats; ``along``: first derivatives may come with the energies."""
 
     def prepare(here: EwaldSum) -> engine.Body:
         terms, system, *_ = terms_of(here)
@@ -89,7 +89,7 @@ def _described(
 ) -> engine.Call | None:
     """The call of a sum whose arguments ``prepare`` checks; None if they must be checked beforehand.
 
-    Neighbors are given or not needed.
+    It is also None if neighbors are needed but not given.
     """
     method, given, atoms, neighbors, request, options = asked
     if atoms.domain is not None or not asked.is_constant or (neighbors and not is_listed(neighbors)):
@@ -100,7 +100,7 @@ def _described(
         names = ("positions", *[name for name in SOURCES if getattr(atoms, name) is not None], "cell")
         inputs = tuple([getattr(atoms, name) for name in names])
     for value in inputs:
-        # bad arguments raise there
+        # None: the checks of the caller then raise
         if not isinstance(value, torch.Tensor) or value.dtype is not inputs[0].dtype or value.ndim == 0:
             return None
         if value is not inputs[-1] and value.shape[0] != inputs[0].shape[0]:
@@ -146,7 +146,7 @@ def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[An
 def split(
     system: ChargedSystem, long_range: LongRange, *given: Any
 ) -> tuple[LongRange, torch.Tensor, Rows, float | None]:
-    """The long-range part with all parameters, alpha, neighbors, and where pairs end; ``given`` is by `check_split`."""
+    """The long-range part with all parameters, alpha, neighbors and cutoff; ``given`` comes from `check_split`."""
     found = choose_splitting(system, long_range, *given)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
     if not long_range.is_given:
@@ -156,7 +156,7 @@ def split(
 
 
 def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange, torch.Tensor]:
-    """The terms, the system, its neighbors, and what was chosen; raise unless the arguments fit together."""
+    """The terms, the system, its neighbors, and the chosen parameters; raise unless the arguments fit together."""
     request, options = asked.request, asked.options
     potential = options.potential
     with shares.together(asked.atoms.domain):
@@ -262,7 +262,7 @@ def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielect
 
 
 def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: Any) -> None:
-    """Raise if functions of a potential hold tensors whose gradient on each rank would be only a share."""
+    """Raise if functions of a potential hold tensors whose gradients on each rank would be incomplete."""
     if system.domain is None or potential.is_constant or not torch.is_grad_enabled():
         return
     splitting = given_alpha(alpha, system).detach().unsqueeze(1)
@@ -361,6 +361,6 @@ def _pairs_alone(n_charges: int) -> Formula:
 
 
 def given_neighbors(*values: Any) -> GivenNeighbors:
-    """Neighbors from the arguments of the public sums: the fields up to ``half_list``, in their order."""
+    """Neighbors from arguments of the public sums: the fields of `GivenNeighbors` up to ``half_list``, in order."""
     fields: Any = (*values, "neighbor_shifts", "mask_value")
     return GivenNeighbors(*fields)

@@ -70,8 +70,8 @@ def ewald_summation(
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
     k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length, optional
         K-vectors of the cell, as from `generate_k_vectors_ewald_summation`. Their Miller indices select the terms of
-        the sum; their values are recomputed from the cell, so that gradients by the cell are complete. One vector of
-        each pair k and -k is enough.
+        the sum. Their values are recomputed from the cell, so that gradients with respect to the cell are complete.
+        One vector of each pair k and -k is enough.
     k_cutoff : float or (n_systems,) tensor, 1/length, optional
         Use all k-vectors up to this length. By default the length that ``accuracy`` needs at this alpha.
     batch_idx : (n_atoms,) int32 tensor, optional
@@ -84,18 +84,18 @@ def ewald_summation(
         The neighbors as a matrix (n_atoms, width), images (n_atoms, width, 3), and the padding value (n_atoms by
         default).
     compute_forces, compute_charge_gradients, compute_virial : bool, optional
-        Return forces ``-dE/dR`` at fixed charges, ``dE/dq``, and ``-dE/dstrain``.
+        Return the forces ``-dE/dR`` at fixed charges, the charge gradients ``dE/dq``, and the virial ``-dE/dstrain``.
     accuracy : float, optional
         Target for the RMS error of the forces, relative to the RMS of the forces. Without ``alpha`` it is typically met
         within a factor of 3. Errors are smaller for very small systems, and larger for nearly cancelling forces and
         some virials.
     hybrid_forces : bool, optional
         Treat positions, cell and alpha as constants: gradients flow through the charges alone. If the charges depend on
-        the geometry, the total force is the sum of the explicit forces and minus the gradient of this energy.
+        the geometry, the total force is the explicit force minus the gradient of this energy.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         True along all axes, or with ``slab_correction`` along all but one. In a system without any periodic axis all
         pairs are summed, and given neighbors are ignored. Compiled graphs cannot read ``pbc``: there the results of
-        such a system are NaN. Transforms of ``torch.func`` raise an error for it.
+        such a system are NaN, and transforms of ``torch.func`` raise an error.
     slab_correction : bool, optional
         Add `compute_slab_correction` for systems with an open axis.
     miller_bounds : (int, int, int), optional
@@ -107,14 +107,14 @@ def ewald_summation(
     cutoff : float, length, optional
         Cutoff of the given list, which must hold all pairs closer than this, or of the list that is built.
     half_list : bool, optional
-        The list has each pair once.
+        The list holds each pair only once.
     exclusions : (2, n_pairs) int tensor, optional
         Pairs of atoms, each listed once, whose nearest images do not interact.
     exclusion_factors : (n_pairs,) tensor, optional
         Scale the interaction of the excluded pairs by these factors, zero by default.
     potential : LongRangePotential, optional
-        Another interaction, such as `power_law(6)` for dispersion. Parameters are then required, because the error
-        models hold for the Coulomb potential only.
+        Another interaction, such as `power_law(6)` for dispersion. The parameters of the sum are then required, because
+        the error models hold only for the Coulomb potential.
     domain : Domain, optional
         The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank owns,
         and results per system are complete on all ranks.
@@ -163,13 +163,13 @@ def ewald_summation(
 
     Notes
     -----
-    Without ``alpha`` it is chosen as follows. The reach of a list is ``cutoff``, or without it the largest distance in
-    the list. If the reach covers the ``real_space_cutoff`` of `estimate_ewald_parameters`, alpha is that of this
-    estimate with these charges. With a shorter list, alpha grows until ``accuracy`` is met at the reach of the list. If
-    k-vectors are given and too few for this alpha, a smaller one is used: the largest alpha for which they suffice, if
-    the list reaches far enough; otherwise the alpha at which both parts miss the accuracy by the same factor. For small
-    molecules in large cells the largest distance in the list may be much shorter than its cutoff: give ``cutoff``,
-    which saves k-vectors. With ``alpha`` given, the reach of the list is not checked.
+    If ``alpha`` is not given, it is chosen as follows. The reach of a list is ``cutoff`` or, if that is not given, the
+    largest distance in the list. If the reach covers the ``real_space_cutoff`` of `estimate_ewald_parameters`, alpha is
+    taken from this estimate with these charges. With a shorter list, alpha grows until ``accuracy`` is met at the reach
+    of the list. If k-vectors are given and too few for this alpha, a smaller one is used: the largest alpha for which
+    they suffice, if the list reaches far enough; otherwise the alpha at which both parts miss the accuracy by the same
+    factor. For small molecules in large cells the largest distance in the list may be much shorter than its cutoff:
+    give ``cutoff``, which saves k-vectors. If ``alpha`` is given, the reach of the list is not checked.
 
     The set of k-vectors depends on the cell, which is read on the host unless ``miller_bounds`` are given. Sizes of
     systems are read on the host if alpha or neighbors are not given. Inside ``torch.compile`` give alpha or ``cutoff``.
@@ -274,7 +274,7 @@ def ewald_reciprocal_space(
     self_interaction: bool = False,
     domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Reciprocal part of the Ewald sum, with self energies and background: all terms but `ewald_real_space`.
+    """Reciprocal part of the Ewald sum, with self energies and background: all terms except `ewald_real_space`.
 
     Parameters
     ----------
@@ -286,10 +286,10 @@ def ewald_reciprocal_space(
 quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients, domain
         As for `ewald_summation`.
     widths : float or (n_atoms,) tensor, length, optional
-        They do not change the reciprocal sum: they add what they change in the background of a charged cell.
+        They do not change the reciprocal sum. They change only the background energy of a charged cell.
     self_interaction : bool, optional
-        Keep the self energy: without ``widths`` that of the reciprocal sum, which is then the energy of Gaussians of
-        standard deviation 1/2α; with them that of these Gaussians.
+        Keep the self energy. Without ``widths`` it is the self energy of the reciprocal sum, which is then the energy
+        of Gaussians of standard deviation 1/2α. With ``widths`` it is the self energy of the given Gaussians.
 
     Returns
     -------

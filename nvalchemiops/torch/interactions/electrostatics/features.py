@@ -1,19 +1,19 @@
 """The electrostatic potential at atoms and its derivatives, averaged over Gaussians: features for models.
 
-A receiver of standard deviation s at atom i has the potential ``∫ φ(x) g_s(x - x_i) dx``, with derivatives by x_i. A
-source of width s_j therefore acts by ``erf(a r)/r`` with ``a = 1/√(2 (s² + s_j²))``. This is split as in Ewald's sum:
-the long-range part ``erf(α r)/r`` is the same for all receivers and evaluated once; the short-range part is a sum over
-pairs for each receiver.
+A receiver of standard deviation s at atom i has the potential ``∫ φ(x) g_s(x - x_i) dx``; derivatives are taken with
+respect to x_i. A source of width s_j therefore acts on it through ``erf(a r)/r`` with ``a = 1/√(2 (s² + s_j²))``. This
+function is split as in Ewald's sum: the long-range part ``erf(α r)/r`` is the same for all receivers and evaluated
+once; the short-range part is a sum over pairs for each receiver.
 
 The long-range part includes the potential of the atom itself, which is subtracted. For moments (q, μ, Q) and with
-``b_n = 2a/√π (2a²)^n / (2n + 1)`` at a = α, it has the potential ``b_0 q``, the gradient ``b_1 μ`` and the second
-derivatives ``b_2 Q - b_1 q``. In a periodic system the average potential is zero. In a charged cell the potential of
-Gaussians is therefore larger than that of points, by ``2π/V Σ_j q_j (s² + s_j²)``
+``b_n = 2a/√π (2a²)^n / (2n + 1)`` at a = α, this potential is ``b_0 q``, its gradient ``b_1 μ``, and its second
+derivatives are ``b_2 Q - b_1 q``. In a periodic system the average potential is zero. In a charged cell Gaussians
+therefore have a larger potential than points, by ``2π/V Σ_j q_j (s² + s_j²)``
 (`nvalchemiops.torch.interactions.electrostatics.terms.moments`).
 
-Exclusions, slabs and surfaces add the gradients of their energies by charges, dipoles and quadrupoles, which are the
-potential at a point and its derivatives. The potential of the slab correction is a polynomial of second order along the
-normal: its average over a Gaussian is larger by ``s²/2`` times its second derivative.
+Exclusions, slabs and surfaces add the gradients of their energies with respect to charges, dipoles and quadrupoles,
+which are the potential at a point and its derivatives. The potential of the slab correction is a polynomial of second
+order along the normal: its average over a Gaussian is larger by ``s²/2`` times its second derivative.
 """
 
 import math
@@ -63,7 +63,7 @@ class Potentials(NamedTuple):
     gradient : (n_atoms, n_receivers[, n_channels], 3) tensor or None
         Minus the electric field.
     second : (n_atoms, n_receivers[, n_channels], 3, 3) tensor or None
-        Second derivatives, minus the gradient of the field.
+        Second derivatives: minus the gradient of the electric field.
     """
 
     potential: torch.Tensor
@@ -122,9 +122,10 @@ def electrostatic_potential(
     derivatives : {0, 1, 2}, optional
         How many derivatives of the potential to return.
     self_interaction : bool, optional
-        Include the potential of the source of the atom itself. Needs positive widths of sources or receivers.
+        Include the potential that the source of an atom has at the atom itself. Needs positive widths of sources or
+        receivers.
     method : {"ewald", "pme"}, optional
-        Long-range part of periodic systems.
+        Method for the long-range part of periodic systems.
     alpha, k_cutoff, mesh_dimensions, spline_order, accuracy
         As for `ewald_summation` and `particle_mesh_ewald`. The spline order must exceed ``derivatives`` by at least
         two.
@@ -201,7 +202,7 @@ def _run(
 
 
 def _of_one_kind(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
-    """The potentials in systems that are all periodic, or without cells."""
+    """The potentials in systems that are all periodic, or all without a cell."""
     atoms, options = asked.atoms, asked.options
 
     def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
@@ -272,7 +273,7 @@ def reciprocal_potential(
     derivatives: int = 1,
     self_interaction: bool = False,
 ) -> Potentials:
-    """`electrostatic_potential` by k-vectors alone, for sources of one width: each receiver then has one alpha."""
+    """`electrostatic_potential` from k-vectors alone, for sources of equal width: each receiver then has one alpha."""
     atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
     seen = tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths
 
@@ -318,7 +319,7 @@ Receiver = torch.Tensor | None
 
 
 def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
-    """Receivers, each with whether the self interaction is kept; raise if it is kept for points."""
+    """Receivers, each with a flag that says whether it keeps the self interaction; raise if points keep it."""
     with shares.together(system.domain):
         shares.must_be_same(system.domain, receiver_widths=values, self_interaction=self_interaction)
         values = shares.replicated(system.domain, values)
@@ -372,14 +373,14 @@ def _padded(system: ChargedSystem, derivatives: int) -> ChargedSystem:
 
 
 def _of_term(term: Term, system: ChargedSystem, derivatives: int) -> torch.Tensor:
-    """The potential of a term: gradients of its energy by moments."""
+    """The potential of a term: gradients of its energy with respect to moments."""
     found = term.evaluate(_padded(system, derivatives), Derivatives(charge_gradients=True))
     assert found.charge_gradients is not None
     return found.charge_gradients[..., : count(derivatives)].to(torch.float64)
 
 
 def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> torch.Tensor:
-    """The potential of the slab correction, averaged over Gaussians of other widths than those of the sources."""
+    """The potential of the slab correction, averaged over Gaussians that may differ in width from the sources."""
     found = _of_term(SlabTerm(), system, 2)
     beyond = torch.zeros_like(found[..., 0])
     for sign, widths in ((0.5, receiver), (-0.5, system.widths)):
@@ -403,7 +404,7 @@ def _of_pairs(
     derivatives: int,
     cutoff: float | None,
 ) -> torch.Tensor:
-    """The potential of the pairs; with an alpha, without their long-range part."""
+    """The potential of the pairs; with an alpha, only its short-range part."""
     positions, widths = system.positions, system.widths
     gaussians = widths is not None or receiver is not None
     formula = (moment_interaction if alpha is None else moment_short_range)(gaussians)
@@ -425,7 +426,7 @@ def _of_rows(
     derivatives: int,
     cutoff: float | None = None,
 ) -> torch.Tensor:
-    """Derivatives of a radial function of neighbors, whose parameters as sources and as receivers may differ."""
+    """Derivatives of a radial function, summed over neighbors; sources and receivers may have different parameters."""
     cell = None if alpha is None else system.cell
     pairs = PairSystem(system.positions, cell, system.batch_idx, system.n_systems, rows, system.domain)
     splitting = None if alpha is None else alpha.to(system.positions.dtype).unsqueeze(1)

@@ -40,7 +40,7 @@ class WaveVectors(NamedTuple):
     point_begin : (n_systems + 1,) int32 tensor
     point_system : (n_points,) int32 tensor
     weights : (n_points, 4) float64 tensor
-        Multiplicity of each k-vector in a sum over all; k and -k share an entry.
+        Multiplicity of each k-vector in a sum over all k-vectors; k and -k share an entry.
     cell : (n_systems, 3, 3) float64 tensor, length, or None
         The cell for which `prepare_wave_vectors` chose the k-vectors.
     k_cutoff : (n_systems,) float64 tensor, 1/length, or None
@@ -79,7 +79,7 @@ class WaveVectors(NamedTuple):
         before, now = on_host(self.cell), on_host(cell)
         if np.array_equal(before, now):
             return
-        # a k-vector is shorter by at most the factor by which the cell is longer in some direction
+        # a k-vector shrinks at most by the factor by which the cell has stretched in some direction
         stretch = np.linalg.norm(np.linalg.solve(before, now), 2, axis=(1, 2))
         worst = int(stretch.argmax())
         if stretch[worst] > MOST_STRETCH:
@@ -149,7 +149,7 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
 _Points = tuple[np.ndarray, np.ndarray]
 
 MOST_KEPT = 256
-"""How many pairs of a cell and a length have their k-vectors kept: in a batch, some systems stay the same."""
+"""Number of pairs (cell, length) whose k-vectors are kept: some systems of a batch may return in the next call."""
 
 _kept: Kept[_Points] = Kept(MOST_KEPT)
 
@@ -383,7 +383,7 @@ def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
 
 
 def _check_number(name: str, bounds: Any) -> None:
-    """Raise if a box of Miller indices holds more than `MOST_VECTORS` vectors; ``name`` is the argument to blame."""
+    """Raise if a box of Miller indices holds more than `MOST_VECTORS` vectors; ``name`` is the argument to name."""
     n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
     if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
         raise ValuesError(f"`{name}`: this cell has {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it, which is too many")
@@ -394,7 +394,7 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
     if type(value) is float and 0.0 < value < math.inf:
         return torch.full((n_systems,), value, dtype=torch.float64, device=device)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = checks.check_positive(name, value)  # also where values of tensors are not read
+        number = checks.check_positive(name, value)  # checked even where values of tensors are not read
         return torch.full((n_systems,), number, dtype=torch.float64, device=device)
     if isinstance(value, torch.Tensor):
         checks.check_tensor(name, value)

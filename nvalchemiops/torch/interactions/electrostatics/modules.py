@@ -26,12 +26,12 @@ def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | 
         return None
     if isinstance(value, torch.Tensor):
         return per_system(name, value, max(1, value.numel()), value.device).detach().clone()
-    # moved to where other modules of torch are made
+    # moved to the device on which torch creates parameters of modules
     return per_system(name, value, max(1, np.size(value)), torch.device("cpu")).clone().to(torch.get_default_device())
 
 
 def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
-    """Raise if the saved module had another potential; two potentials without an exponent cannot be told apart."""
+    """Raise if the saved module had another potential; potentials without an exponent cannot be distinguished."""
     if potential.exponent != exponent:
         saved, here = ("user-defined" if p is None else f"1/r^{p}" for p in (exponent, potential.exponent))
         raise ValueError(f"`potential` is {here}, but {saved} in the state dict")
@@ -40,7 +40,7 @@ def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
 def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
     """The value for which data were prepared; raise if the parameter of the module has changed since.
 
-    If values cannot be read, a changed one becomes NaN instead.
+    If values cannot be read, a changed value becomes NaN instead.
     """
     value = per_system(name, value, prepared.shape[0], prepared.device)  # callers may have set a number
     if may_read(value) and torch.equal(values_of(value), prepared):
@@ -55,7 +55,7 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
 
 
 def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
-    """The system, whose ``pbc`` has no effect on parameters, or the tensors as a system."""
+    """The system without ``pbc``, which has no effect on parameters; separate tensors are made into a system."""
     if not isinstance(positions, System):
         return System(positions, charges, cell, batch_idx)
     neighbors_beside((), {"cell": cell, "batch_idx": batch_idx, "charges": charges})
@@ -69,7 +69,7 @@ def _cell_of(cell: Any) -> Any:
 
 
 class _ConfiguredSum(ExactModule):
-    """Base of both modules: alpha, the reach of lists, the accuracy, the potential, and data prepared for a cell."""
+    """Base of both modules. Holds alpha, the cutoff of lists, the accuracy, the potential and data for a fixed cell."""
 
     alpha: torch.Tensor | None
     _trainable: tuple[str, ...] = ("alpha",)
@@ -87,7 +87,7 @@ class _ConfiguredSum(ExactModule):
 
     @property
     def prepared_cell(self) -> torch.Tensor | None:
-        """The cell (n_systems, 3, 3) of `prepare`, float64."""
+        """The cell (n_systems, 3, 3) that was given to `prepare`, in float64."""
         return None if self._prepared is None else self._prepared.cell
 
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
@@ -125,7 +125,7 @@ class _ConfiguredSum(ExactModule):
         Raises
         ------
         ValueError
-            The neighbors do not reach to the ``cutoff`` that belongs to ``alpha``.
+            The neighbors do not reach the ``cutoff`` that belongs to ``alpha``.
         """
         if not isinstance(positions, System):
             if neighbors is not None:
@@ -135,8 +135,8 @@ class _ConfiguredSum(ExactModule):
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
         system, beside = positions, (charges, cell, neighbors)
         if system.cell is None and system.pbc is None:
-            system = system._replace(pbc=torch.zeros(3, dtype=torch.bool, device="cpu"))  # as it is documented there
-        cutoff = None if self.alpha is None else self.cutoff  # without alpha one is chosen that suits the neighbors
+            system = system._replace(pbc=torch.zeros(3, dtype=torch.bool, device="cpu"))  # as `System` documents
+        cutoff = None if self.alpha is None else self.cutoff  # if alpha is None, it is chosen to suit the neighbors
         given = long_arguments(
             system, beside, options, needed=("charges",), padding="mask_value", reach="cutoff", cutoff=cutoff
         )
@@ -172,13 +172,13 @@ class EwaldSummation(_ConfiguredSum):
     Attributes
     ----------
     prepared_cell : (n_systems, 3, 3) float64 tensor or None
-        The cell of `prepare`.
+        The cell that was given to `prepare`.
 
     Notes
     -----
     The k-vectors of each call follow from its cell, until `prepare` fixes their Miller indices. Energies are then
     continuous when the cell changes, as in dynamics at constant pressure, and nothing is read on the host. If the cell
-    has become longer by more than a tenth in some direction, an `AccuracyWarning` on a CPU asks to prepare again.
+    has become longer by more than a tenth in some direction, an `AccuracyWarning` asks to prepare again (CPU only).
 
     Loading a state dict restores all parameters and the prepared data, or raises. Under ``DistributedDataParallel``
     processes may have modules with different parameters: no buffers are synchronised.
@@ -227,12 +227,12 @@ class EwaldSummation(_ConfiguredSum):
         *,
         charges: torch.Tensor | None = None,
     ) -> "EwaldSummation":
-        """The module with parameters from `estimate_ewald_parameters`, with the same arguments or for a System."""
+        """Create a module with parameters from `estimate_ewald_parameters`; takes the same arguments, or a System."""
         found = ewald_parameters(_atoms(positions, cell, batch_idx, charges), accuracy)
         return cls(found.alpha, found.reciprocal_space_cutoff, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor | System) -> "EwaldSummation":
-        """Fix the k-vectors to those of the cell, (3, 3) or (n_systems, 3, 3), or of that of a system.
+        """Fix the k-vectors to those of a cell (3, 3) or (n_systems, 3, 3), or of the cell of a system.
 
         Returns the module.
         """
@@ -260,7 +260,7 @@ class ParticleMeshEwald(_ConfiguredSum):
     mesh_dimensions : (int, int, int), optional
         By default each call chooses a mesh for ``accuracy``.
     spline_order : int, optional
-        By default 5 with a mesh; without one each call chooses the order.
+        By default 5 with a mesh; without a mesh each call chooses the order.
     cutoff, accuracy, potential
         As for `EwaldSummation`, with the same attributes and errors.
 
@@ -296,7 +296,7 @@ class ParticleMeshEwald(_ConfiguredSum):
 
     def _settings(self) -> dict[str, Any]:
         names = ("alpha", "mesh_dimensions", "spline_order", "cutoff", "accuracy", "prepared_cell")
-        # apart from `alpha`, which the dtype of the cell may have rounded
+        # saved besides `alpha`, because the dtype of the cell may have rounded it
         prepared = None if self._prepared is None else self._prepared.alpha
         others = {"prepared_alpha": prepared, "potential": self.potential.exponent}
         return {name: getattr(self, name) for name in names} | others
@@ -323,7 +323,7 @@ class ParticleMeshEwald(_ConfiguredSum):
         spline_order: int | None = None,
         charges: torch.Tensor | None = None,
     ) -> "ParticleMeshEwald":
-        """The module with parameters from `estimate_pme_parameters`, with the same arguments or for a System.
+        """Create a module with parameters from `estimate_pme_parameters`; takes the same arguments, or a System.
 
         By default ``spline_order`` is the order that takes the least time.
         """
@@ -335,7 +335,7 @@ class ParticleMeshEwald(_ConfiguredSum):
         return cls(found.alpha, found.mesh_dimensions, order, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor | System) -> "ParticleMeshEwald":
-        """Compute and keep tensors that depend on the cell, (3, 3) or (n_systems, 3, 3), or on that of a system.
+        """Compute and keep tensors that depend on a cell (3, 3) or (n_systems, 3, 3), or on the cell of a system.
 
         Returns the module.
         """
@@ -357,7 +357,7 @@ class ParticleMeshEwald(_ConfiguredSum):
             return particle_mesh_ewald(positions, charges, cell, self.alpha, **mesh, **options)
         if (prepared.mesh_dimensions, prepared.spline_order) != (self.mesh_dimensions, self.spline_order):
             raise ValueError("the mesh has changed since `prepare`: call it again")
-        # equal, not the same: torch.export puts copies of tuples into a module
+        # compared by value, not identity: torch.export puts copies of tuples into a module
         if may_read() and prepared.potential != self.potential:
             raise ValueError("`potential` has changed since `prepare`: call it again")
         assert self.alpha is not None

@@ -71,8 +71,8 @@ def estimate_multipole_ewald_parameters(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; or Gaussians too wide, or a cell too small, for a sum in two parts. Use
-        `multipole_electrostatic_energy` there.
+        A bad argument, named in the message; or Gaussians too wide, or a cell too small, for a sum in two parts. In
+        these cases use `multipole_electrostatic_energy`.
     """
     alpha, eta, reach = _balance(positions, cell, sigma, batch_idx, accuracy, cost_ratio)
     return MultipoleEwaldParameters(alpha, sigma, reach * eta, reach / eta)

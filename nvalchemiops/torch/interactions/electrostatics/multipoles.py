@@ -50,7 +50,7 @@ def pack_multipole_moments(
     quadrupoles : (n_atoms, 3, 3) tensor, charge length², optional
         Second moments. The symmetric traceless part is packed. Needs ``dipoles``.
     trace_atol : float, optional
-        Warn of traces larger than this.
+        Warn if a trace is larger than this.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def _valid_k_vectors(k_vectors: Any, counts: Any) -> torch.Tensor | None:
 
 
 def _energies(function: Callable[..., Any], system: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Energies in eV, by a function for Cartesian sources."""
+    """Energies in eV, from a function that takes Cartesian sources."""
     return COULOMB_EV_ANGSTROM * function(**system, **options)
 
 
@@ -274,7 +274,7 @@ def multipole_ewald_summation(
     accuracy, cost_ratio : float, optional
         Arguments of the estimate.
     half_neighbor_list : bool, optional
-        The list has each pair once.
+        The list holds each pair only once.
     cache : optional
         Must be None: a cache is not supported.
 
@@ -330,7 +330,7 @@ def multipole_particle_mesh_ewald(
     spline_order : int, optional
         As for `particle_mesh_ewald`; at least 5 with quadrupoles.
     cell_inv_t, volume, moduli, k_squared : optional
-        Accepted, but recomputed from the cell, so that gradients by the cell are complete.
+        Accepted, but recomputed from the cell, so that gradients with respect to the cell are complete.
 
     Returns
     -------
@@ -375,7 +375,7 @@ _MODES = ("multipoles", "receiver", "none")
 
 
 def _mode(name: str, value: Any) -> int:
-    """The number, 0, 1 or 2, of a normalization that is given by number or name."""
+    """The number (0, 1 or 2) of a normalization that is given as a number or a name."""
     if isinstance(value, str):
         checks.check_choice(name, value.lower(), _MODES)
         return _MODES.index(value.lower())
@@ -386,7 +386,7 @@ def _mode(name: str, value: Any) -> int:
 
 
 def _norms(mode: int, width: float) -> tuple[float, float, float]:
-    """Factors of the potential, its gradient, and its second derivative by x and y, for receivers of this width."""
+    """Factors of the potential, its gradient, and its second derivative ``∂²/∂x∂y``, for receivers of this width."""
     if mode == 0:  # receivers are moments of order 0, 1, 2
         return 1.0, 1.0, 1.0 / math.sqrt(3.0)
     if mode == 1:
@@ -437,8 +437,8 @@ def multipole_electrostatic_features(
     Returns
     -------
     (n_atoms, n_receivers * (feature_max_l + 1)²) tensor
-        Columns are sorted by order, then by receiver: the potential; its gradient by (y, z, x); its second derivatives
-        by (xy, yz, (2 zz - xx - yy) / 2√3, xz, (xx - yy) / 2). In float64, differentiable to any order.
+        Columns are sorted by order, then by receiver: the potential; its gradient along (y, z, x); its second
+        derivatives (xy, yz, (2 zz - xx - yy) / 2√3, xz, (xx - yy) / 2). In float64, differentiable to any order.
 
     Raises
     ------

@@ -71,11 +71,11 @@ class Part(NamedTuple):
     number: torch.Tensor
 
     def of_atoms(self, values: Any) -> Any:
-        """Values of its atoms; a number, or None, holds for all."""
+        """Values of the atoms in this part; a number, or None, holds for all atoms."""
         return values.index_select(0, self.atoms) if isinstance(values, torch.Tensor) and values.ndim else values
 
     def of_systems(self, name: str, values: Any, n_systems: int) -> Any:
-        """Values of its systems, called ``name``; a number, or None, holds for all."""
+        """Values of the systems in this part, called ``name``; a number, or None, holds for all systems."""
         if values is None or type(values) in (int, float):
             return values
         if isinstance(values, torch.Tensor) and tuple(values.shape) == (n_systems, 3):
@@ -91,7 +91,7 @@ class Part(NamedTuple):
         return pairs[:, inside].to(exclusions.dtype), None if factors is None else factors[inside]
 
     def of_neighbors(self, given: GivenNeighbors) -> GivenNeighbors:
-        """The neighbors of its atoms; shapes and dtypes are checked."""
+        """The neighbors of the atoms in this part; shapes and dtypes are checked."""
         pairs, matrix, fill_value = given.neighbor_list, given.neighbor_matrix, given.fill_value
         if pairs is not None:
             inside, pointers = self._rows_inside(pairs, given.neighbor_ptr)
@@ -126,7 +126,7 @@ class Part(NamedTuple):
         return inside, torch.cat([own.new_zeros(1), own])
 
     def _numbered(self, atoms: torch.Tensor, padding: int | None) -> torch.Tensor:
-        """Numbers of these atoms in this part; its number of atoms for padding, -1 for atoms that do not exist."""
+        """Numbers of these atoms in this part. Padding gets its number of atoms; atoms that do not exist get -1."""
         is_atom = (atoms >= 0) & (atoms < self.number.shape[0])
         if padding is not None:
             is_atom &= atoms != padding

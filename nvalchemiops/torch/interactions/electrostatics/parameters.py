@@ -45,7 +45,7 @@ def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_
 
 
 class EwaldParameters(NamedTuple):
-    """Parameters of an Ewald sum, a value for each system.
+    """Parameters of an Ewald sum, one value for each system.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ def estimate_ewald_parameters(
         Target for the RMS error of the forces, relative to the RMS of the forces. With ``charges`` it is typically met
         within a factor of 3. Small systems get smaller force errors, so that their virial is as accurate.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
-        With charges, the magnitude of the forces is estimated from the positions, as in the sums; it sets the allowed
+        With charges, the magnitude of the forces is estimated from the positions, as the sums do; it sets the allowed
         errors. Without charges, forces are assumed to be as large as in thermal vibrations or between molecules. Leave
         charges out if bonds are excluded, or if parameters must not depend on positions.
 
@@ -222,7 +222,7 @@ class ErrorEstimate(NamedTuple):
     reciprocal_space : (n_systems,) tensor
         Error from k-vectors that are left out, or from the mesh.
     total : (n_systems,) tensor
-        Root of the sum of both squares.
+        Root of the sum of the squares of both errors.
     """
 
     real_space: torch.Tensor
@@ -389,7 +389,7 @@ def _sizes_of(atoms: System) -> Sizes:
     positions = atoms.positions
     checks.check_positions(positions, finite=False)
     cell = check_periodic_cells(atoms.cell, positions)
-    check_cells(cell.detach().cpu())  # read in any case
+    check_cells(cell.detach().cpu())  # values are read in any case
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0], wait=True)
     return sizes_of(cell, counted(batch_idx, cell.shape[0], positions.shape[0]))
 

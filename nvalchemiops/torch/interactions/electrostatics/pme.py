@@ -29,7 +29,7 @@ def prepare_mesh(
     *,
     potential: LongRangePotential = COULOMB,
 ) -> PreparedMesh:
-    """Compute once what `particle_mesh_ewald` computes in each call, for cells that do not change.
+    """Compute the tensors of `particle_mesh_ewald` that depend only on cell, alpha and mesh, for a fixed cell.
 
     Parameters
     ----------
@@ -125,16 +125,16 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
         Number of mesh points along the lattice vectors, the same for all systems. By default as many as ``accuracy``
         needs.
     spline_order : int, optional
-        2 to 8. By default 5 for a mesh that is given, and otherwise the order, 5 to 8, that takes the least time.
+        2 to 8. By default 5 with a given mesh; otherwise the fastest order from 5 to 8.
         Energies have ``spline_order - 2`` continuous derivatives, and one more that is piecewise continuous. A mesh
-        with fewer points along an axis gets the largest order that fits, with a warning. At least 4 with dipoles, 5
-        with quadrupoles.
+        with fewer points along an axis gets the largest order that fits, with a warning. Dipoles need at least order 4,
+        quadrupoles at least 5.
     accuracy : float, optional
         As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9. If the order, or the given
         mesh and list, cannot reach the accuracy, a warning states the expected error.
     k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z : tensors, optional
         Accepted for callers that have prepared them. Only the shapes are checked: values are recomputed from the cell,
-        so that gradients by the cell are complete.
+        so that gradients with respect to the cell are complete.
     prepared : PreparedMesh, optional
         From `prepare_mesh`: alpha, mesh and spline order, with tensors that depend on them and on a fixed cell.
 
@@ -142,7 +142,7 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     -------
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         As from `ewald_summation`. Results and mesh have the dtype of ``positions``; sums over atoms are in float64.
-        Forces, charge gradients and virial are derivatives of the energy as computed. All results are differentiable
+        Forces, charge gradients and virial are derivatives of the computed energy. All results are differentiable
         in positions, charges, cell and alpha, as often as the splines are (beyond that: `NotDifferentiableError`).
 
     Raises
@@ -157,9 +157,9 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
 
     Notes
     -----
-    Without ``alpha`` it is chosen as for `ewald_summation`, with the cutoff of `estimate_pme_parameters`. Values are
-    read on the host if alpha, mesh or neighbors are not given. Inside ``torch.compile`` give ``mesh_dimensions``, and
-    alpha or ``cutoff``.
+    If ``alpha`` is not given, it is chosen as for `ewald_summation`, with the cutoff of `estimate_pme_parameters`.
+    Values are read on the host if alpha, mesh or neighbors are not given. Inside ``torch.compile`` give
+    ``mesh_dimensions``, and alpha or ``cutoff``.
 
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.mesh`.
     """
@@ -213,7 +213,7 @@ def pme_reciprocal_space(
     self_interaction: bool = False,
     domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Reciprocal part on a mesh, with self energies and background: all terms but `ewald_real_space`.
+    """Reciprocal part on a mesh, with self energies and background: all terms except `ewald_real_space`.
 
     Parameters
     ----------

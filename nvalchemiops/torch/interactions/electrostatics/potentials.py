@@ -26,15 +26,15 @@ class LongRangePotential(NamedTuple):
         Maps the number of charges of an atom to the short-range part, a pair potential with the global parameter
         ``alpha``. Its self energy subtracts the long-range part at r = 0. Energies of several charges add up.
     excluded : callable
-        The same for the negative long-range part, which corrects pairs that do not interact.
+        Likewise for the negative long-range part, which corrects pairs that do not interact.
     reciprocal : callable
-        Maps k² and alpha, which broadcast, to g for non-zero k, by torch operations.
+        Maps k² and alpha, which broadcast, to g for non-zero k. Consists of torch operations.
     at_zero : callable
         Maps alpha to the finite part of g at k = 0: minus the integral of the short-range part over all space. For the
         Coulomb potential this is -π/alpha²; times Q²/2V it is the energy of the neutralising background, which makes
         the total independent of alpha.
     slope : callable, optional
-        Maps k² and alpha to the derivative of g by k²; by default found by automatic differentiation.
+        Maps k² and alpha to ``dg/d(k²)``. By default automatic differentiation is used.
     is_constant : bool, optional
         Whether the functions depend on nothing but their arguments, so that they hold no trained tensors. Values
         computed from them are then kept from call to call.
@@ -51,7 +51,7 @@ class LongRangePotential(NamedTuple):
     exponent: int | None = None
 
     def reciprocal_derivative(self, k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-        """The derivative of g by k²."""
+        """The derivative ``dg/d(k²)``."""
         if self.slope is not None:
             return self.slope(k2, alpha)
         return torch.func.jvp(lambda k2: self.reciprocal(k2, alpha), (k2,), (torch.ones_like(k2),))[1]
@@ -71,7 +71,7 @@ class _PowerLaw(LongRangePotential):
 
     @property
     def as_call(self) -> tuple[str, tuple[Any, ...]]:
-        """The function that makes it, by name, and its arguments."""
+        """The name of the function that makes this potential, and its arguments."""
         return f"{__name__}:power_law", (self.exponent,)
 
     def _replace(self, **changes: Any) -> LongRangePotential:  # type: ignore[override]

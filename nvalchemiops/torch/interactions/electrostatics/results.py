@@ -1,4 +1,4 @@
-"""Results of the terms of an Ewald sum, and of the sum: energies and first derivatives by atom and system."""
+"""Results of an Ewald sum and of its terms: energies and first derivatives, per atom and per system."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +14,7 @@ from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
-"""What a sum returns: energies, or a tuple of energies and the derivatives that were requested."""
+"""Return type of a sum: energies, or a tuple of energies and the derivatives that were requested."""
 
 
 class Derivatives(NamedTuple):
@@ -27,17 +27,17 @@ class Derivatives(NamedTuple):
 
 @engine.immutable
 class SumRequest(NamedTuple):
-    """What a call of a sum returns.
+    """The results that a call of a sum returns.
 
     Attributes
     ----------
     derivatives : Derivatives
-        ``charge_gradients`` means gradients by all sources.
+        ``charge_gradients`` means gradients with respect to all sources.
     energy_reduction : {"atom", "system"}
     hybrid : bool
         Results are differentiable in the charges only.
     of_sources : (bool, bool, bool)
-        Whether gradients by charges, dipoles and quadrupoles are returned.
+        Whether gradients with respect to charges, dipoles and quadrupoles are returned.
     """
 
     derivatives: Derivatives
@@ -47,9 +47,9 @@ class SumRequest(NamedTuple):
 
     @property
     def has_first_derivatives(self) -> bool:
-        """Whether gradients of the energies by inputs are first derivatives that terms compute with the results.
+        """Whether a backward pass of the energies may use first derivatives that the terms compute with the results.
 
-        In hybrid form this holds for gradients by charges, unless they are results themselves and so in the graph.
+        With `hybrid` these are the charge gradients, unless they are results themselves and so in the graph.
         """
         return not any(self.derivatives) or (self.hybrid and not self.derivatives.charge_gradients)
 
@@ -116,7 +116,7 @@ class EwaldSum(NamedTuple):
         return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
 
     def along(self) -> Sequence[Any]:
-        """The inputs by which first derivatives come with the energies."""
+        """The inputs for which first derivatives are computed with the energies."""
         atoms = self.atoms
         inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
         return inputs if self.request.has_first_derivatives else ()
@@ -144,7 +144,7 @@ def check_request(
 
 
 def check_gradients(request: SumRequest, atoms: System) -> None:
-    """Raise if gradients are requested by sources that the system does not have."""
+    """Raise if gradients are requested for sources that the system does not have."""
     _, by_dipoles, by_quadrupoles = request.of_sources
     if by_dipoles and atoms.dipoles is None:
         raise ValueError("`compute_dipole_gradients` needs `dipoles`")
@@ -160,7 +160,7 @@ class Contribution(NamedTuple):
     energies : (n_atoms, n_channels) tensor
     forces : (n_atoms, 3) tensor
     charge_gradients : (n_atoms, n_channels, n_moments) tensor
-        Gradients by all moments.
+        Gradients with respect to all moments.
     virial : (n_systems, 3, 3) tensor
     """
 
@@ -179,7 +179,7 @@ class Term(Protocol):
 
 
 def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str) -> Contribution:
-    """The sum of contributions, in the dtype of the positions; its energies may be those of systems."""
+    """The sum of contributions, in the dtype of the positions, with energies per atom or per system."""
     results: list[Any] = []
     for name, values in zip(Contribution._fields, zip(*contributions)):
         present = [value for value in values if value is not None]
@@ -193,7 +193,7 @@ def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_r
 
 
 def complete(results: tuple[torch.Tensor, ...], system: ChargedSystem, request: SumRequest) -> tuple[torch.Tensor, ...]:
-    """The results of a sum, those of systems added up over the ranks among which the atoms are divided."""
+    """The results of a sum; results per system are added up over the ranks among which the atoms are divided."""
     energies, *others = results
     if request.energy_reduction == "system":
         energies = summed(system.domain, energies)

@@ -1,4 +1,4 @@
-"""Sources of an electrostatic potential beside charges: dipoles, quadrupoles and Gaussian widths.
+"""Sources of an electrostatic potential besides charges: dipoles, quadrupoles and Gaussian widths.
 
 An atom has the charge density ``ρ = (q - μ·∇ + ½ Q:∇∇) δ``, where a Gaussian of standard deviation s may replace δ. Its
 energy in a potential is ``q φ + μ·∇φ + ½ Q:∇∇φ``. Q are second moments ``∫ ρ x x^T``. Only their symmetric traceless
@@ -24,7 +24,7 @@ from nvalchemiops.torch.runtime.context import eager, is_eager, may_read
 from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
 NEGLIGIBLE = 1e-5
-"""Trace or antisymmetric part of quadrupoles, relative to the largest element, up to which it counts as rounding."""
+"""Traces and antisymmetric parts of quadrupoles up to this size, relative to the largest element, count as rounding."""
 
 
 def check_sources(
@@ -34,7 +34,7 @@ def check_sources(
 
     Warns of quadrupoles with a trace or an antisymmetric part, if values can be read on a CPU.
     """
-    # sizes by name: -1 has no meaning where there are no atoms
+    # explicit sizes: torch cannot infer -1 if there are no atoms
     parts = [(charges if charges.ndim == 2 else charges.unsqueeze(1)).unsqueeze(2)]
     if dipoles is not None:
         _check_like("dipoles", dipoles, charges, positions, (3,))
@@ -119,7 +119,7 @@ def _of_components(quadrupoles: torch.Tensor) -> torch.Tensor:
 
 
 def quadrupole_gradients(gradients: torch.Tensor) -> torch.Tensor:
-    """Gradients (..., 3, 3) by quadrupoles, symmetric and traceless, from those by second moments (..., 6)."""
+    """Gradients (..., 3, 3) for quadrupoles, symmetric and traceless, from gradients for second moments (..., 6)."""
     if is_eager(gradients) and layout(gradients.device.type).reads:
         found = gradients @ _matrix(_of_second_moments, 6, gradients.dtype, gradients.device)
     else:
@@ -128,7 +128,7 @@ def quadrupole_gradients(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def by_source(gradients: torch.Tensor, of_sources: Sequence[bool]) -> list[torch.Tensor]:
-    """The requested gradients by charges, dipoles and quadrupoles, from gradients by moments."""
+    """The requested gradients for charges, dipoles and quadrupoles, from gradients for moments."""
     by_charges, by_dipoles, by_quadrupoles = of_sources
     found = [gradients[..., 0]] * by_charges + [gradients[..., 1:4]] * by_dipoles
     return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found

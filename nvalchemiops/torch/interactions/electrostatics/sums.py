@@ -39,7 +39,7 @@ def evaluate(
     system : ChargedSystem
     request : SumRequest
     is_constant : bool
-        Whether the terms are known to depend on no tensors but their own and those of the system.
+        Whether the terms are known to depend on no other tensors than their fields and those of the system.
     near, options
         As for `engine.Call`, for a plan.
     """
@@ -65,7 +65,7 @@ def evaluate(
 
 
 def one_or_several(results: tuple[torch.Tensor, ...]) -> Tensors:
-    """The results as public functions return them: a tensor if there is one, else a tuple."""
+    """The results as public functions return them: a tensor for a single result, otherwise a tuple."""
     return results if len(results) > 1 else results[0]
 
 
@@ -74,8 +74,8 @@ def body_of(
 ) -> engine.Body:
     """The sum as a function of its inputs.
 
-    These are positions, moments and cell of ``system``; or, with the atoms as they were ``given``, positions, charges,
-    further sources, and the cell.
+    The inputs are positions, moments and cell of ``system``. If the atoms are ``given`` as passed by the caller, they
+    are positions, charges, further sources, and the cell.
     """
 
     def body(inputs: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
@@ -134,7 +134,7 @@ def _of_given(given: System, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tens
 
 
 def _by_cell(contributions: Sequence[Contribution], system: ChargedSystem, found: Any) -> torch.Tensor:
-    """The gradient by the cells (n_systems, 3, 3) in float64: the virial is ``Σ x_i F_i^T - h^T dE/dh``."""
+    """The gradient dE/dh for cells h (n_systems, 3, 3) in float64: the virial is ``Σ x_i F_i^T - h^T dE/dh``."""
     positions = system.positions
     if positions.dtype is torch.float32:
         dyads = _dyads(contributions, system)
@@ -148,8 +148,8 @@ def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torc
 
     Terms over pairs have forces in float32, whose rounding errors would be multiplied by large positions. Such forces
     add up to zero, so the origin does not matter: positions are taken relative to the middle of the system. The
-    long-range term has forces in float64, which need no such care; on a mesh they add up to zero only to its accuracy,
-    so their origin must be that of the cell, corner 0, 0, 0.
+    long-range term has forces in float64, which need no such care. On a mesh they add up to zero only to its accuracy,
+    so their origin must be the corner (0, 0, 0) of the cell.
     """
     x, batch_idx, n_systems = system.positions.to(torch.float64), system.batch_idx, system.n_systems
     middle = system.totals(torch.cat([x, torch.ones_like(x[:, :1])], 1))

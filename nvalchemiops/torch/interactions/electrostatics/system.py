@@ -40,11 +40,11 @@ class ChargedSystem(NamedTuple):
     valid : (n_systems,) bool tensor or None
         If values could not be read: False for systems that are not periodic as the sum requires.
     domain : Domain or None
-        The atoms are those that this rank owns, and results of systems are its shares.
+        The atoms are those that this rank owns, and results of systems are the shares of this rank.
     widths : (n_atoms,) tensor or None
         Standard deviations of Gaussians; None for points.
     of_points : bool
-        Whether sources are point charges, which any potential supports; otherwise they are moments, for Coulomb's.
+        Whether sources are point charges, which any potential supports; moments need the Coulomb potential.
     """
 
     positions: torch.Tensor
@@ -61,7 +61,7 @@ class ChargedSystem(NamedTuple):
     of_points: bool = False
 
     def of(self, positions: torch.Tensor, moments: torch.Tensor, cell: torch.Tensor) -> "ChargedSystem":
-        """The same with these positions, moments and cells."""
+        """The system with these positions, moments and cells instead."""
         return self._replace(positions=positions, charges=moments[..., 0], moments=moments, cell=cell)
 
     @property
@@ -91,7 +91,7 @@ class ChargedSystem(NamedTuple):
         return shares.summed_for_shares(self.domain, found)
 
     def totals(self, values: torch.Tensor) -> torch.Tensor:
-        """The same as `sums`, at less cost for one system: there torch chooses the order of the sum."""
+        """`sums` at less cost for one system, for which torch chooses the order of the summation."""
         return shares.summed_for_shares(self.domain, totals(values, self.batch_idx, self.n_systems))
 
     def rows_within(self, cutoff: float) -> Rows:
@@ -103,13 +103,13 @@ class ChargedSystem(NamedTuple):
     def given_rows(
         self, cutoff: float | None, neighbors: GivenNeighbors, alpha: Any
     ) -> tuple[Rows | None, float | None, Any]:
-        """Neighbors, None if none are given; the cutoff; and alpha. With a domain these are as by `rows_of_domain`."""
+        """Neighbors (None if not given), the cutoff, and alpha. With a domain these are from `rows_of_domain`."""
         if self.domain is None:
             return rows_of(neighbors, self.positions, periodic=True), cutoff, alpha
         return shares.rows_of_domain(self.domain, self.positions, cutoff, neighbors, alpha)
 
     def at_fixed_geometry(self) -> "ChargedSystem":
-        """The same without gradients by positions and cell."""
+        """The system without gradients with respect to positions and cell."""
         return self._replace(positions=self.positions.detach(), cell=self.cell.detach())
 
 
@@ -154,7 +154,7 @@ def check_system(
 
 
 def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
-    """The cells (n_systems, 3, 3); raise unless there are some, of the dtype and on the device of the positions."""
+    """The cells (n_systems, 3, 3); raise if there are none, or if dtype or device differ from the positions."""
     if cell is None:
         raise ValueError(
             "`cell` is required: an Ewald sum is for periodic systems; for systems that are not periodic give "

@@ -1,4 +1,4 @@
-"""The choice of parameters of an Ewald sum that are not given: alpha, the cutoff, the mesh or the k-vectors."""
+"""Choose parameters of an Ewald sum that are not given: alpha, the cutoff, the mesh or the k-vectors."""
 
 import functools
 from collections.abc import Hashable
@@ -69,14 +69,14 @@ class LongRange(Protocol):
     def optimal_alpha(
         self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
     ) -> Any:
-        """The alpha (n_systems,) of least cost, if parameters are not given; by numpy or torch.
+        """The alpha (n_systems,) of least cost, if parameters are not given; with numpy or torch.
 
         ``lengths`` (n_systems, 3) of the lattice vectors are given if the parameters will be `chosen`.
         """
         ...
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "LongRange":
-        """The same with the parameters that the target needs at this alpha."""
+        """The method with the parameters that the target needs at this alpha."""
         ...
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> Term:
@@ -107,7 +107,7 @@ class EwaldSplitting(NamedTuple):
 def choose_splitting(
     system: ChargedSystem, long_range: LongRange, alpha: Any, cutoff: float | None, rows: Rows | None, accuracy: float
 ) -> EwaldSplitting:
-    """Alpha, and neighbors to match.
+    """Choose alpha and neighbors that match it.
 
     A given ``alpha`` is used. Otherwise alpha meets the accuracy at the optimal cutoff, or, if the list is shorter, at
     the reach of the list. If a given mesh or sphere of k-vectors is too coarse for this, a smaller alpha is used, as
@@ -163,7 +163,7 @@ def choose_splitting(
 def _choose(
     system: ChargedSystem, long_range: LongRange, cutoff: float | None, rows: Rows | None, accuracy: float
 ) -> EwaldSplitting:
-    """Alpha and neighbors, by numpy; while compiling by torch, where no values are read and the cutoff is given."""
+    """Alpha and neighbors. Uses numpy, or while compiling torch: then no values are read, and the cutoff is given."""
     compiling, device = not may_read(), system.positions.device
     sampled = rows is None and cutoff is None and not long_range.is_given
     xp: Any = torch if compiling else np
@@ -225,7 +225,7 @@ def optimal_splitting(
 ) -> tuple[Any, Any, core.Target, Any, Strengths | None, Any]:
     """Alpha and cutoff (n_systems,) of least cost, and the target, independent of positions.
 
-    By numpy, or by torch if values cannot be read. Also returns the average distance and, for moments, their strengths
+    Uses numpy, or torch if values cannot be read. Also returns the average distance and, for moments, their strengths
     and the `widest_alpha` of Gaussians.
     """
     compiling = not may_read()
@@ -260,10 +260,10 @@ SETTLED = 4
 """Iterations after which the strength of moments and the splitting parameter, which depend on each other, converge."""
 
 MOST_CHOICES = 16
-"""For how many combinations of cells, sizes and accuracies choices are kept."""
+"""Number of combinations of cells, sizes and accuracies for which choices are kept."""
 
 MOST_SPLITTINGS = 16
-"""For how many sets of forces, of all systems of a batch, each of these choices is kept."""
+"""Number of sets of forces, one force for each system of a batch, that are kept for each of these combinations."""
 
 _Splittings = Kept[tuple[torch.Tensor, core.Target]]
 
@@ -355,12 +355,12 @@ def _warn_of_widths(
     """Warn if Gaussians are so wide that pairs beyond the reach of the list are needed."""
     sizes = sizes_of_system(system)
     errors = np.exp(core.log_real_error(limit, reach, sizes.spacing)) / core.TYPICAL_FORCE
-    errors = np.where(alpha >= 0.999 * limit, errors, 0.0)  # a smaller alpha is not limited by them
+    errors = np.where(alpha >= 0.999 * limit, errors, 0.0)  # Gaussians do not limit a smaller alpha
     warn_of_errors(accuracy, errors, "Gaussians of these `widths` and this reach of the neighbor list", least=10.0)
 
 
 def _warn_of_overlap(limit: np.ndarray, spacing: np.ndarray, accuracy: float) -> None:
-    """Warn if Gaussians are wider than half the average distance of atoms, by their `widest_alpha` (n_systems,)."""
+    """Warn if Gaussians are wider than half the average distance of atoms; ``limit`` is `widest_alpha` (n_systems,)."""
     widest, distance = 0.5 / limit, np.broadcast_to(spacing, limit.shape)
     if not (widest > 0.5 * distance).any():
         return
@@ -394,7 +394,7 @@ def mesh_for(
     for _ in range(3 * SETTLED):
         if strengths is None:
             break
-        # the finer a mesh, the larger its errors for moments relative to those for charges
+        # the finer a mesh, the larger its errors for moments relative to its errors for charges
         factor = strengths.of_mesh(target.accuracy, alpha, spacing)
         spacing = core.mesh_spacing(
             alpha, sizes.spacing, of_derivatives._replace(force=of_derivatives.force / factor), order

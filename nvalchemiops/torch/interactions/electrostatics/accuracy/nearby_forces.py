@@ -2,9 +2,10 @@
 
 The estimate is ``FORCE_PER_NEARBY`` times the RMS of the forces from neighbors within `error_models.NEARBY` average
 distances (`error_models.force_of`). One large system may use a sample of its atoms: their sequence is divided into m
-intervals of equal length, and one atom is taken from each, at a place that is sufficiently random but the same in each
-call. The standard error of the mean square follows from the sample itself; if it is too large, all atoms are used.
-Compiled graphs, batches and domains always use all atoms, and so do calls whose results must agree with theirs.
+intervals of equal length, and one atom is taken from each, at a place that is sufficiently random but does not change
+from call to call. The standard error of the mean square follows from the sample itself; if it is too large, all atoms
+are used. Compiled graphs, batches and domains always use all atoms, and so do calls whose results must agree with
+theirs.
 """
 
 import functools
@@ -33,7 +34,7 @@ SAMPLED = 8
 """One of this many atoms is in the sample of a large system."""
 
 LEAST_SAMPLED = 256
-"""Number of atoms from which on a sample is used; with fewer, all pairs take no longer than the choice of a sample."""
+"""Least number of atoms for which a sample is used; with fewer, all pairs take no longer than choosing a sample."""
 
 UNEVEN = 0.2
 """Relative standard error of the mean square force of a sample beyond which all atoms are used; it corresponds to a
@@ -61,7 +62,7 @@ def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, s
 def force_on_host(
     system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor, sampled: bool = False
 ) -> np.ndarray:
-    """`force_of_neighbors` on the host; if ``sampled``, by a sample of the atoms of one large system.
+    """`force_of_neighbors` on the host; if ``sampled``, from a sample of the atoms of one large system.
 
     Must not be called while compiling.
     """
@@ -75,7 +76,7 @@ def force_on_host(
             of_forces = _by_sample(_by_plan(system, in_sample, reach), sample)
         if of_forces is None:
             forces = _by_plan(system, rows, reach)
-            if in_sample is None:  # as where the rows of a sample can be had, so that the choice is the same
+            if in_sample is None:  # also without rows of a sample, so that the choice does not depend on them
                 of_forces = _by_sample(forces, sample)
             if of_forces is None:
                 of_forces = _sums_of_squares(forces, system)
@@ -96,7 +97,7 @@ def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> to
 
 
 def _by_plan(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
-    """`_nearby_forces`, by a plan if there is one."""
+    """`_nearby_forces`, with a plan if there is one."""
     if system.exclusions is not None or not system.of_points:
         return _nearby_forces(system, rows, reach)
 
@@ -118,7 +119,7 @@ def _sums_of_squares(vectors: torch.Tensor, system: ChargedSystem) -> np.ndarray
 
 
 def _by_sample(forces: torch.Tensor, sample: np.ndarray | None) -> np.ndarray | None:
-    """The sum (1,) of the squares of forces (n_atoms, 3), from those of a sample; None if it is uneven."""
+    """The sum (1,) of the squares of forces (n_atoms, 3), estimated from a sample; None if the sample is uneven."""
     if sample is None:
         return None
     values = on_host(forces)[sample].astype(np.float64, copy=False)

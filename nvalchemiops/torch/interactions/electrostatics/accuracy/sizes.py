@@ -15,7 +15,7 @@ WORTH_SORTING = 0.9
 
 
 MOST_SYSTEMS = 512
-"""Largest batch for which results of the sizes are kept; for larger ones choices take little time beside the sum."""
+"""Largest batch for which results of the sizes are kept; for larger ones choices take little of the time of a sum."""
 
 
 class Sizes(NamedTuple):

@@ -21,11 +21,11 @@ overestimated forces cost accuracy."""
 class Strengths(NamedTuple):
     """Strengths of moments, in the units of the error models.
 
-    In a wave of wave number k a dipole has the amplitude of a charge ``k μ cos``, a quadrupole that of a charge
-    ``k² Q cos² / 2``. Errors are therefore those of charges with the mean square ``q² + k² μ² / 3 + k⁴ Q:Q / 30`` at
-    the wave number that a cutoff leaves out: ``k_c``, or in real space ``2 α² r_c``, both about
-    ``2 α √(-ln accuracy)``. A mesh of spacing h confuses a wave with another one whose wave number is larger by
-    ``2π/h``, either in spreading or in gathering.
+    In a wave of wave number k a dipole has the amplitude of a charge ``k μ cos``, and a quadrupole has the amplitude of
+    a charge ``k² Q cos² / 2``. Moments therefore have the errors of charges with the mean square
+    ``q² + k² μ² / 3 + k⁴ Q:Q / 30`` at the wave number that a cutoff leaves out: ``k_c``, or in real space
+    ``2 α² r_c``, both about ``2 α √(-ln accuracy)``. A mesh of spacing h confuses a wave with another one whose wave
+    number is larger by ``2π/h``, either in spreading or in gathering.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Strengths(NamedTuple):
         """Errors (n_systems,) of a mesh of this spacing, in the units of `target`."""
         found = (self.at(2.0 * np.pi / spacing) * self.at(2.0 * alpha)) ** 0.5
         left_out = self.left_out(accuracy, alpha)
-        is_zero = left_out <= 0.0  # without sources as for charges alone
+        is_zero = left_out <= 0.0  # without sources, errors are as for charges alone
         return (found + is_zero) / (left_out + is_zero)
 
     def mesh_model(self, model: core.Mesh, accuracy: float, alpha: Any, xp: Any) -> core.Mesh:
@@ -76,13 +76,13 @@ class Strengths(NamedTuple):
 
 
 def has_known_moments(system: ChargedSystem) -> bool:
-    """Whether there are moments whose values may be read; under ``vmap``, those of all slices."""
+    """Whether there are moments whose values may be read; under ``vmap``, the values of all slices."""
     moments = system.moments
     return not system.of_points and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
 
 
 def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
-    """Strengths of the moments of each system, by numpy or torch; forces are estimated without neighbors."""
+    """Strengths of the moments of each system, with numpy or torch; forces are estimated without neighbors."""
     with torch.no_grad():
         squares = _largest(system.moments.detach().to(torch.float64).square())
         columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]

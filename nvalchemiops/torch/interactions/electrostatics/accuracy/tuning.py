@@ -1,4 +1,4 @@
-"""Measuring the costs of the parts of an Ewald sum on a machine (`nvalchemiops.interactions.electrostatics.costs`)."""
+"""Measure the costs of the parts of an Ewald sum on a machine (`nvalchemiops.interactions.electrostatics.costs`)."""
 
 import math
 import time
@@ -12,11 +12,11 @@ from nvalchemiops.torch.interactions.electrostatics.pme import pme_reciprocal_sp
 from nvalchemiops.torch.neighbors.lists import neighbor_list
 
 SIDE, POINTS = {"cpu": 16, "cuda": 46}, {"cpu": 64, "cuda": 192}
-"""Numbers of atoms and mesh points along an edge: large enough that launches take a small part of the time."""
+"""Numbers of atoms and of mesh points along an edge, so large that launches take a small part of the time."""
 
 CUTOFF, BOUND = 3.0, 9
-"""Cutoff in distances of neighbors, with 113 pairs for an atom; largest Miller index, with 1000 groups of eight
-k-vectors."""
+"""Cutoff in units of the distance between neighbors, with 113 pairs per atom; largest Miller index, with 1000 groups of
+eight k-vectors."""
 
 
 def measure(device: torch.device, seconds: float = 20.0, side: int | None = None, points: int | None = None) -> Costs:

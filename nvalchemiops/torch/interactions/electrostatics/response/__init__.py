@@ -1,7 +1,7 @@
 """Linear response: induced charges and dipoles that minimise a quadratic energy, differentiated implicitly.
 
-Unknown charges q and dipoles μ have the interaction E with each other and with everything else. At the minimum of the
-energy, the variables v = (q, y) with ``μ = α y`` make the residual
+E is the energy of interaction of the unknown charges q and dipoles μ, with each other and with everything else. At the
+minimum of the total energy, the variables v = (q, y) with ``μ = α y`` make the residual
 
     ρ(v, θ) = (χ + J q + ∂E/∂q, y - F + ∂E/∂μ)
 
@@ -12,11 +12,12 @@ E; K is not built.
 
 * ``K v = f`` is solved by conjugate gradients (`nvalchemiops.torch.interactions.electrostatics.response.solver`).
 * In the backward pass a cotangent c of v is first mapped to ``u = K⁻ᵀ c``, the solution of a linear system of the same
-  kind. The gradient by θ is then the derivative of ``-u·ρ(v, θ)`` by θ at fixed v and u. The term ``u·∂E`` is
+  kind. The gradient with respect to θ is then the derivative of ``-u·ρ(v, θ)`` at fixed v and u. The term ``u·∂E`` is
   ``(E(x + u) - E(x - u)) / 2`` at the sources x, so only first derivatives of E are needed.
 * The gradient of the minimal energy is the gradient at fixed v, and needs no second solution.
 
-Each of these steps is a function of v, u and θ that is differentiated in the same way, which gives all orders.
+Each of these steps is a function of v, u and θ that is differentiated in the same way. This gives derivatives of all
+orders.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,9 +58,9 @@ class InducedMoments(NamedTuple):
     energies : (n_systems,) tensor
         Total energies at the minimum. Their gradients need no second solution.
     residuals : (n_systems,) tensor
-        Gradients of the energy by the sources, relative to the gradients without induced sources.
+        Gradients of the energy with respect to the sources, relative to the gradients without induced sources.
     iterations : int
-        How many iterations conjugate gradients took.
+        Number of iterations of conjugate gradients.
     """
 
     charges: torch.Tensor | None
@@ -97,13 +98,14 @@ def induced_moments(
         ``energy(charges, *parameters)``, ``energy(dipoles, *parameters)``, or ``energy(charges, dipoles,
         *parameters)`` returns E, at most quadratic in the unknown sources: for each atom (n_atoms,), for each system
         (n_systems,), or as a scalar for one system. It may use sums of this library or any other differentiable
-        function. Permanent sources are its own arguments; for an atom with both it must add the two.
+        function. The callable includes permanent sources itself; for an atom with both kinds it must add the two.
     parameters : sequence of tensors, optional
-        Tensors on which E depends and by which results are differentiated: positions, cell, permanent sources, ...
+        Tensors on which E depends and with respect to which results are differentiable: positions, cell, permanent
+        sources, ...
     hardness : (n_atoms,) tensor, energy/charge², optional
         J, non-negative. If E includes the self energy of Gaussian charges, this adds to J.
     electronegativity : (n_atoms,) tensor, energy/charge, optional
-        χ, zero by default. In an open system a field F acts on charges by ``χ_i - x_i·F``, given here.
+        χ, zero by default. To apply a field F to the charges of an open system, pass ``χ_i - x_i·F``.
     total_charge : float or (n_systems,) tensor, charge, optional
         Sum of the unknown charges of each system.
     polarizabilities : (n_atoms,) or (n_atoms, 3, 3) tensor, charge² length² / energy, optional
@@ -117,8 +119,8 @@ def induced_moments(
     initial : InducedMoments, optional
         Start of the iteration: the solution of a similar system, as in molecular dynamics. Treated as a constant.
     tolerance : float, optional
-        Largest residual of each system, relative to the residual without induced sources; also for the solutions in
-        backward passes. 1e-8 by default, in float32 1e-5.
+        Largest allowed residual of each system, relative to the residual without induced sources. Also applies to the
+        solutions in backward passes. 1e-8 by default, in float32 1e-5.
     max_iterations : int, optional
         Largest number of iterations of conjugate gradients.
     domain : Domain, optional
@@ -142,13 +144,14 @@ def induced_moments(
 
     Notes
     -----
-    Results have derivatives of any order by all tensors but ``initial``. A backward pass through charges or dipoles
-    takes as long as the solution; through ``energies`` alone it takes one evaluation, because the energy is stationary.
-    Explicit forces need no backward pass: evaluate the energy with ``compute_forces=True`` at the sources found here.
+    Results are differentiable to any order in all tensors except ``initial``. A backward pass through charges or
+    dipoles takes as long as the solution; through ``energies`` alone it takes one evaluation, because the energy is
+    stationary. Explicit forces need no backward pass: evaluate the energy with ``compute_forces=True`` at the sources
+    found here.
 
-    Each iteration evaluates E with its gradient by the sources, and reads one number on the host. The solver does not
-    run inside a compiled graph: `torch.compile` breaks the graph here, or raises an error with ``fullgraph=True``.
-    Compile the energy instead. Function transforms (`torch.func`) are not supported.
+    Each iteration evaluates E and its gradient with respect to the sources, and reads one number on the host. The
+    solver does not run inside a compiled graph: `torch.compile` breaks the graph here, or raises an error with
+    ``fullgraph=True``. Compile the energy instead. Function transforms (`torch.func`) are not supported.
     """
     given = dict(zip(OWN, (hardness, electronegativity, total_charge, polarizabilities, external_field)))
     batch = _Batch(batch_idx, n_systems)
@@ -169,10 +172,10 @@ def induced_moments(
 
 
 def _gradients(wanted: Sequence[bool], tensors: Tensors, value: Callable[[Tensors], torch.Tensor]) -> list[Any]:
-    """Gradients of ``value(tensors)`` by the wanted tensors; differentiable if gradients are enabled."""
+    """Gradients of ``value(tensors)`` for the wanted tensors; differentiable if gradients are enabled."""
     as_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # other nodes of the graph than the tensors themselves, of which one may depend on another
+        # separate nodes of the graph, because one of the tensors may depend on another
         aliases = [
             t.view_as(t) if as_graph and t.requires_grad else t.detach().requires_grad_(by)
             for t, by in zip(tensors, wanted)
@@ -189,9 +192,9 @@ def _constant_unless_graph(*values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _transposed_solution(operator: Operator, cotangent: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-    """``K⁻ᵀ c``, by K⁻¹: it is ``c' + D K⁻¹ ((c_q, 0) - T c')``.
+    """Compute ``K⁻ᵀ c`` with K⁻¹, as ``c' + D K⁻¹ ((c_q, 0) - T c')``.
 
-    Here ``c' = (0, c_y)``, T are the second derivatives of E, and D has ones for charges, and polarizabilities.
+    Here ``c' = (0, c_y)``, T are the second derivatives of E, and D has ones for charges, polarizabilities for fields.
     """
     problem = operator.problem
     if not problem.has_dipoles:
@@ -224,7 +227,7 @@ class _Minimum(torch.autograd.Function):
         energies = energies.detach() + problem.energies_of_atoms(found, tensors)
         v = with_fields(problem, found, found - left)
         ctx.operator = operator
-        ctx.set_materialize_grads(False)  # zeros would be solved for
+        ctx.set_materialize_grads(False)  # otherwise a missing gradient becomes zeros, for which a system is solved
         iterations = torch.tensor(count)
         ctx.save_for_backward(v, *tensors)
         ctx.mark_non_differentiable(energies, residuals, iterations)
@@ -275,7 +278,7 @@ class _Inverse(torch.autograd.Function):
 
         def value(tensors: Tensors) -> torch.Tensor:
             x = size * problem.polarized(v, tensors)
-            # the product of both with the second derivatives: terms of first order cancel
+            # second derivatives of E times x and shift: terms of first order cancel
             slopes = problem.interaction(x + shift, tensors) - problem.interaction(x - shift, tensors)
             slopes = slopes - problem.interaction(shift, tensors) + problem.interaction(-shift, tensors)
             found = _per_system(problem, slopes, 2.0 * factor * size)
@@ -294,7 +297,7 @@ def _per_system(problem: Problem, energies: torch.Tensor, divisor: torch.Tensor)
 
 
 class _MinimalEnergy(torch.autograd.Function):
-    """Energies at the minimum. Their gradient is that at fixed variables, and depends on the variables in turn."""
+    """Energies at the minimum. Their gradient is taken at fixed variables, and itself depends on the variables."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, energies: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -324,7 +327,7 @@ class _Batch(NamedTuple):
     batch_idx: Any
     n_systems: Any
     domain: "Domain | None" = None
-    has_field_of_systems: bool | None = None  # whether fields are those of systems, where ranks had to agree
+    has_field_of_systems: bool | None = None  # whether fields are given per system; set where ranks had to agree
 
 
 def _batch_of_domain(domain: "Domain", batch: _Batch, given: dict[str, Any], parameters: Any) -> _Batch:
@@ -422,7 +425,7 @@ def _check_not_negative(polarizabilities: torch.Tensor) -> None:
 
 
 def _field_of_atoms(field: torch.Tensor, batch: _Batch, batch_idx: Any, n_atoms: int) -> torch.Tensor:
-    """The field (n_atoms, 3) at each atom; where ranks share one, with a gradient that is complete on each."""
+    """The field (n_atoms, 3) at each atom; if ranks share one field, its gradient is complete on each rank."""
     of_systems = batch.has_field_of_systems
     if of_systems is None:
         of_systems = field.shape[0] == batch.n_systems

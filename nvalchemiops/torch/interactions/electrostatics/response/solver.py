@@ -1,16 +1,16 @@
 """The energy of induced charges and dipoles, and conjugate gradients for its minimum (`induced_moments`).
 
-The gradient of the energy by the variables v is ``ρ = K v - f``; its formula is in
+The gradient of the energy with respect to the variables v is ``ρ = K v - f``; its formula is in
 `nvalchemiops.torch.interactions.electrostatics.response`. Products with K are differences of gradients of the
 interaction E, and K is not built. It is symmetric in the inner product with polarizabilities.
 
 Conjugate gradients with a fixed sum: N. I. M. Gould, M. E. Hribar and J. Nocedal, SIAM J. Sci. Comput. 23, 1376 (2001),
 doi:10.1137/S1064827598345667, with a diagonal matrix for the preconditioner.
 
-**Several ranks.** Inner products, counts and norms are sums over the atoms of all ranks. They are the same numbers on
-each rank, so that all ranks take the same steps and stop together. Variables and tensors of atoms are own tensors of
+**Several ranks.** Inner products, counts and norms are sums over the atoms of all ranks. They are equal on
+all ranks, so that all ranks take the same steps and stop together. Variables and tensors of atoms are own tensors of
 each rank. Energies of systems are replicated (`Domain.sum`): the loss is computed from them once, not summed over
-ranks, and gradients by the variables are complete.
+ranks, and gradients with respect to the variables are complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Problem(NamedTuple):
-    """What stays the same while tensors vary.
+    """The parts of a problem that stay fixed while tensors vary.
 
     Variables v (n_atoms, 1, 3 or 4) are charges, fields, or both; sources are charges, dipoles, or both. In variables
     and sources, charges are deviations from the mean charge of the system, and add up to zero.
@@ -45,7 +45,7 @@ class Problem(NamedTuple):
     tolerance: float
     max_iterations: int
     domain: "Domain | None" = None
-    returns_atoms: bool | None = None  # whether E is that of each atom, where ranks had to agree
+    returns_atoms: bool | None = None  # whether E is given per atom; set where ranks had to agree
 
     @property
     def has_charges(self) -> bool:
@@ -132,7 +132,7 @@ class Problem(NamedTuple):
         raise self.wrong_shape(found)
 
     def fits(self, found: torch.Tensor) -> tuple[bool, bool]:
-        """Whether the energies have the shape of energies per atom, and that of energies per system."""
+        """Whether the energies have the shape of energies per atom, and whether they have the shape per system."""
         of_systems = tuple(found.shape) == (self.n_systems,) or (found.ndim == 0 and self.n_systems == 1)
         return tuple(found.shape) == (self.n_atoms,), of_systems
 
@@ -156,12 +156,12 @@ class Problem(NamedTuple):
         )
 
     def returned(self, deviations: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """What the callable returns."""
+        """The energies that the callable returns."""
         unknown = [values for values in self.sources(deviations, tensors) if values is not None]
         return self.energy(*unknown, *tensors[len(self.names) :])
 
     def slopes(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """∂E by charges and dipoles, with a graph if gradients are enabled; and E of each system."""
+        """∂E/∂q and ∂E/∂μ as columns, with a graph if gradients are enabled; and E of each system."""
         as_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             alias = deviations.view_as(deviations) if as_graph else deviations.detach()
@@ -202,7 +202,7 @@ class Problem(NamedTuple):
 
 
 class Operator:
-    """K, its inner product, and the preconditioner, at tensors that stay."""
+    """K, its inner product, and the preconditioner, at fixed tensors."""
 
     def __init__(self, problem: Problem, tensors: Tensors) -> None:
         self.problem = problem
@@ -211,7 +211,7 @@ class Operator:
         like = self.tensors[0]
         zero = like.new_zeros(problem.n_atoms, problem.has_charges + 3 * problem.has_dipoles)
         if problem.has_charges:
-            # between that of each atom and the mean: the energy may have self energies, which add to hardnesses
+            # average of each hardness and the mean: the energy may have self energies, which add to hardnesses
             hardness = own["hardness"].clamp(min=0.0)
             mean = problem.spread(problem.sums(hardness) / problem.counts(hardness))
             stiffness = 0.5 * (hardness + mean)
@@ -224,8 +224,8 @@ class Operator:
             self.right = -problem.gradient(zero, self.tensors) - self.slopes_at_zero
             residual, z = self.preconditioned(self.right)
             self.scale = self.inner(residual, z).clamp(min=0.0).sqrt()
-            # magnitude of sources: that induced without an interaction; or, if by symmetry fields are rounding errors,
-            # that of sources whose energies are comparable to the energies without induced sources
+            # magnitude of sources that are induced without an interaction; or, if by symmetry fields are rounding
+            # errors, of sources whose energies are comparable to the energies without induced sources
             first = self.norm(problem.polarized(z, self.tensors))
             # square of sources for an energy: averages (n_systems,) of softness and polarizability
             parts = [self.softness] if problem.has_charges else []
@@ -237,7 +237,7 @@ class Operator:
             self.length = torch.maximum(first, (self.energies_at_zero * compliance).sqrt())
 
     def norm(self, columns: torch.Tensor) -> torch.Tensor:
-        """The length (n_systems,) of all numbers of a system, not zero."""
+        """The Euclidean norm (n_systems,) of all numbers of a system, never zero."""
         found = self.problem.sums((columns.to(torch.float64) ** 2).sum(1)).sqrt()
         return torch.where(found > 0.0, found, 1.0)
 
@@ -342,7 +342,7 @@ def with_fields(problem: Problem, v: torch.Tensor, slopes: torch.Tensor) -> torc
 
 
 def check_dependence(operator: Operator) -> None:
-    """Raise if the energy has gradients by tensors that are not among the parameters."""
+    """Raise if the energy has gradients with respect to tensors that are not among the parameters."""
     with torch.enable_grad():
         found = operator.problem.interaction(torch.zeros_like(operator.right), operator.tensors)
     if found.requires_grad:
@@ -353,7 +353,7 @@ def check_dependence(operator: Operator) -> None:
 
 
 def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
-    """Whether the callable returns energies of atoms, not of systems; the same on all ranks. A collective call."""
+    """Whether the callable returns energies per atom, not per system; equal on all ranks. A collective call."""
     domain = problem.domain
     assert domain is not None
     with torch.no_grad():
@@ -374,11 +374,11 @@ def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
     if not not_atoms:
         if domain.n_ranks == 1:
             problem.check_order()
-        # as many atoms on each rank as systems: with different sources on the ranks, only energies of atoms differ
+        # each rank has as many atoms as systems: if the sources differ between ranks, only energies per atom differ
         numbers = torch.randn(zero.shape, generator=torch.Generator().manual_seed(domain.rank), dtype=torch.float64)
         with torch.no_grad():
             found = problem.returned(numbers.to(zero), [t.detach() for t in tensors])
-    # energies of systems are the same on all ranks
+    # energies per system are equal on all ranks
     values = found.detach().reshape(problem.n_systems).to(torch.float64)
     ends = shares.largest(domain, torch.stack([values, -values]))
     differ = bool((ends.sum(0) > 1e-9 * ends.abs().amax(0)).any())

@@ -3,7 +3,7 @@
 Charges are spread to a mesh by B-splines. The potential on the mesh follows from a product in Fourier space, and is
 gathered at the atoms by the same splines. Both steps replace the exponential ``exp(i k.r)`` by splines that agree with
 it at mesh points, due to a factor ``1 / b`` for each axis: ``b(m) = Σ_j M_p(j) cos(2π m j / n)``, with the spline
-centred on zero. Forces are derivatives of the energy as computed.
+centred on zero. Forces are derivatives of the computed energy.
 
 Sources: T. Darden, D. York and L. Pedersen, J. Chem. Phys. 98, 10089 (1993), doi:10.1063/1.464397; U. Essmann et al.,
 J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has no zero of b when it is centred.
@@ -59,7 +59,7 @@ class Influence(NamedTuple):
     value : (n_systems, 1, n_x, n_y, n_z // 2 + 1, 1) tensor
         ``g(k²) / V`` with deconvolution.
     derivative : tensor of this shape, or None
-        The same for g', times the multiplicity of each plane in a sum over the whole mesh.
+        Likewise for g', times the multiplicity of each plane in a sum over the whole mesh.
     """
 
     value: torch.Tensor
@@ -96,7 +96,7 @@ class PreparedMesh(NamedTuple):
         return self.alpha
 
     def check_cell(self, cell: torch.Tensor) -> torch.Tensor | None:
-        """Raise if prepared for other cells. If values cannot be read, return which cells are equal (n_systems,)."""
+        """Raise if the mesh was prepared for other cells. If values cannot be read, return whether each cell agrees."""
         if is_differentiated(cell):
             raise ValueError("`cell` requires a gradient, but `prepared` data do not depend on it")
         if cell.shape != self.cell.shape or cell.device != self.cell.device:
@@ -140,7 +140,7 @@ class Precomputed(NamedTuple):
 
 
 MOST_MESHES = 64
-"""Chosen meshes that are kept, with their `MeshSum.axes`."""
+"""Number of chosen meshes that are kept, with their `MeshSum.axes`."""
 
 _meshes: Kept[tuple[tuple[int, int, int], torch.Tensor | None]] = Kept(MOST_MESHES)
 
@@ -182,7 +182,7 @@ class MeshSum(NamedTuple):
         system: ChargedSystem,
     ) -> "MeshSum":
         """The long-range part that these arguments of `particle_mesh_ewald` describe."""
-        must_be_near(system.domain, system.positions)  # windows of the mesh are around bricks
+        must_be_near(system.domain, system.positions)  # each rank has only a window of the mesh around its brick
         if prepared is not None:
             valid = prepared.check_cell(system.cell)
             mesh, order = prepared.mesh_dimensions, prepared.spline_order
@@ -218,7 +218,7 @@ class MeshSum(NamedTuple):
     ) -> Any:
         """As of `LongRange`."""
         if lengths is not None:
-            along = -np.sort(-lengths, axis=1)  # of the mesh; see `chosen`
+            along = -np.sort(-lengths, axis=1)  # in the order of the mesh; see `chosen`
             cutoff = core.batch_mesh_cutoff(n_atoms, volume, along, target, self.spline_order, costs)
             return core.alpha_for_cutoff(cutoff, core.average_distance(n_atoms, volume), target)
         return core.mesh_alpha(n_atoms, volume, target, self.spline_order, costs, xp)

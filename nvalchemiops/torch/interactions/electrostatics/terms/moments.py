@@ -49,7 +49,7 @@ HIGHEST = {1: 0, 4: 1, 10: 2}
 """Highest order of derivative for a number of moments."""
 
 _RAISED = {count: [places[a] for a in range(3) for places in raised(n)] for count, n in HIGHEST.items()}
-"""Numbers of moments with one more derivative, by x, y and z one after the other."""
+"""Numbers of moments with one more derivative, along x, then y, then z."""
 
 _ROWS, _COLUMNS = (0, 0, 0, 1, 1, 2), (0, 1, 2, 1, 2, 2)
 """Axes of second moments."""
@@ -80,8 +80,8 @@ class MomentFrames(NamedTuple):
     def contribution(self, gathered: torch.Tensor, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """The contribution of a potential that is linear in the moments.
 
-        ``gathered`` (n_atoms, n_channels, count) holds the potential and its derivatives by the coordinates. The virial
-        of the result is only the part from the frames.
+        ``gathered`` (n_atoms, n_channels, count) holds the potential and its derivatives along the coordinates. The
+        virial of the result is only the part from the frames.
         """
         moments, n_moments = self.moments, self.moments.shape[-1]
         gathered = gathered.to(torch.float64)
@@ -127,7 +127,7 @@ class ChargeFrames(NamedTuple):
 
 
 def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Derivatives (n_atoms, 3) by coordinates of ``Σ moments * gathered``."""
+    """Derivatives (n_atoms, 3) of ``Σ moments * gathered`` with respect to coordinates."""
     n_atoms, n_channels, n_moments = moments.shape
     width = n_channels * n_moments
     has_graph = torch.is_grad_enabled() and (moments.requires_grad or gathered.requires_grad)
@@ -144,7 +144,7 @@ def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tens
 @functools.cache
 @eager
 def _places(n_moments: int, n_channels: int, n_gathered: int, device: torch.device) -> torch.Tensor:
-    """Indices in a row of gathered values of those with one more derivative, by axis, channel and moment."""
+    """Indices, in a row of gathered values, of the values with one more derivative, by axis, channel and moment."""
     raised_by_axis = torch.tensor(_RAISED[n_moments], device=device).view(3, 1, n_moments)
     return (raised_by_axis + n_gathered * torch.arange(n_channels, device=device).unsqueeze(1)).flatten()
 
@@ -191,14 +191,14 @@ def _matrices(frame: torch.Tensor, highest: int) -> torch.Tensor:
 
 
 def second_moments(packed: torch.Tensor, diagonal: float) -> torch.Tensor:
-    """Symmetric matrices (..., 3, 3) of six numbers each, those on the diagonal multiplied by a factor."""
+    """Symmetric matrices (..., 3, 3) from six numbers each; the diagonal is multiplied by a factor."""
     xx, xy, xz, yy, yz, zz = packed.unbind(-1)
     columns = (diagonal * xx, xy, xz, xy, diagonal * yy, yz, xz, yz, diagonal * zz)
     return torch.stack(columns, -1).unflatten(-1, (3, 3))
 
 
 def virial_of_frames(gradients: torch.Tensor, system: ChargedSystem) -> torch.Tensor:
-    """``Σ μ_a ∂_b φ + Q_ac ∂_b ∂_c φ`` (n_systems, 3, 3), from gradients by the moments, Cartesian as these."""
+    """``Σ μ_a ∂_b φ + Q_ac ∂_b ∂_c φ`` (n_systems, 3, 3), from gradients for the Cartesian moments."""
     moments, gradients = system.moments.to(torch.float64), gradients.to(torch.float64)
     if moments.shape[-1] == 1:
         return moments.new_zeros((system.n_systems, 3, 3))
@@ -221,7 +221,7 @@ def _self_coefficients(alpha: torch.Tensor, n_moments: int) -> torch.Tensor:
 
 
 class SelfTerm(NamedTuple):
-    """Minus the self energies of the long-range part, with alpha (n_systems,); plus those of Gaussians, if kept."""
+    """Minus the self energies of the long-range part with alpha (n_systems,), plus kept self energies of Gaussians."""
 
     alpha: torch.Tensor
     keeps_gaussians: bool = False

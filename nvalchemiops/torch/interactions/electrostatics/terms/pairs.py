@@ -1,4 +1,4 @@
-"""Terms that are sums over pairs of neighbors, by the machinery of pair potentials."""
+"""Terms that are sums over pairs of neighbors, computed as pair potentials."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ class PairTerm(NamedTuple):
         by_charges = next(found) if gradients else None
         virial = next(found) if derivatives.virial else None
         if n_channels > 1 and by_charges is not None:
-            # of a quadratic form: the energy of each channel is half its charge times the derivative
+            # the energy is quadratic: in each channel it is half the charge times the derivative
             energies = 0.5 * system.charges * by_charges
         by_moments = None
         if by_charges is not None and derivatives.charge_gradients:
@@ -104,7 +104,7 @@ class PairTerm(NamedTuple):
 
 
 def self_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
-    """The self energies alone: the short-range term without a pair."""
+    """The self energies alone: the short-range term without pairs."""
     device = system.positions.device
     n_rows = system.n_atoms + (0 if system.domain is None else system.domain.n_ghosts)
     pointers = torch.zeros(n_rows + 1, dtype=torch.int32, device=device)

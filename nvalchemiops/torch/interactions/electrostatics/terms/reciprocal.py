@@ -157,7 +157,7 @@ def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, to
     k = k.unsqueeze(0) if k.ndim == 2 else k
     numbers = k.expand(system.n_systems, -1, 3) @ cell.mT / (2.0 * torch.pi)
     indices = numbers.round()
-    # float32 rounds numbers of some hundreds by 1e-5
+    # float32 rounds numbers of a few hundred by 1e-5
     away = (numbers - indices).abs().flatten(1)
     # with an additional zero, so that a maximum exists even if a compiled graph learns the number only when it runs
     fits = torch.nn.functional.pad(away, (0, 1)).amax(1) < 1e-3
@@ -210,7 +210,7 @@ class ReciprocalTerm(NamedTuple):
         power = (share * structure).sum((0, 3))
         at_point = None if n_systems == 1 else k_vectors.point_system
         virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems).view(-1, 3, 3)
-        of_frames = contribution.virial  # of a system with moments
+        of_frames = contribution.virial  # not None for a system with moments
         return contribution._replace(virial=virial if of_frames is None else virial + of_frames)
 
 

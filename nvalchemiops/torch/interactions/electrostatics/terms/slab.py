@@ -127,7 +127,7 @@ def _of_sources(
     if derivatives.forces:
         forces = -(charges * field + dipoles * slope).sum(1, keepdim=True) * normals
     if derivatives.virial:
-        # lengths along the normal enter squared, the volume once; widths, and lengths of the moments, do not change
+        # lengths along the normal enter squared, the volume once; widths and sizes of moments do not change
         energy = system_sums(energies.sum(1), system.batch_idx, system.n_systems)[:, None, None]
         dyad = normal.unsqueeze(-1) * normal.unsqueeze(-2)
         virial = energy * (identity - 2.0 * dyad) + virial_of_frames(gradients, system)
