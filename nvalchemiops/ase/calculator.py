@@ -48,7 +48,7 @@ class Calculator(base.Calculator):
     dtype is float64. The dipole ``Σ q x + μ`` uses positions as given: it depends on the images of periodic atoms, and
     on the origin if the atoms have a net charge.
 
-    *Stress* costs some 10 %. From the first request on it is computed with all other results.
+    *Stress* costs about 10 % more time. After the first request it is computed in every call.
 
     *Parameters* are fixed: make a new calculator to change them. One calculator may serve several Atoms objects in
     turn, with a neighbor search at each change.
@@ -79,7 +79,7 @@ class Calculator(base.Calculator):
 
     @property
     def searches(self) -> int:
-        """How often neighbors were searched for."""
+        """Number of neighbor searches so far."""
         return self._lists.searches
 
     def set(self, **changes: Any) -> dict[str, Any]:

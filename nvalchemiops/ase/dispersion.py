@@ -35,7 +35,7 @@ class Dispersion:
     s9 : float, optional
         Factor of the three-body energy; by default this energy is left out.
     parameters : D3Parameters, optional
-        By default those of `D3Parameters.load`.
+        By default the parameters of `D3Parameters.load`.
 
     Raises
     ------

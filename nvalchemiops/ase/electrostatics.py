@@ -52,7 +52,7 @@ Tensors = Mapping[str, Any]
 Sums = tuple[torch.Tensor, ...]
 
 SHAPES: dict[str, tuple[int, ...]] = {"charges": (), "dipoles": (3,), "quadrupoles": (3, 3), "widths": ()}
-"""Shapes of the sources of an atom."""
+"""Shape of each source of one atom."""
 
 
 class Electrostatics:
@@ -93,17 +93,17 @@ class Electrostatics:
     -----
     *Charges that depend on the geometry*: if a function returns a tensor with a gradient graph to the positions (and
     the cell) of its `System`, forces and virial include the change of the charges. Charges that it returns without a
-    graph are constants: forces are then those at fixed charges.
+    graph are constants: forces are then computed at fixed charges.
 
-    The same holds for dipoles and quadrupoles: give those of rotating molecules as functions.
+    The same holds for dipoles and quadrupoles: for rotating molecules give them as functions.
     `Calculator.get_torques` returns the torques on atoms with dipoles or quadrupoles.
 
     *Charged cells* are neutralised by a uniform background. Lattice sums have conducting boundary conditions.
 
     *Parameters* of lattice sums follow from the number of atoms and the cell. With dipoles, quadrupoles or widths they
-    also depend on the magnitude of these; for functions, on that in the first call. Energies are continuous while only
-    the size of the cell changes. When its shape changes, the sets of k-vectors and pairs change, and energies jump by a
-    small part of the accuracy. Stress is the derivative at constant parameters.
+    also depend on the magnitude of these sources; for functions, on the magnitude in the first call. Energies are
+    continuous while only the size of the cell changes. When its shape changes, the sets of k-vectors and pairs change,
+    and energies jump by a small part of the accuracy. Stress is the derivative at constant parameters.
 
     Examples
     --------
@@ -194,7 +194,7 @@ class Electrostatics:
 
 
 class Found(NamedTuple):
-    """Results of a sum, in e and angstrom, with gradients by the requested sources, and the virial (3, 3)."""
+    """Results of a sum, in e and angstrom, with gradients for the requested sources, and the virial (3, 3)."""
 
     energies: torch.Tensor
     forces: torch.Tensor
@@ -203,13 +203,13 @@ class Found(NamedTuple):
 
     @classmethod
     def of(cls, results: Sums, names: Iterable[str], has_virial: bool) -> "Found":
-        """Results of a function of this library, with gradients by these sources."""
+        """Results of a function of this library, with gradients for these sources."""
         energies, forces, *more = results
         return cls(energies, forces, dict(zip(names, more)), more[-1][0] if has_virial else None)
 
 
 class PairSum:
-    """A sum over pairs of charges, all or those within a cutoff."""
+    """A sum over pairs of charges, either all pairs or pairs within a cutoff."""
 
     def __init__(self, method: str, cutoff: float | None, parameters: Mapping[str, Any]) -> None:
         self.potential, values = from_library(method, WITHIN_CUTOFF[method], cutoff, parameters)
@@ -220,13 +220,13 @@ class PairSum:
         return self.potential.cutoff
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, _: Sources) -> Found:
-        """Energies, forces, on request gradients by charges, and virial if wanted; in e²/angstrom."""
+        """Energies, forces, charge gradients if requested, and virial if wanted; in e²/angstrom."""
         results = self.parameters.sum_over(system, q=sources["charges"], compute_gradients=("q",) * with_gradients)
         return Found.of(results, ["charges"] * with_gradients, system.wants_virial)
 
 
 class SourceSum:
-    """A sum over pairs of dipoles, quadrupoles and Gaussians, all or those within a cutoff."""
+    """A sum over pairs of dipoles, quadrupoles and Gaussians, either all pairs or pairs within a cutoff."""
 
     def __init__(self, cutoff: float | None) -> None:
         self.cutoff = None if cutoff is None else check_positive("cutoff", cutoff)
@@ -236,7 +236,7 @@ class SourceSum:
         return self.cutoff
 
     def __call__(self, system: System, sources: Tensors, _: bool, __: Sources) -> Found:
-        """As for `PairSum`, with gradients by all sources."""
+        """As for `PairSum`, with gradients for all sources."""
         near = system.neighbors(self.cutoff)
         if "domain" in near:
             raise ValueError("`dipoles`, `quadrupoles` and `widths`: on several ranks by 'ewald' and 'pme'")
@@ -249,7 +249,7 @@ class SourceSum:
 
 
 class Chosen(NamedTuple):
-    """Parameters of a lattice sum, and the atoms that they are for."""
+    """Parameters of a lattice sum, and the atoms for which they were chosen."""
 
     made_for: tuple[Any, ...]
     device: torch.device
@@ -273,7 +273,7 @@ class LatticeSum:
         self._chosen: Chosen | None = None
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, whole: Sources) -> Found:
-        """As for `PairSum`, with gradients by dipoles and quadrupoles; ``whole`` are the sources of all atoms."""
+        """As for `PairSum`, with gradients for dipoles and quadrupoles; ``whole`` are the sources of all atoms."""
         self._check_periodicity(system.atoms)
         positions, cell, pbc = system.positions, system.cell, system.atoms.pbc
         assert cell is not None
@@ -332,7 +332,7 @@ class LatticeSum:
         return self._parameters(atoms, device, whole).cutoff
 
     def _parameters(self, atoms: ase.Atoms, device: torch.device, whole: Sources) -> Chosen:
-        """The kept parameters, or new ones if the cell has changed; with dipoles, also if elements or charges have."""
+        """The kept parameters, or new ones if the cell has changed, or with dipoles the elements or charges."""
         kept, strengths = self._chosen, None
         if len(whole) > 1:
             strengths = (atoms.numbers.tobytes(), whole["charges"].tobytes() if self.of_initial_charges else None)
@@ -374,7 +374,7 @@ class LatticeSum:
             on_ranks = functools.partial(particle_mesh_ewald, mesh_dimensions=mesh, spline_order=order)
         else:
             assert k_cutoff is not None
-            # as the sums choose them, so that they stay while the cell changes a little
+            # chosen as in the sums, so that they do not change while the cell changes a little
             length = torch.as_tensor(k_cutoff, dtype=torch.float64, device=device).reshape(1)
             k_vectors: Any = WaveVectors(*chosen_points(cell.reshape(1, 3, 3), length))
             long_range = (KVectorSum, (None, None, None, k_vectors))
@@ -410,7 +410,7 @@ def _returned(name: str, values: Any, system: System) -> torch.Tensor:
 def _response(
     system: System, sources: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forces and virial from the change of sources; ``gradients`` are derivatives of the energy by the sources."""
+    """Forces and virial from the change of sources; ``gradients`` are dE/d(source)."""
     leaves = [system.positions, *([] if system.cell is None else [system.cell])]
     found = torch.autograd.grad(sources, leaves, gradients, allow_unused=True)
     filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found)]

@@ -21,7 +21,7 @@ def is_by_pair(values: Any) -> bool:
 
 
 def atom_values(name: str, values: Any, shape: tuple[int, ...] = ()) -> Callable[[ase.Atoms], np.ndarray]:
-    """A function of atoms that returns values (n_atoms, *shape), from a number, a mapping by element, or such an array.
+    """A function that maps atoms to values (n_atoms, *shape). ``values``: a number, a mapping by element, or an array.
 
     Raises
     ------
@@ -36,7 +36,7 @@ def atom_values(name: str, values: Any, shape: tuple[int, ...] = ()) -> Callable
 
 
 def element_table(name: str, values: Mapping[str, Any], shape: tuple[int, ...] = ()) -> np.ndarray:
-    """Values (n_numbers, *shape) by atomic number, NaN where none is given.
+    """Values (n_numbers, *shape) by atomic number, NaN for elements without a value.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def _numbers(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
-    """Values (n_numbers, n_numbers) by two atomic numbers, symmetric, NaN where none is given.
+    """Symmetric table (n_numbers, n_numbers) of values by two atomic numbers, NaN for pairs without a value.
 
     A number holds for all pairs.
 
@@ -89,7 +89,7 @@ def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
 
 
 def of_array(name: str, values: np.ndarray, atoms: ase.Atoms, shape: tuple[int, ...] = ()) -> np.ndarray:
-    """The values as float64; raise unless there is a finite one, or an array of this shape, for each atom."""
+    """The values as float64; raise unless each atom has a finite number, or a finite array of this shape."""
     if values.shape != (len(atoms), *shape):
         names = ", ".join(["n_atoms", *map(str, shape)]) + "," * (not shape)
         raise ValueError(f"`{name}` must have shape ({names}) = {(len(atoms), *shape)}, got {values.shape}")

@@ -15,7 +15,7 @@ ATOMS_PER_SEARCH = 50_000
 """Number of atoms searched at once: enough for the speed of a batch, and few compared with the whole graph."""
 
 MANY = 1000
-"""Number of structures from which on progress is shown by default."""
+"""Least number of structures for which progress is shown by default."""
 
 
 class Graph(NamedTuple):
@@ -41,7 +41,7 @@ class Graph(NamedTuple):
     distances : (n_pairs,) tensor, angstrom
     vectors : (n_pairs, 3) tensor, angstrom
         ``positions[j] - positions[i] + S @ cell``. Distances and vectors have no gradients: if positions require
-        gradients, compute both by `nvalchemiops.torch.neighbors.formats.list_geometry`.
+        gradients, compute both with `nvalchemiops.torch.neighbors.formats.list_geometry`.
     """
 
     positions: torch.Tensor
@@ -61,7 +61,7 @@ class Graph(NamedTuple):
 
         Their attributes are ``pos``, ``z``, ``cell`` (1, 3, 3), ``pbc`` (1, 3), ``edge_index`` (2, n_pairs) int64 with
         the neighbor j in its first row and the atom i in its second one (messages go from j to i), ``shifts``,
-        ``edge_weight`` (distances) and ``edge_vec`` (vectors). All but ``edge_index`` are views of this graph.
+        ``edge_weight`` (distances) and ``edge_vec`` (vectors). All except ``edge_index`` are views of this graph.
 
         Raises
         ------
@@ -116,7 +116,7 @@ def atoms_to_graph(
     nearest, ties, tie_tolerance, symmetric : optional
         As in `nvalchemiops.torch.neighbors.neighbor_list`.
     dtype : torch.dtype, optional
-        float32 or float64; torch's default dtype by default. Pairs are those of the positions in this precision.
+        float32 or float64; torch's default dtype by default. Pairs are searched for positions in this precision.
     device : optional
         Torch's default device by default.
     progress : bool, optional
@@ -157,7 +157,7 @@ def atoms_to_graph(
     system = np.repeat(np.arange(len(structures), dtype=np.int32), sizes)
     batch_idx = torch.tensor(system, device=device)
     options: dict[str, Any] = {"nearest": nearest, "ties": ties, "tie_tolerance": tie_tolerance, "symmetric": symmetric}
-    # as many structures at once as hold about this number of atoms, or a single larger structure
+    # each part holds structures with about this number of atoms in total, or a single larger structure
     part_of = (batch_ptr[1:] - 1).clip(0) // ATOMS_PER_SEARCH
     ends = np.flatnonzero(np.diff(part_of, append=-1)) + 1
     options |= {"return_neighbor_list": True, "return_distances": True, "return_vectors": True}
@@ -177,7 +177,7 @@ def atoms_to_graph(
                 found.append(search(begin, end))
             except ValueError:
                 search(0, 0)  # without structures this checks all other arguments
-                for number in range(begin, end):  # name the first that raises by itself
+                for number in range(begin, end):  # find the first structure that raises, to name it
                     try:
                         search(number, number + 1)
                     except ValueError as error:

@@ -1,4 +1,4 @@
-"""ASE's neighbor list, by the search of this library."""
+"""ASE's neighbor list, computed by the search of this library."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +25,7 @@ def neighbor_list(
     Parameters
     ----------
     quantities : str
-        What to return, in this order: ``i`` and ``j`` (the atoms of a pair), ``d`` (distance), ``D`` (vector
+        The quantities to return, in this order: ``i`` and ``j`` (the atoms of a pair), ``d`` (distance), ``D`` (vector
         ``positions[j] - positions[i] + S @ cell``), ``S`` (image of j, as integers).
     a : ase.Atoms
         Any cell and periodicity, wrapped or not.
@@ -40,7 +40,7 @@ def neighbor_list(
     Returns
     -------
     array or tuple of arrays
-        One array for each quantity, without a tuple if there is one: ``i``, ``j`` int (n_pairs,), ``d`` float
+        One array for each quantity; no tuple for a single quantity: ``i``, ``j`` int (n_pairs,), ``d`` float
         (n_pairs,), ``D`` float (n_pairs, 3), ``S`` int (n_pairs, 3). Each pair is listed in both directions, sorted by
         i.
 
@@ -85,7 +85,7 @@ def _pairs(atoms: ase.Atoms, cutoff: float) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _cutoffs(cutoff: Any, atoms: ase.Atoms) -> tuple[float, Callable[[np.ndarray, np.ndarray], np.ndarray] | None]:
-    """The largest cutoff; if cutoffs differ, also a function of i and j that returns those of pairs (n_pairs,)."""
+    """The largest cutoff; if cutoffs differ, also a function that maps i and j to the cutoffs of pairs (n_pairs,)."""
     numbers = atoms.numbers
     if isinstance(cutoff, Mapping):
         table = pair_table("cutoff", {OTHERS: 0.0, **cutoff})

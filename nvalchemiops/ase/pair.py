@@ -25,7 +25,7 @@ LIBRARY: dict[str, Callable[..., PairPotential]] = {
         pair.ziegler_biersack_littmark,
     )
 }
-"""Potentials between atoms by name; those between charges belong to `Electrostatics`."""
+"""Potentials between atoms by name; potentials between charges belong to `Electrostatics`."""
 
 
 class Pair:
@@ -38,7 +38,7 @@ class Pair:
         "soft_core_lennard_jones", "morse", "buckingham", "born_mayer_huggins", "ziegler_biersack_littmark"), or your
         own potential in eV and angstrom.
     cutoff : float, angstrom, optional
-        Pairs at this distance or farther are left out. Without a cutoff all pairs are summed, for atoms that are not
+        Pairs at this distance or farther are left out. Without a cutoff all pairs are summed; the atoms must not be
         periodic. Your own potential already has its cutoff.
     **parameters
         Each parameter of the potential, and for named potentials their options (``shifted``, ``r_switch``,
@@ -117,7 +117,7 @@ class Parameters:
     values : mapping
         A value for each parameter.
     elsewhere : sequence of str, optional
-        Parameters that come from elsewhere.
+        Parameters that are not among ``values`` because the caller supplies them later.
 
     Raises
     ------

@@ -35,7 +35,7 @@ def on_ranks(
     main : callable
         Dynamics, an optimizer or any other use of ASE, which only rank 0 runs.
     *terms, skin, device
-        As for `Calculator`; all but the device must be the same on all ranks. Terms of this library are supported.
+        As for `Calculator`; all except the device must be the same on all ranks. Terms of this library are supported.
         Other terms need a method ``reach(atoms)``, which returns the distance up to which atoms interact, and must
         compute energies of the atoms in ``system.positions`` with ``system.neighbors(cutoff)["domain"]``.
     group : torch.distributed.ProcessGroup, optional
@@ -43,7 +43,7 @@ def on_ranks(
 
     Returns
     -------
-    result of ``main`` on rank 0, None on others.
+    result of ``main`` on rank 0, None on other ranks.
 
     Raises
     ------
@@ -73,14 +73,14 @@ def on_ranks(
     except BaseException:
         with contextlib.suppress(RuntimeError):  # the error of `main` is more informative
             calculator.tell(None)
-            messages_of(group).show(group)  # if it ended in the middle of a call, others wait there
+            messages_of(group).show(group)  # if `main` ended in the middle of a call, other ranks wait in it
         raise
     calculator.tell(None)
     return result
 
 
 class RankCalculator(Calculator):
-    """As `Calculator`, on a group of ranks; see `on_ranks`."""
+    """A `Calculator` on a group of ranks; see `on_ranks`."""
 
     def __init__(self, *terms: Term, skin: float, device: str, group: Any) -> None:
         super().__init__(*terms, skin=skin, device=device)
@@ -98,11 +98,11 @@ class RankCalculator(Calculator):
 
     @property
     def searches(self) -> int:
-        """How often atoms were divided, and neighbors searched for."""
+        """Number of times that atoms were divided and neighbors searched for."""
         return self._searches
 
     def tell(self, what: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The message of rank 0, on all ranks: what has changed, or None at the end."""
+        """Send the message of rank 0 to all ranks: the changed data, or None at the end."""
         return tell_from(self._first, what, self.group, self.device)
 
     def serve(self) -> None:
@@ -168,7 +168,7 @@ class RankCalculator(Calculator):
 
 @dataclasses.dataclass(frozen=True)
 class _Share(System):
-    """The atoms that a rank owns; ``atoms`` are all, without positions."""
+    """The atoms that a rank owns; ``atoms`` holds all atoms, without positions."""
 
     domain: Domain
 

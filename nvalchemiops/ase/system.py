@@ -23,7 +23,7 @@ class Contribution(NamedTuple):
         Needed if `System.wants_virial`.
     charges : (n_atoms,) tensor, e, or None
     dipoles : (n_atoms, 3) tensor, e angstrom, or None
-        Dipoles of the atoms, besides those from charges and positions.
+        Dipoles of the atoms, in addition to the dipoles of charges at positions.
     torques : (n_atoms, 3) tensor, eV, or None
         Torques on dipoles and quadrupoles.
     """
@@ -91,7 +91,7 @@ class SharedLists:
         return found
 
     def all_pairs(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Each atom with all others."""
+        """A matrix that lists for each atom all other atoms."""
         if None not in self._current:
             n_atoms, device = positions.shape[0], positions.device
             others = torch.arange(max(n_atoms - 1, 0), dtype=torch.int32, device=device)
@@ -102,7 +102,7 @@ class SharedLists:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """The atoms, as the input of terms.
+    """The atoms as terms receive them.
 
     Attributes
     ----------
@@ -139,13 +139,13 @@ class System:
         return torch.as_tensor(values, dtype=dtype or self.positions.dtype, device=self.positions.device)
 
     def neighbors(self, cutoff: float | None, pbc: Periodicity | None = None) -> dict[str, Any]:
-        """Neighbors of all atoms, by the names of the arguments of operators of this library.
+        """Neighbors of all atoms, as keyword arguments for operators of this library.
 
         Parameters
         ----------
         cutoff : float or None, angstrom
-            The list holds all pairs closer than this, and may hold pairs beyond: leave these out. None: all pairs, for
-            atoms that are not periodic.
+            The list holds all pairs closer than this, and may hold farther pairs, which the term must leave out. None:
+            all pairs, for atoms that are not periodic.
         pbc : (bool, bool, bool), optional
             By default the periodicity of the atoms.
 
@@ -171,7 +171,7 @@ class System:
         return self.lists.all_pairs(self.positions)
 
     def pairs(self, cutoff: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Pairs closer than the cutoff, each in both directions, with gradients by positions and cell.
+        """Pairs closer than the cutoff, each in both directions, with gradients for positions and cell.
 
         Parameters
         ----------

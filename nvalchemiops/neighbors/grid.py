@@ -35,7 +35,7 @@ SMALLEST_RING = 64
 """Smallest number of slots of a ring, unless the system is one bin."""
 
 SMALLEST_SHARED_RING = 512
-"""Number of slots from which on bins may share a slot: in smaller rings A and B do not keep `SEARCHED_BINS` apart."""
+"""Smallest ring in which bins may share a slot: in smaller rings A and B do not keep `SEARCHED_BINS` bins apart."""
 
 ROUNDED_UP = 1.2
 """Largest thickness of bins, in cutoffs. Thicker bins are halved, and the reach is then two bins."""
@@ -44,7 +44,7 @@ ONE_BIN_OPEN = 256
 """Number of atoms up to which an open axis is not cut into bins: testing all pairs costs no more than visiting bins."""
 
 ONE_BIN_PERIODIC = 32
-"""The same number for periodic axes, where one bin is searched in each image."""
+"""Likewise for periodic axes, where one bin is searched in each image."""
 
 MOST_BINS = 2**20
 """Largest number of bins along a periodic axis; bins get thicker instead."""
@@ -65,7 +65,7 @@ FARTHEST_BIN = 2.0**30
 SLACK = 1e-9
 """Widening of a search, relative to the size of the numbers, so that rounding does not hide a bin."""
 
-# entries of the array of faults: nonzero where something was wrong with the input
+# entries of the array of faults: nonzero for each kind of invalid input
 BAD_CUTOFF, BAD_POSITIONS, BAD_CELL, BAD_SYSTEM, FAR_AWAY, BAD_TARGET, N_FAULTS = range(7)
 
 SERIAL = 4096
@@ -426,8 +426,8 @@ def put(
 def _kernels() -> dict[str, wp.Kernel]:
     """All kernels of this file, in one Warp module: they are always used together.
 
-    Arrays: cell (n_systems,), or one for all, or none; pbc (n_systems, 3), or one for all, or none: all periodic;
-    first_atom (n_systems + 1,); system (n_atoms,), or none: one system; grids (n_systems,); slot, order (n_atoms,);
+    Arrays: cell (n_systems,), or one for all, or empty; pbc (n_systems, 3), or one for all, or empty: all periodic;
+    first_atom (n_systems + 1,); system (n_atoms,), or empty: one system; grids (n_systems,); slot, order (n_atoms,);
     begin (n_slots + 2,), zeros, then where the atoms of each slot begin; coordinates (3, n_atoms + LANES), wrapped,
     and entry (n_atoms,), each atom and its whole cells, both in the order of the slots.
     """
@@ -509,13 +509,13 @@ locate_atoms = _factory("locate_atoms")
 """Kernel that finds the slot of each atom."""
 
 sort_atoms = _factory("sort_atoms")
-"""Kernel for one CPU thread that orders atoms by slot, and by number within one."""
+"""Kernel for one CPU thread that sorts atoms by slot, and within a slot by number."""
 
 place_atoms = _factory("place_atoms")
 """Kernel that wraps atoms into the cell and writes them in the order of their slots."""
 
 prepare_search = _factory("prepare_search")
-"""Kernel for one CPU thread that does what the other four do."""
+"""Kernel for one CPU thread that combines the other four."""
 
 end_rows = _factory("end_rows")
 """Kernel for one CPU thread: pointers to rows (n_rows + 1,) from their counts, and the largest count, the sum of them,

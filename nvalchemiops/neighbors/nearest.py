@@ -1,6 +1,6 @@
 """The nearest neighbors of each atom among those within the cutoff, selected while they are searched for.
 
-Neighbors are ordered by their *level*. This is either the exact squared distance alone; or the squared distance in
+Neighbors are ordered by their *level*. This is either only the exact squared distance, or the squared distance in
 steps, with ties ordered by the number of the neighbor, then by its image. A first launch of the kernel visits all
 neighbors and keeps for each atom the last of its first k neighbors: the *bound* of the atom. Further launches find the
 neighbors up to the bound, by the same arithmetic, and count or write them like any search. At most k neighbors are kept
@@ -34,7 +34,7 @@ MOST_TASKS = 8192
 """Number of warps of a GPU with a heap: about as many as run at once."""
 
 GUESSES = 4
-"""By which a CPU finds out which of the neighbors in a block are too far away to be among the nearest."""
+"""Number of guesses by which a CPU finds neighbors in a block that are too far away to be among the nearest."""
 
 _NO_BOUND = 1e308
 
@@ -212,7 +212,7 @@ _SEARCH = search_text(
 def search_nearest() -> Any:
     """Kernel that finds the bounds of atoms, or with ``nearest`` zero the neighbors up to the bounds.
 
-    It has the arguments of `search.search_neighbors`, and more.
+    It takes the arguments of `search.search_neighbors`, and further ones.
     """
     selection: dict[str, Any] = {
         "nearest": wp.int32,  # find the bounds of this many; 0: find neighbors

@@ -1,4 +1,4 @@
-"""Sizes of neighbor lists: an estimate before there is one, and the error if memory is too small."""
+"""Sizes of neighbor lists: an estimate before a search, and the error if memory is too small."""
 
 import math
 
@@ -11,7 +11,7 @@ HIGH_DENSITY = 0.2
 """A density in atoms per cubic angstrom above that of all but the densest solids; diamond has 0.18, water 0.1."""
 
 LEAST_SPARE = 4
-"""Least number of slots beyond the longest row in a matrix sized here, unless `estimate_max_neighbors` is less."""
+"""Least number of spare slots beyond the longest row of a matrix, unless `estimate_max_neighbors` is less."""
 
 GROWTH = 1.2
 """New width for a row that did not fit, relative to its length: density fluctuates, and each growth costs a search."""
@@ -102,7 +102,7 @@ def matrix_width(cutoff: float, most: int) -> int:
     `estimate_max_neighbors` of the cutoff unless the longest row itself is longer.
     """
     spare = most + max(LEAST_SPARE, -(-most // 4))
-    if _in_sphere(cutoff) * HIGH_DENSITY < spare:  # else the estimate is no less, and perhaps not even finite
+    if _in_sphere(cutoff) * HIGH_DENSITY < spare:  # otherwise the estimate is not less, and may be infinite
         spare = min(spare, estimate_max_neighbors(cutoff))
     return max(most, spare)
 

@@ -9,7 +9,7 @@ from nvalchemiops.launch import kernel_module, kernel_variants
 from nvalchemiops.types import REAL
 
 SLOTS_PER_THREAD = 64
-"""On a CPU, where a thread is a call; on a GPU it is one."""
+"""Slots for each thread on a CPU, where a thread is a call; on a GPU each thread has one slot."""
 
 _MEASURE = """
     const int n_atoms = positions.shape[0], n_cells = cell.shape[0], n_rows = target.shape[0];
@@ -55,7 +55,7 @@ _MEASURE = """
 
 @kernel_variants(("float64",), ("float32",))
 def measure_pairs(precision: str) -> Any:
-    """Kernel that measures the slots of a list or a matrix: zero in padding, NaN where an index names nothing.
+    """Kernel that measures the slots of a list or a matrix: zero in padding, NaN for an index out of range.
 
     Lattice vectors along which a pair is not shifted are not read. Nothing is contracted to fused operations, so that
     the same arithmetic written in torch gives the same bits.

@@ -44,7 +44,7 @@ def direction(i: wp.int32, j: wp.int32, shift: wp.vec3i):
 def inspect_rows() -> Any:
     """Kernel that reports, for each atom's row, a fault (0: none), the balance of directions, and the reach.
 
-    Summed over a full list the directions cancel. The reach is the largest distance.
+    Directions, summed over a full list, cancel. The reach is the largest distance.
     """
 
     @wp.kernel(module=kernel_module("inspect_rows"), enable_backward=False)

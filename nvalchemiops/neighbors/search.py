@@ -33,7 +33,7 @@ BLOCK = 512
 """Number of candidates that are copied at once: as many as stay in the nearest cache."""
 
 SCRATCH_WIDTH, WIDEST_SCRATCH = 128, 496
-"""Slots of a row in a small search that writes before it counts: with the most rows, and with the fewest."""
+"""Slots of a row in a small search that writes before it counts, for the most rows and for the fewest rows."""
 
 SCRATCH_ROWS = 2048
 """Number of rows up to which a search writes before it counts."""
@@ -42,7 +42,7 @@ SCRATCH_ROWS = 2048
 def scratch_width(n_rows: int) -> int:
     """Slots of a row in a search of ``n_rows`` rows that writes before it counts; longer rows cause a second search."""
     lines = min(SCRATCH_ROWS * SCRATCH_WIDTH // max(n_rows, 1), WIDEST_SCRATCH) // 16
-    # an odd number of lines of the cache, so that the beginnings of rows do not displace each other
+    # an odd number of cache lines, so that the beginnings of rows do not evict each other
     return max(SCRATCH_WIDTH, 16 * (lines - 1 + lines % 2))
 
 
@@ -58,14 +58,14 @@ class Addition(NamedTuple):
     declarations : str
         Functions and variables of the thread, after those of the search.
     writes : str
-        Whether neighbors are looked at one by one: they are written, or more is asked of them.
+        Whether neighbors are processed one by one, because they are written or tested further.
     candidate, hit, hits, row : str
-        On a GPU: before a candidate is tested; after it was; after the vote of the lanes; the end of a row.
+        On a GPU: before a candidate is tested; after its test; after the vote of the lanes; at the end of a row.
     member : str
-        On a CPU: of the block of candidates.
+        On a CPU: a further member of the block of candidates.
     reach, tested, near, end : str
-        On a CPU: the square of how far row ``r`` looks; where the ``squared`` distances of a vector of candidates are
-        known; where those near are listed; the end of the rows of a group.
+        On a CPU: the square of the distance that row ``r`` searches; after the ``squared`` distances of a vector of
+        candidates; after the near ones are listed; at the end of the rows of a group.
     """
 
     declarations: str = ""
@@ -82,7 +82,7 @@ class Addition(NamedTuple):
 
 
 def search_text(addition: Addition) -> str:
-    """The text of a search with what a kernel adds to it."""
+    """The text of a search with the additions of a kernel."""
     return f"""
     const int n_rows = target.shape[0] > 0 ? target.shape[0] : entry.shape[0], first_task = thread * rows_per_thread;
     const int last_task = first_task + rows_per_thread < n_rows ? first_task + rows_per_thread : n_rows;

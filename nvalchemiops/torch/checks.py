@@ -72,7 +72,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_positions(positions: Any, finite: bool = True, name: str = "positions") -> None:
-    """Raise unless ``positions`` is a float32 or float64 tensor (n_atoms, 3), if ``finite`` with finite values."""
+    """Raise unless ``positions`` is a float32 or float64 tensor (n_atoms, 3), with finite values if ``finite``."""
     check_tensor(name, positions)
     check_place(name, positions)
     if positions.dtype not in FLOATS:
@@ -164,14 +164,14 @@ def check_batch(
         In any order. The entries are checked if they may be read.
     positions : (n_atoms, 3) tensor
     n_systems : int, optional
-        The number of systems from other arguments. By default it is the largest entry plus one.
+        The number of systems if other arguments determine it. By default it is the largest entry plus one.
     wait : bool, optional
-        Read the entries also on a GPU.
+        Whether to read the entries also on a GPU, which waits for it.
 
     Raises
     ------
     ValueError, TypeError
-        Wrong shape, dtype or device; a negative entry or one beyond the systems; several systems, but no ``batch_idx``.
+        Wrong shape, dtype or device; an entry out of range; several systems, but no ``batch_idx``.
     """
     if batch_idx is None:
         if n_systems not in (None, 1):
@@ -248,7 +248,7 @@ def check_systems(
 
 
 def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
-    """The number of systems; raises unless ``number``, the leading size of an argument, is the same or one."""
+    """The number of systems; raises unless ``number``, the leading size of an argument, equals it or is one."""
     if n_systems is None:
         return None if number == 1 else number
     if number not in (1, n_systems):

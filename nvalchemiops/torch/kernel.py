@@ -1,4 +1,4 @@
-"""Single Warp kernels as torch functions: they allocate the outputs, launch the kernel, and may be differentiable.
+"""Single Warp kernels as torch functions, which allocate the outputs, launch the kernel, and may be differentiable.
 
 For an op that launches several kernels use `nvalchemiops.torch.autograd.warp_custom_op`.
 """
@@ -139,7 +139,8 @@ def call_kernel_via_torch_compile(
 
 @assume_constant
 def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
-    # returns a string, since the compiler takes few other constants; takes specs one by one, since it looks into lists
+    # returns a string, one of few types of constants that the compiler accepts; specs are passed one by one, since the
+    # compiler looks into lists
     op = _single_op(_Call(kernel, outputs, dim), has_adjoint(kernel))
     return f"{op.registered.partition('::')[2]} {op.identity}"
 
@@ -163,7 +164,7 @@ def differentiable_kernel(
     save_for_backward : sequence of int, optional
         Positions of the inputs that the backward kernel takes. All by default.
     num_grad_inputs : int, optional
-        How many inputs have gradients. All by default.
+        Number of inputs that have gradients. All by default.
 
     Returns
     -------

@@ -1,10 +1,10 @@
-"""Registers every op of the library: import this before loading an exported program.
+"""Register every op of the library. Import this module before loading an exported program.
 
 ``torch.export.load`` and packages of compiled graphs call ops by their names, which exist once the modules that define
 them have been imported.
 """
 
-# imported for the ops that they register, not for names
+# imported only to register their ops
 from nvalchemiops.torch.distributed import collectives, transform  # noqa: F401
 from nvalchemiops.torch.interactions.dispersion import coefficients, three_body  # noqa: F401
 from nvalchemiops.torch.interactions.electrostatics import k_vectors  # noqa: F401

@@ -1,4 +1,4 @@
-"""Plans of repeated calls: which way the last calls took, and how to limit plans or switch them off.
+"""Plans of repeated calls: see whether calls used them, limit their memory, or switch them off.
 
 Calls for small systems are recorded when they repeat, and later calls replay the recorded steps for other values
 (`nvalchemiops.torch.runtime.engine`). On a GPU they are captured as CUDA graphs. Results have the same bits as without
@@ -36,7 +36,7 @@ def limit(n_bytes: int, device: str = "cpu") -> None:
     ----------
     n_bytes : int
     device : {"cpu", "cuda"}, optional
-        Whether this limits the plans for the CPU, or those for all GPUs together.
+        Whether to limit the plans for the CPU, or the plans for all GPUs together.
     """
     if check_int("n_bytes", n_bytes) < 0:
         raise ValueError(f"`n_bytes` must be non-negative, got {n_bytes}")

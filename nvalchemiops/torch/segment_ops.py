@@ -139,8 +139,8 @@ def segmented_matvec(v: torch.Tensor, m: torch.Tensor, idx: torch.Tensor, num_se
 def segmented_rms_norm(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
     """Root of the mean of ``|x[i]|²`` of each segment (num_segments,), zero for an empty one.
 
-    Arguments as for `segmented_sum`. The norm is over all axes but the first. If all rows of a segment are zero, so is
-    its gradient.
+    Arguments as for `segmented_sum`. The norm is over all axes except the first. If all rows of a segment are zero, so
+    is its gradient.
     """
     _check(num_segments, idx, x=x)
     counts = _counts(idx, num_segments, x)
@@ -151,7 +151,7 @@ def segmented_rms_norm(x: torch.Tensor, idx: torch.Tensor, num_segments: int) ->
 
 def _extreme(x: torch.Tensor, idx: torch.Tensor, num_segments: int, reduce: str, of_none: float) -> torch.Tensor:
     _check(num_segments, idx, x=x)
-    # NaN, since a start value that equals the result would share its gradient
+    # start from NaN: a start value that equals the result would receive a share of its gradient
     start = x.new_full((num_segments, *x.shape[1:]), torch.nan)
     places = _with_axes(idx.to(torch.int64), x.ndim).expand(x.shape)
     found = start.scatter_reduce(0, places, x, reduce, include_self=False)

@@ -59,7 +59,7 @@ def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
     for m in range(2, order + 1):
         pairs = zip(values[:-1], values[1:])
         values = [((u - k) * here + (m - (u - k)) * there) / (m - 1) for k, (here, there) in enumerate(pairs)]
-    # NaN for NaN
+    # NaN in the input gives NaN
     return torch.where(torch.isnan(u), u, values[0])
 
 
@@ -235,7 +235,7 @@ def spline_spread_channels(
 def _gathered(
     atoms: _Atoms, mesh: torch.Tensor, derivatives: int, before: int = 0, after: int = 0
 ) -> tuple[torch.Tensor, _Plan]:
-    """Moments (n_atoms, n_channels, n_moments) at atoms, from a mesh with axes for channels before or after its own."""
+    """Moments (n_atoms, n_channels, n_moments) at atoms; the mesh has channels before or after its spatial axes."""
     checks.check_positions(atoms.positions, finite=False)
     batched = atoms.batch_idx is not None
     dimensions, shape = _mesh_shape(mesh, atoms.cell, batched, before, after)
@@ -257,7 +257,7 @@ def spline_gather(
     batch_idx: torch.Tensor | None = None,
     cell_inv_t: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The values of a mesh at atoms, ``Σ_x mesh(x) w(x)``: the transpose of `spline_spread`.
+    """Gather the values of a mesh at atoms, ``Σ_x mesh(x) w(x)``: the transpose of `spline_spread`.
 
     Parameters
     ----------
@@ -279,7 +279,7 @@ def spline_gather_channels(
     spline_order: int = 4,
     batch_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The values of several meshes at atoms.
+    """Gather the values of several meshes at atoms.
 
     Parameters
     ----------
@@ -308,7 +308,7 @@ def spline_gather_vec3(
     batch_idx: torch.Tensor | None = None,
     cell_inv_t: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gather vectors of a mesh at atoms, times the charges: forces from a mesh of electric fields.
+    """Gather vectors of a mesh at atoms, times the charges. This gives forces from a mesh of the electric field.
 
     Parameters
     ----------
@@ -350,7 +350,7 @@ def spline_gather_with_force(
     potential : (n_atoms,) tensor
         Not multiplied by the charges.
     forces : (n_atoms, 3) tensor
-        ``-q_i`` times the gradient of the potential by the position of the atom.
+        ``-q_i`` times the gradient of the potential with respect to the position of the atom.
     """
     _check_charges(charges, positions)
     gathered, plan = _gathered(_Atoms(positions, cell, spline_order, batch_idx, cell_inv_t), mesh, 1)

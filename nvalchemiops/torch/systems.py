@@ -1,4 +1,4 @@
-"""Atoms, neighbors and results as objects: the short way to call interactions, instead of many tensor arguments.
+"""Objects for atoms, neighbors and results, with which interactions are called instead of many tensor arguments.
 
 >>> from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 >>> system = System(positions, charges, cell)
@@ -34,12 +34,12 @@ class System(NamedTuple):
     Attributes
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
-        Atoms may be outside of the cell.
+        Atoms may lie outside the cell.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge, optional
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
         Rows are lattice vectors. Without a cell there is no periodicity.
     batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom; without it there is one system.
+        System of each atom. By default there is one system.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         Whether the system is periodic along each lattice vector. By default along all.
     numbers : (n_atoms,) int tensor, optional
@@ -49,7 +49,7 @@ class System(NamedTuple):
     dipoles : (n_atoms, 3) or (n_atoms, n_channels, 3) tensor, charge length, optional
     quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
     widths : float or (n_atoms,) tensor, length, optional
-        These three are as for `nvalchemiops.torch.interactions.electrostatics.ewald_summation`.
+        Dipoles, quadrupoles and widths are as for `nvalchemiops.torch.interactions.electrostatics.ewald_summation`.
     """
 
     positions: torch.Tensor
@@ -156,7 +156,7 @@ class Neighbors(NamedTuple):
     pairs : (2, n_pairs) int tensor, or None
         Sorted by the first atom.
     row_pointers : (n_atoms + 1,) int32 tensor, or None
-        Where the pairs of each atom begin.
+        Index of the first pair of each atom, then n_pairs.
     matrix : (n_atoms, width) int tensor, or None
     shifts : (n_pairs, 3) or (n_atoms, width, 3) int tensor, or None
         Images of the second atoms, in lattice vectors: ``r_ij = r_j - r_i + shift @ cell``.
@@ -186,7 +186,7 @@ class Neighbors(NamedTuple):
         cutoff: float | None = None,
         half: bool = False,
     ) -> "Neighbors":
-        """Neighbors from a list of pairs. Shapes are those of the attributes."""
+        """Neighbors from a list of pairs. Shapes are as for the attributes."""
         return cls(pairs, row_pointers, None, shifts, None, cutoff, half)
 
     @classmethod
@@ -200,7 +200,7 @@ class Neighbors(NamedTuple):
         cutoff: float | None = None,
         half: bool = False,
     ) -> "Neighbors":
-        """Neighbors from a matrix. Shapes are those of the attributes.
+        """Neighbors from a matrix. Shapes are as for the attributes.
 
         ``counts`` (n_atoms,) are the true numbers of neighbors: a matrix with fewer columns raises an error.
         """
@@ -224,7 +224,7 @@ _OF_NEIGHBORS = ("neighbor_list", "neighbor_ptr", "neighbor_shifts", "neighbor_m
 
 
 BESIDE_TENSORS = "`neighbors` go with a System; with tensors give `neighbor_list` or `neighbor_matrix`"
-"""The message for `Neighbors` in a call with tensors."""
+"""Message of the error if `Neighbors` are given in a call with tensors."""
 
 
 def names_beside(padding: str) -> tuple[str, ...]:
@@ -244,7 +244,7 @@ def neighbors_beside(given: Sequence[Any], tensors: Mapping[str, Any], cutoff: f
     tensors : mapping
         Arguments of calls with tensors. They must be None or False.
     cutoff : float, optional
-        How far the neighbors must reach.
+        Distance up to which the neighbors must be complete.
 
     Raises
     ------
@@ -294,7 +294,7 @@ def long_arguments(
     padding : str
         As for `names_beside`.
     reach : str, optional
-        The function's name for the reach of the neighbors, if it takes that.
+        The function's name for the reach of the neighbors, if it has such an argument.
     """
     names = names_beside(padding)
     near = neighbors_beside(neighbors, {name: options.get(name) for name in names}, cutoff)

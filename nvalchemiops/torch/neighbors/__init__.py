@@ -1,7 +1,7 @@
 """Neighbor lists of torch tensors: exact for every cell, in matrix or list format, for one system or a batch."""
 
-# A submodule becomes an attribute of this package when it is first imported. Those that have the name of a function
-# come first, so that the functions replace them.
+# A submodule becomes an attribute of this package when it is first imported. Submodules with the name of a function are
+# imported first, so that the functions replace them.
 import nvalchemiops.torch.neighbors.batch_cell_list
 import nvalchemiops.torch.neighbors.cell_list  # noqa: F401
 from nvalchemiops.neighbors import NeighborOverflowError

@@ -39,7 +39,7 @@ class Systems(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Form of the results, and which neighbors they list, as in `neighbor_list`."""
+    """Form of the results, and the choice of neighbors, as in `neighbor_list`."""
 
     half_fill: bool = False
     fill_value: int | None = None
@@ -83,7 +83,7 @@ def method_number(method: str | None) -> int:
 def build_two(
     systems: Systems, cutoffs: dict[str, float], form: Form, room1: Room, room2: Room, method: int
 ) -> Tensors:
-    """The results of `build` for each of two cutoffs in turn, with their names for messages."""
+    """The results of `build` for each of two cutoffs in turn; the names of the cutoffs are for messages."""
     results: Tensors = ()
     for suffix, room, (name, cutoff) in zip("12", (room1, room2), cutoffs.items()):
         results += build(systems, cutoff, form, room, method, suffix, name)
@@ -102,8 +102,8 @@ def build(
 ) -> Tensors:
     """One list, as `neighbor_list` describes it, after all checks.
 
-    ``suffix`` ends the names of ``room`` in messages. ``silent`` is for a width that is a first guess: no warning is
-    issued if it is too small.
+    ``suffix`` ends the names of the arguments for ``room`` in messages. With ``silent`` the width is a first guess: no
+    warning is issued if it is too small.
     """
     for name in ("half_fill", "return_neighbor_list", "return_vectors", "return_distances", "check"):
         checks.check_flag(name, getattr(form, name))
@@ -137,7 +137,7 @@ def build(
     }
     as_list = form.return_neighbor_list
     shifts: torch.Tensor | None
-    most: int | None = None  # the largest count, where it is read
+    most: int | None = None  # the largest count, if it is read
     if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
         pairs, ptr, shifts = ops.found_pairs(search)
         if width is not None and form.check and may_read():
@@ -213,7 +213,7 @@ def _check_selection(form: Form) -> tuple[int, float, bool]:
 
 
 def _say_how_wide(width: int, most: int, in_memory: bool, suffix: str, columns: int | None) -> None:
-    """Warn that an atom has more neighbors than the caller has room for; None for ``columns`` of a list."""
+    """Warn that an atom has more neighbors than the caller has room for; ``columns`` is None for a list."""
     given = f"the memory given for neighbors has {width} columns" if in_memory else f"`max_neighbors{suffix}` = {width}"
     returned = "the list has them all" if columns is None else f"the matrix returned has {columns} columns"
     filled = "; the memory was filled to the end of its rows" if in_memory else ""
@@ -228,7 +228,7 @@ def _say_how_wide(width: int, most: int, in_memory: bool, suffix: str, columns: 
 def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor, width: int | None) -> torch.Tensor:
     """The values, in ``memory`` if it is given; if they are wider than it should be, it gets the first columns.
 
-    ``width`` is that of the memory; None for values of a list, for which the memory may have any length.
+    ``width`` is the width of the memory. It is None for values of a list, whose memory may have any length.
     """
     if memory is None:
         return values
@@ -283,18 +283,18 @@ def _search_matrix(
         count = new() if count is None else count
         fault = ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
     if not readable:
-        # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
+        # if faults are not read, an atom without a valid position or cell has a special count and an empty row
         return matrix, count, shifts, True, None
     faults.raise_faults(fault, search, rebuild_flags)
     most = faults.largest_count(count)
     if most > width and rebuild_flags is not None:
-        # systems with rows that were cut in an earlier call, and kept since, are searched as well: their counts are old
+        # also search systems whose rows were cut in an earlier call and kept since: their counts are old
         rebuild_flags = faults.systems_beyond(count, width, search, rebuild_flags)
         ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
         most = faults.largest_count(count)
     if most <= width:
         return matrix, count, shifts, rebuild_flags is not None, most
-    # rows once more, with room for all; those of systems without flags fit, and are copied
+    # search again, with room for all neighbors; rows of systems without flags fit, and are copied
     columns = grown_width(most)
     if search.n_rows * columns > faults.MAX_SLOTS:
         columns = most
@@ -319,7 +319,7 @@ def _search_matrix(
 def _width(
     n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Tensor, periodic: bool
 ) -> tuple[int | None, bool]:
-    """Number of columns of the matrix, None if no argument gives it; and whether it is that of the caller's memory."""
+    """Number of columns of the matrix (None if not given), and whether it is the width of the caller's memory."""
     if room.max_neighbors is not None:
         checks.check_count(f"max_neighbors{suffix}", room.max_neighbors)
     width, name = None, ""
@@ -332,7 +332,7 @@ def _width(
         checks.check_index(label, tensor, positions, (n_rows, None, *trailing), writable=True)
         if width is None:
             width, name = tensor.shape[1], label
-        elif tensor.shape[1] != width and periodic:  # without a cell shifts are zero, as many as there are
+        elif tensor.shape[1] != width and periodic:  # without a cell all given shifts are set to zero
             raise ValueError(f"`{label}` has {tensor.shape[1]} columns, but `{name}` has {width}")
     if room.num_neighbors is not None:
         checks.check_index(f"num_neighbors{suffix}", room.num_neighbors, positions, (n_rows,), writable=True)

@@ -1,4 +1,4 @@
-"""Faults that searches for neighbors note or count, as errors with names of arguments."""
+"""Turn faults that neighbor searches have noted or counted into errors that name arguments."""
 
 from typing import TYPE_CHECKING
 
@@ -59,14 +59,14 @@ def raise_faults(fault: torch.Tensor, search: "Search", rebuild_flags: torch.Ten
 def overflow(count: torch.Tensor, width: int, search: "Search") -> NeighborOverflowError:
     """The error for rows that need more than ``width`` entries without memory for them. Waits for the device."""
     system = None
-    if all_values_of(count) is count:  # else one of the slices of a vmap, and it is not known which
+    if all_values_of(count) is count:  # otherwise the fault is in an unknown slice of a vmap
         systems = _systems_of_rows(search)
         system = None if systems is None else int(systems[count.argmax()])
     return NeighborOverflowError(width, largest_count(count), system)
 
 
 def systems_beyond(count: torch.Tensor, width: int, search: "Search", rebuild_flags: torch.Tensor) -> torch.Tensor:
-    """Flags, as many as ``rebuild_flags``, of the systems that have rows of more than ``width`` known entries."""
+    """Flags, as many as ``rebuild_flags``, for the systems with rows of more than ``width`` known entries."""
     beyond = (count > width) & (count < NOT_FINITE)
     systems = _systems_of_rows(search)
     if systems is None:
@@ -76,7 +76,7 @@ def systems_beyond(count: torch.Tensor, width: int, search: "Search", rebuild_fl
 
 
 def _systems_of_rows(search: "Search") -> torch.Tensor | None:
-    """System of the atom of each row; None: there is one."""
+    """System of the atom of each row; None for a single system."""
     systems = search.batch_idx
     if systems is None and search.batch_ptr is not None:
         systems = batch_idx_of(search.batch_ptr, search.positions.shape[0])
@@ -96,7 +96,7 @@ def largest_count(count: torch.Tensor) -> int:
 
 
 def check_size(size: int, name: str = "cutoff") -> None:
-    """Raise unless a list of ``size`` entries can be addressed; ``name`` is the argument that it follows from."""
+    """Raise unless a list of ``size`` entries can be addressed; ``name`` is the argument that determines the size."""
     if size > MAX_SLOTS:
         raise ValueError(
             f"`{name}`: the list would have {size} entries, more than int32 can address; split the atoms by "

@@ -57,7 +57,7 @@ def get_neighbor_list_from_neighbor_matrix(
     num_neighbors : (n_atoms,) int32 tensor
     neighbor_shift_matrix : (n_atoms, width, 3) int32 tensor, optional
     fill_value : int, optional
-        The padding of ``neighbor_matrix``. By default only the counts decide.
+        The padding of ``neighbor_matrix``. By default only the counts mark padding.
 
     Returns
     -------
@@ -66,7 +66,7 @@ def get_neighbor_list_from_neighbor_matrix(
     neighbor_ptr : (n_atoms + 1,) int32 tensor
         First pair of each atom, then n_pairs.
     shifts : (n_pairs, 3) int32 tensor
-        Left out without ``neighbor_shift_matrix``.
+        Returned only with ``neighbor_shift_matrix``.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def get_neighbor_matrix_from_neighbor_list(
     neighbor_matrix : (n_atoms, width) int32 tensor
     num_neighbors : (n_atoms,) int32 tensor
     shifts : (n_atoms, width, 3) int32 tensor
-        Zero in padding. Left out without ``shifts``.
+        Zero in padding. Returned only with ``shifts``.
 
     Raises
     ------
@@ -177,8 +177,8 @@ def half_to_full(
     """Both directions of each pair of a half list.
 
     A half list holds each pair in the direction (i, j, S) with i < j, or i = j and the first non-zero entry of S
-    positive. The full list also holds (j, i, -S). Its rows are sorted by j for any order of the half list, and by j,
-    then S, if the half list is.
+    positive. The full list also holds (j, i, -S). Its rows are sorted by j for any order of the half list. They are
+    sorted by j, then S, if the rows of the half list are.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def half_to_full(
 def full_to_half(
     neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor, shifts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """One direction of each pair of a full list: that with i < j, or i = j and the first non-zero of S positive.
+    """One direction of each pair of a full list: the one with i < j, or i = j and the first non-zero of S positive.
 
     Parameters
     ----------
@@ -363,7 +363,7 @@ def check_full_list(
 
 
 def direction_of(neighbor_list: torch.Tensor, shifts: torch.Tensor | None) -> torch.Tensor:
-    """+1 for the direction of a pair that a half list keeps, -1 for the other one, 0 for an atom with itself."""
+    """+1 for the direction of a pair that a half list keeps, -1 for the other one, 0 for an atom paired with itself."""
     i, j = neighbor_list.unbind(0)
     sign = (j > i).to(torch.int8) - (j < i).to(torch.int8)
     if shifts is not None:
@@ -426,7 +426,7 @@ def _check_rows(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None
 
 
 def _check_entries(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None:
-    """Raise as `_check_rows` does, and for indices out of range."""
+    """Raise like `_check_rows`, and also for indices out of range."""
     _check_rows(neighbor_list, neighbor_ptr)
     n_atoms = neighbor_ptr.shape[0] - 1
     wrong = (neighbor_list < 0) | (neighbor_list >= n_atoms)

@@ -1,4 +1,4 @@
-"""`neighbor_list`, the public function that builds neighbor lists; those by method are in `lists_by_method`."""
+"""`neighbor_list`, the public function that builds neighbor lists; `lists_by_method` has one function per method."""
 
 from typing import Any
 
@@ -97,10 +97,10 @@ def neighbor_list(
         than the given width, the returned matrix is wider and complete, and a `NeighborListWarning` is issued, once for
         each calling line.
     max_neighbors1, max_neighbors2 : int, optional
-        Widths for each of two lists; ``max_neighbors`` is another name of the first.
+        Widths for each of two lists; ``max_neighbors`` is another name for the first.
     return_vectors, return_distances : bool, optional
-        Also return the displacement vectors r_ij and their lengths, with gradients of any order by positions and
-        cell. Padding is zero, with zero gradients.
+        Also return the displacement vectors r_ij and their lengths, differentiable to any order in positions and cell.
+        Padding is zero, with zero gradients.
     neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances : tensors, optional
         Contiguous memory for the results, of the shapes given below. It is filled in place and returned. The width of
         the matrices has precedence over ``max_neighbors``. If an atom has more neighbors, the memory gets the first
@@ -112,23 +112,23 @@ def neighbor_list(
     rebuild_flags : (n_systems,) or (1,) bool tensor, optional
         Search only the systems with True. Rows of other systems stay unchanged in the memory, which must be given for
         all results; if a wider matrix is returned, they are copied to it. A system with a row that was cut in an
-        earlier call is searched in any case.
+        earlier call is always searched.
     target_indices : (n_rows,) int32 tensor, optional
-        Rows for these atoms only, in this order, with neighbors among all atoms.
+        Return rows only for these atoms, in this order, with neighbors among all atoms.
     nearest : int, optional
         List only the ``nearest`` neighbors of each atom within the cutoff, or all if there are fewer. They are selected
-        during the search, so that no more neighbors are ever in memory. The list is not symmetric: i may be among the
-        nearest neighbors of j, and j not among those of i. Cannot be combined with ``cutoff2``.
+        during the search, so that farther neighbors take no memory. The list is not symmetric: i may be among the
+        nearest neighbors of j while j is not among the nearest neighbors of i. Cannot be combined with ``cutoff2``.
     ties : str, optional
         Neighbors to keep if several have the distance of the last one. ``"keep"``: all whose squared distance exceeds
-        that of the last one by no more than ``tie_tolerance``, so that a row may be longer than ``nearest``.
+        the last one by no more than ``tie_tolerance``, so that a row may be longer than ``nearest``.
         ``"index"``: exactly ``nearest``, smallest (j, S) first; here distances count as equal if their squares fall
         into the same of 2^30 steps up to the squared cutoff.
     tie_tolerance : float, squared length, optional
         For ``ties="keep"``; 0.01 by default, which in angstrom² is the value of fairchem's graphs (not strict).
         fairchem measures it from the first neighbor too many: its ``max_neighbors=k`` is ``nearest=k + 1`` here.
     symmetric : bool, optional
-        List (i, j, S) and (j, i, -S) if j is among the nearest neighbors of i, or i among those of j.
+        List (i, j, S) and (j, i, -S) if j is among the nearest neighbors of i, or i among the nearest neighbors of j.
     check : bool, optional
         If False, and ``max_neighbors`` or memory is given, values are not read on the host, and nothing waits for a
         GPU. Rows are then cut at the given width, and ``num_neighbors`` still counts all neighbors of an atom. An atom
@@ -148,7 +148,7 @@ def neighbor_list(
         Number of neighbors of each atom. With ``return_neighbor_list`` instead ``neighbor_ptr`` (n_atoms + 1,): the
         first pair of each atom, then n_pairs.
     shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 tensor
-        S of each neighbor. Left out without a cell.
+        S of each neighbor. Returned only with a cell.
     distances : (n_atoms, width) or (n_pairs,) tensor
         If requested, in the dtype of the positions.
     vectors : (n_atoms, width, 3) or (n_pairs, 3) tensor

@@ -1,4 +1,4 @@
-"""Public functions that build neighbor lists by one method each, for clients: `neighbor_list` does the same."""
+"""Public functions that each build neighbor lists by one method, for clients. `neighbor_list` covers all of them."""
 
 from typing import Any
 

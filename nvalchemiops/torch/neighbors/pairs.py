@@ -55,7 +55,7 @@ class Pairs(NamedTuple):
     padding: int = NO_PADDING
 
     def as_int32(self) -> "Pairs":
-        """The same for kernels: all indices in int32, and one dimension of slots."""
+        """The pairs in the form that kernels take: all indices in int32, and slots in one dimension."""
         indices = [None if t is None else checks.as_int32(t) for t in self[1:7]]
         system, target, first, second, shifts, counts = indices
         assert second is not None
@@ -133,8 +133,8 @@ def matrix_geometry(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the slots of a neighbor matrix.
 
-    As `list_geometry`, with static shapes. In padding distances, displacements and all derivatives are exactly zero,
-    for any index and shift there.
+    Like `list_geometry`, but with static shapes. In padding, distances, displacements and all derivatives are exactly
+    zero, for any index and shift there.
 
     Parameters
     ----------
@@ -143,14 +143,14 @@ def matrix_geometry(
     neighbor_matrix : (n_rows, width) int32 tensor
         A matrix without rows has no pairs, for any number of atoms.
     num_neighbors : (n_rows,) int32 tensor, optional
-        Number of slots of each row before its padding. Without it ``fill_value`` alone decides.
+        Number of slots of each row before its padding. If not given, only ``fill_value`` marks padding.
     shifts : (n_rows, width, 3) int32 tensor, optional
         S of each neighbor; together with ``cell``.
     target_indices : (n_rows,) int32 tensor, optional
-        Row r belongs to atom ``target_indices[r]``. Without it n_rows is n_atoms.
+        Row r belongs to atom ``target_indices[r]``. If not given, n_rows is n_atoms.
     fill_value : int, optional
-        Slots with this value are also padding, even if it is the index of an atom. By default n_atoms without
-        ``num_neighbors``, and no value with it.
+        Slots with this value are also padding, even if it is the index of an atom. By default n_atoms if
+        ``num_neighbors`` is not given, and otherwise no value.
 
     Returns
     -------
@@ -235,7 +235,7 @@ def _pull_back(
 ) -> dict[str, torch.Tensor]:
     positions = inputs["positions"]
     pairs = Pairs(*(inputs[name] for name in Pairs._fields))
-    gradient = grad_vectors  # by the vectors
+    gradient = grad_vectors  # with respect to the vectors
     if grad_distances is not None:
         is_zero = distances == 0.0
         rate = torch.where(is_zero, 0.0, grad_distances / torch.where(is_zero, 1.0, distances))
@@ -350,7 +350,7 @@ def _in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torc
 def _displaced(vectors: torch.Tensor, shifts: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
     """``vectors + S @ cell``; pairs that are not shifted do not read the cell, which may be NaN there.
 
-    Written out, since a matrix product might be rounded to TF32, and ``addcmul`` is rounded in one way or another.
+    Written out, since a matrix product might be rounded to TF32, and the rounding of ``addcmul`` varies.
     """
     for axis in range(3):
         count = shifts[..., axis, None]

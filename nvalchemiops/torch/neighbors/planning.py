@@ -27,7 +27,7 @@ def suggest_neighbor_list_method(
     cutoff2: float | None = None,
     **options: Any,
 ) -> str:
-    """A method of `neighbor_list` that suits these systems. The default there, None, chooses for each system.
+    """A method of `neighbor_list` that suits these systems. Its default, None, chooses for each system.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def suggest_neighbor_list_method(
         As in `neighbor_list`; checked if ``positions`` are given. Small systems with ``cutoff2`` get a method for two
         cutoffs.
     **options
-        Ignored: other arguments of `neighbor_list`, including those without effect there, and ``positions_dtype``,
+        Ignored: other arguments of `neighbor_list`, including those without effect, and ``positions_dtype``,
         ``optional_outputs`` and ``use_pair_fn``.
 
     Returns
@@ -97,7 +97,7 @@ def estimate_cell_list_sizes(
 def estimate_batch_cell_list_sizes(
     cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = 8192, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
-    """The same as `estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
+    """`estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
     cutoff = checks.check_not_negative("cutoff", cutoff)
     for name, value in (("max_nbins", max_nbins), ("min_cells_per_dimension", min_cells_per_dimension)):
         if checks.check_int(name, value) < 1:
@@ -123,7 +123,7 @@ def compute_naive_num_shifts(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The number of images of the cell that a test of all pairs of wrapped atoms visits.
 
-    For callers that count them once. The lists of this library accept these numbers, but do not need them.
+    For callers that count the images once. The lists of this library accept these numbers, but do not need them.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ def compute_naive_num_shifts(
     shift_range_per_dimension : (n_systems, 3) int32 tensor
         Number of images in each direction of each axis, 0 along open axes.
     num_shifts_per_system : (n_systems,) int32 tensor
-        Number of images, with one of each pair S and -S, and the cell itself.
+        Number of images, counting the cell itself and one of each pair S and -S.
     max_shifts_per_system : int
         The largest of these numbers; 0 without systems.
 

@@ -1,4 +1,4 @@
-"""Tests whether a neighbor list is still valid: whether atoms have moved farther than the skin of the list allows.
+"""Test whether a neighbor list is still valid: whether atoms have moved farther than the skin of the list allows.
 
 A list that was built with ``cutoff + skin`` holds all pairs closer than ``cutoff`` as long as no atom has moved farther
 than ``skin / 2``. Pass ``skin / 2`` as ``skin_distance_threshold``, and rebuild the systems for which the result is
@@ -44,7 +44,7 @@ def neighbor_list_needs_rebuild(
     cell_inv: torch.Tensor | None = None,
     pbc: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Whether some atom is further than the threshold from where it was when the list was built.
+    """Whether some atom has moved farther than the threshold since the list was built.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def neighbor_list_needs_rebuild(
     cell, cell_inv : (3, 3) or (1, 3, 3) tensor, optional
         Checked, but without effect (see above).
     pbc : (3,) or (1, 3) bool tensor, optional
-        Likewise.
+        Also checked, but without effect.
 
     Returns
     -------
@@ -77,7 +77,7 @@ def neighbor_list_needs_rebuild(
 
 
 check_neighbor_list_rebuild_needed = neighbor_list_needs_rebuild
-"""Another name of `neighbor_list_needs_rebuild` that clients use."""
+"""Another name for `neighbor_list_needs_rebuild`, which clients use."""
 
 
 def batch_neighbor_list_needs_rebuild(
@@ -101,12 +101,12 @@ def batch_neighbor_list_needs_rebuild(
     batch_idx : (n_atoms,) int32 tensor
         System of each atom, in any order.
     update_reference_positions : bool, optional
-        Copy the current positions of systems with the result True into ``reference_positions`` in place, if the shapes
-        agree.
+        For systems with the result True, copy the current positions into ``reference_positions`` in place, if the
+        shapes agree.
     cell, cell_inv : (3, 3) or (n_systems, 3, 3) tensor, optional
         Checked, but without effect (see above), except for the number of systems. A single cell holds for all systems.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
-        Likewise.
+        As for ``cell``.
     num_systems : int, optional
         Number of systems. By default it is taken from ``cell``, ``cell_inv`` or ``pbc``; without these it is the
         largest entry of ``batch_idx`` plus one, which waits for a GPU.
@@ -233,10 +233,10 @@ def stale_systems(
         return torch.ones(n_systems, dtype=torch.bool, device=current.device)
     with torch.no_grad():
         if threshold == 0.0:
-            # the square of a tiny displacement would vanish; an infinite position has moved, wherever it was
+            # a squared tiny displacement would underflow to zero; an infinite position always counts as moved
             moved = ((current != reference) | ~torch.isfinite(current)).any(1)
         else:
-            # in float64, so that the square of what float32 holds neither vanishes nor overflows
+            # in float64, so that squares of float32 numbers neither underflow nor overflow
             displacement = (current.to(torch.float64) - reference.to(torch.float64)).square().sum(1).sqrt()
             moved = ~(displacement <= threshold)  # not `>`: NaN counts as moved
         if system is None:

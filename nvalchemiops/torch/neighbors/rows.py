@@ -32,7 +32,7 @@ class GivenNeighbors(NamedTuple):
     Attributes
     ----------
     half_list : bool
-        The list or matrix has each pair once.
+        The list or matrix holds each pair only once.
     shifts_name, fill_name : str
         Names of the arguments for ``shifts`` and ``fill_value``, for messages.
     """
@@ -75,7 +75,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, check: bool = False) -> Rows | None:
-    """The rows of a list or matrix, a half one expanded; or None if neither is given.
+    """The rows of a list or matrix; None if neither is given. A half list is expanded to a full one.
 
     A matrix without rows, or a list without pairs whose pointers are a single 0, means no pairs for any number of
     atoms.
@@ -85,15 +85,15 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
     given : GivenNeighbors
     positions : (n_atoms, 3) tensor
     periodic : bool
-        Whether there is a cell, which requires shifts. Without a cell shifts must be zero, and are left out; if they
-        cannot be read, they are kept, to be used with `cell_without_images`.
+        Whether there is a cell, which requires shifts. Without a cell shifts must be zero, and are dropped; if they
+        cannot be read, they are kept for use with `cell_without_images`.
     check : bool
-        Raise unless the list is full, and a half list half. Sorts all pairs and reads values.
+        Raise unless a full list is full and a half list is half. Sorts all pairs and reads values.
 
     Raises
     ------
     ValueError, TypeError
-        Both formats are given, or parts without their list; bad shapes, dtypes or devices.
+        Both formats are given, or only parts of one; bad shapes, dtypes or devices.
     """
     has_list, has_matrix = given.neighbor_list is not None, given.neighbor_matrix is not None
     if has_list and has_matrix:
@@ -154,7 +154,7 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
 
 
 def cell_without_images(rows: Rows, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
-    """Cells of zeros for rows whose shifts could not be read, where neighbors in other images give NaN; else None."""
+    """Cells of zeros for rows whose shifts could not be read (neighbors in other images then give NaN); else None."""
     return None if rows.shifts is None else positions.new_zeros((n_systems, 3, 3))
 
 
@@ -172,7 +172,7 @@ def build_rows(
     if pbc is not None:
         _, pbc, _ = checks.check_systems(positions, cell, pbc, batch_idx, None)
     order = None
-    # whether it ascends is read if that needs no wait
+    # the order is read only if that needs no wait
     if batch_idx is not None and not (may_read(batch_idx) and bool((batch_idx[1:] >= batch_idx[:-1]).all())):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         positions = positions.index_select(0, order)
@@ -241,7 +241,7 @@ def check_reach(
     pbc: torch.Tensor | None,
 ) -> None:
     """Raise unless a list without padding, called ``name``, has as many pairs within ``cutoff`` as a search finds."""
-    # in float64, so that both are measured alike
+    # in float64, as in the search
     positions = values_of(positions).double()
     cell = None if cell is None else values_of(cell).double()
     near = cutoff * (1.0 - EDGE)
@@ -269,7 +269,7 @@ def pair_distances(
 
 
 def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
-    """Row index (n_slots,), int64, of each slot, which is the number of its atom."""
+    """Row index (n_slots,), int64, of each slot: the number of its atom."""
     atoms = torch.arange(n_atoms, device=rows.neighbors.device)
     if rows.pointers is None:
         return atoms.repeat_interleave(rows.width)

@@ -1,4 +1,4 @@
-"""The neighbor search as torch ops: a list, a matrix with spare columns, a matrix of given width.
+"""The neighbor search as torch ops, for a list, a matrix with spare columns, or a matrix of given width.
 
 All geometry is computed in float64, for positions of either dtype.
 """
@@ -29,10 +29,10 @@ from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.types import inner_shape
 
 SEARCH_LANES = 32
-"""Threads of a GPU that share a row: one warp, as the search requires."""
+"""Threads of a GPU that share a row. The search requires one warp."""
 
 MOST_SPARE_SLOTS = 2**22
-"""Largest number of slots, besides a few for each atom, of a search by bins that is chosen by name."""
+"""Largest number of slots, besides a few for each atom, of a cell-list search that is requested by name."""
 
 
 class Search(NamedTuple):
@@ -43,7 +43,7 @@ class Search(NamedTuple):
     nearest : int
         Number of nearest neighbors to list; 0: all neighbors.
     tie_tolerance : float, squared length
-        Neighbors this far above the last squared distance are kept; negative: exactly ``nearest``, by index.
+        Neighbors are kept up to this far above the last squared distance. Negative: exactly ``nearest``, by index.
     """
 
     positions: torch.Tensor
@@ -115,7 +115,7 @@ class _CellList:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _systems(self, may_wait: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """System of each atom (None: there is one), and the first atom of each system."""
+        """System of each atom (None for a single system), and the first atom of each system."""
         positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.search
         n_atoms = positions.shape[0]
         if batch_ptr is not None:
@@ -132,13 +132,13 @@ class _CellList:
             n_systems = count_systems(batch_idx)
         system = checks.as_int32(batch_idx).contiguous()
         if n_systems is None:
-            # renumbered: no more systems can have atoms than there are atoms. Negative numbers stay, and are found
+            # renumber: no more systems can have atoms than there are atoms. Negative numbers stay and are detected
             n_systems = max(n_atoms, 1)
             numbers, order = torch.sort(batch_idx)
             steps = torch.diff(numbers, prepend=numbers[:1]).sign()
             system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32)[torch.argsort(order)])
-        # in another order the pointers still rise from 0 to the number of atoms, so that each system has bins of its
-        # own, only not as many as fit its atoms
+        # if the atoms are not sorted, the pointers still rise from 0 to the number of atoms. Each system then has
+        # separate bins, but their number does not fit its atoms
         return system, row_pointers(system, n_systems)
 
     def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> list[Any]:
@@ -148,7 +148,7 @@ class _CellList:
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
         cell = None if search.cell is None else search.cell.to(torch.float64).reshape(-1, 3, 3).contiguous()
         pbc = None if search.pbc is None else search.pbc.reshape(-1, 3).contiguous()
-        # bins for every system may be more than memory has, where there are many more systems than atoms
+        # with many more systems than atoms, bins for every system may exceed the memory
         method = search.method
         if grid.ring_slots(n_atoms, n_systems, method) > 8 * n_atoms + MOST_SPARE_SLOTS:
             method = grid.AUTOMATIC
@@ -183,11 +183,11 @@ class _CellList:
         n_atoms = order.shape[0]
         known = (atoms >= 0) & (atoms < n_atoms)
         self.fault[grid.BAD_TARGET] |= ~known.all()
-        rank = self._new(n_atoms + 1)  # one more, so that there is something to read even without atoms
+        rank = self._new(n_atoms + 1)  # one more, so that an entry can be read even without atoms
         rank[order.long()] = torch.arange(n_atoms, dtype=torch.int32, device=self.device)
         return torch.where(known, rank[torch.where(known, atoms, n_atoms).long()], -1)
 
-    @eager  # behind a graph break the compiler would follow it, into the numbers of a launch
+    @eager  # otherwise, after a graph break, the compiler would trace it up to the numbers of a launch
     def run(self, count: torch.Tensor | None, to: _Destination = _NOWHERE) -> None:
         """Count neighbors, and write them to rows if there are rows."""
         neighbors, shifts, first, *form = to
@@ -201,12 +201,12 @@ class _CellList:
 
     @property
     def _steps(self) -> float:
-        """Steps in which squared distances are compared; 0: they are compared exactly."""
+        """Steps per unit of squared distance, in which distances are compared; 0 for an exact comparison."""
         cutoff, by_index = self.search.cutoff, self.search.tie_tolerance < 0.0
         return nearest_kernels.STEPS / max(cutoff * cutoff, 1e-290) if by_index else 0.0
 
     def _find_bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Level (n_atoms,) of the last neighbor of each atom; in the order by index also its number and image."""
+        """Level (n_atoms,) of the last neighbor of each atom; if the index breaks ties, also its number and image."""
         search, by_index = self.search, self.search.tie_tolerance < 0.0
         n_atoms = search.positions.shape[0]
         binned = list(self.binned)
@@ -233,7 +233,7 @@ class _CellList:
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], **how)
 
     def count(self, scratch: Callable[[int], Scratch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Counts of rows, pointers to rows of that length, and the largest count, their sum, and a fault, if any.
+        """Counts of rows, pointers to rows of these lengths, and three numbers: largest count, sum of counts, fault.
 
         In a small search on a CPU neighbors are written as well, to memory of ``scratch`` that `fill` copies from.
         """
@@ -267,7 +267,7 @@ class _CellList:
 
 
 def _new_scratch(size: int = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH) -> Scratch:
-    # independent of the default device
+    # on the CPU, whatever the default device is
     index = torch.empty(size, dtype=torch.int32, device="cpu")
     return index, torch.empty((size, 3), dtype=torch.int32, device="cpu")
 
@@ -281,7 +281,7 @@ quarter of its time on page faults.
 
 
 def count_systems(batch_idx: torch.Tensor) -> int | None:
-    """Number of systems from the entries, read on the host; None if there are far more than atoms, or none."""
+    """Number of systems from the entries, read on the host; None without entries, or if it far exceeds n_atoms."""
     n_atoms = batch_idx.shape[0]
     n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
     return n_systems if 1 <= n_systems <= 2 * n_atoms + 1000 else None
@@ -356,13 +356,13 @@ def neighbor_rows(
 
 
 def _searched(search: Search, filled: Callable[..., Tensors], op: Callable[[], Tensors] | None) -> Any:
-    """A list or a matrix, by a plan if searches repeat. Waits for the device and raises for bad input.
+    """Search for a list or a matrix, with a plan if searches repeat. Waits for the device and raises for bad input.
 
     Parameters
     ----------
     search : Search
     filled : callable
-        ``filled(bins, count, pointers, most, size)`` makes it of what `_CellList.count` has found.
+        ``filled(bins, count, pointers, most, size)`` makes the list or matrix from the results of `_CellList.count`.
     op : callable, optional
         As in `engine.Call`.
     """
@@ -413,7 +413,7 @@ class _Counting:
 
 
 def _at(search: Search, inputs: Sequence[torch.Tensor]) -> Search:
-    """The search at other positions, and in other cells."""
+    """The search with other positions and cells."""
     return search._replace(**dict(zip(("positions", "cell"), inputs)))  # type: ignore[arg-type]  # by these names
 
 

@@ -20,10 +20,10 @@ __all__ = ["VerletList"]
 
 
 class _BuiltList(NamedTuple):
-    """A list, and the data that it was built from."""
+    """A list, and the data from which it was built."""
 
     systems: Systems  # detached copies
-    system: torch.Tensor | None  # (n_atoms,) int64, None: there is one system
+    system: torch.Tensor | None  # (n_atoms,) int64, None for a single system
     n_systems: int
     rows: tuple[torch.Tensor, ...]  # matrix, counts, shifts if there is a cell
     result: tuple[torch.Tensor, ...]
@@ -48,7 +48,7 @@ class VerletList:
     cutoff : float, length, non-negative
     skin : float, length, non-negative
         With zero every change of a coordinate causes a search. Large skins give long lists, small skins many searches;
-        0.1 to 0.3 of the cutoff is usual.
+        0.1 to 0.3 times the cutoff is usual.
     half_fill : bool, optional
         List each pair once, as in `neighbor_list`.
     fill_value : int, optional
@@ -67,7 +67,7 @@ class VerletList:
     max_neighbors : int or None
         Current width of the matrix; None before the first search if it was not given.
     num_calls, num_builds : int
-        Number of calls, and of calls that rebuilt a system.
+        Number of calls, and number of calls that rebuilt a system.
     rebuilt : (n_systems,) bool tensor or None
         Which systems the last call rebuilt.
 
@@ -177,7 +177,7 @@ class VerletList:
             return self._kept.result
 
     def _build(self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None) -> _BuiltList:
-        """A list with the flagged systems rebuilt, or all without flags; the matrix is as wide as needed."""
+        """A list in which the flagged systems (all without flags) are rebuilt; the matrix is as wide as needed."""
         padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
         room = Room(ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors)
         if flags is not None and old is not None:
@@ -197,7 +197,7 @@ class VerletList:
         self.rebuilt, systems = flags, _each(torch.clone, given)
         result = rows
         if self.return_neighbor_list:
-            # the counts alone decide: the caller's padding may be the number of an atom
+            # only the counts mark padding: the caller's padding value may be the number of an atom
             matrix, counts, *shifts = rows
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
         return _BuiltList(systems, system, n_systems, rows, result)

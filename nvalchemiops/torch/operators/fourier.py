@@ -39,7 +39,7 @@ def _tables(
     n_x, n_y, n_z = (2 * (int(n) + 1) for n in points.amax(0).tolist())
     values = None if moments is None else moments.flatten(1)
     n_rows = n_x + n_y + n_z + (0 if values is None else values.shape[1])
-    # an odd number of vectors in a row: rows at a distance of a power of two would displace each other in the caches
+    # an odd number of vectors in a row: rows at a distance of a power of two would evict each other from the caches
     tables = new_empty((n_rows, LANES * (n_vectors | 1)), torch.float64, coordinates.device)
     inputs = [coordinates, order, atom_begin, vector_begin, values, n_x, n_x + n_y]
     launch(phases.phase_tables(), n_vectors, inputs, [tables])
@@ -47,7 +47,7 @@ def _tables(
 
 
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
-    """Arguments for this many copies of all systems."""
+    """The arguments of an op for this many copies of all systems."""
     n_atoms = inputs["coordinates"].shape[0] // n_copies
 
     def numbered(values: torch.Tensor, step: int) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Lattice(NamedTuple):
         return (positions.unsqueeze(-1) * self.frame).sum(-2)
 
     def cartesian(self, derivatives: torch.Tensor) -> torch.Tensor:
-        """Derivatives by positions from those by fractional coordinates."""
+        """Derivatives with respect to positions, from derivatives with respect to fractional coordinates."""
         derivatives = derivatives.to(torch.float64)
         if self.frame.ndim == 2:
             return derivatives @ self.frame.mT
@@ -84,9 +84,9 @@ def volumes_of(cell: torch.Tensor) -> torch.Tensor:
 
 
 def _determinants(cell: torch.Tensor) -> torch.Tensor:
-    """Determinants (...) of (..., 3, 3), with their derivatives by products.
+    """Determinants (...) of matrices (..., 3, 3), whose derivatives are computed from products.
 
-    Under a mode or a transform, torch differentiates the derivative of a determinant by singular values, which is wrong
+    Under a mode or a transform, torch computes second derivatives of a determinant from singular values, which is wrong
     if two of them are equal, as for a cubic cell. Otherwise it reads values to choose a method.
     """
     # a graph traced here may be differentiated later
@@ -149,7 +149,7 @@ def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: boo
 def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tensor:
     """The cells (n_systems, 3, 3), with NaN for cells that `check_cells` would reject if it could read them.
 
-    With ``may_be_open``, those that `check_vectors` would reject: vectors of zeros are open axes.
+    With ``may_be_open``, NaN for cells that `check_vectors` would reject: vectors of zeros are open axes.
     """
     if may_read(cell):
         return cell

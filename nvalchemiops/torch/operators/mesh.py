@@ -164,7 +164,7 @@ def mesh_gather(
     spline_order: int,
     derivatives: int,
 ) -> torch.Tensor:
-    """Values of a mesh, and their derivatives by coordinates, at atoms.
+    """Gather the values of a mesh, and their derivatives with respect to coordinates, at atoms.
 
     Parameters
     ----------
@@ -196,9 +196,9 @@ def _rows(of_atoms: torch.Tensor) -> int:
 
 
 def spline_transform(n: int, order: int, half: bool, device: torch.device) -> torch.Tensor:
-    """b(m) at the frequencies of an axis with n points, float64."""
+    """The transform b(m) of a spline at the frequencies m of an axis with n points, in float64."""
     # M_p(j) of the centred spline for j = 0, 1, ... while it is non-zero, by the recurrence in terms of x = j + p/2,
-    # exact but for the last division
+    # exact except for the last division
     values = []
     for j in range((order + 1) // 2):
         x = j + order / 2

@@ -20,7 +20,7 @@ from nvalchemiops.torch.runtime.recorder import current_recorder
 AXES = (-3, -2, -1)
 
 TINY = 2**12
-"""Total mesh points up to which a transform takes one thread. The largest mesh with other bits on two had 2,744."""
+"""Total mesh points up to which a transform takes one thread. On two, bits differed up to 2,744 points."""
 
 
 def weights_of_planes(n: int, like: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def _of_slices(op: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., t
 def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
     """Fourier transform (..., n_x, n_y, n_z // 2 + 1, 2) of real meshes (..., n_x, n_y, n_z), real and imaginary parts.
 
-    The same half of the transform as from ``torch.fft.rfftn``.
+    The half of the transform is that of ``torch.fft.rfftn``.
     """
     return _transformed(lambda: torch.view_as_real(torch.fft.rfftn(values, dim=AXES)), values, values.shape[:-3])
 
@@ -70,7 +70,7 @@ def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
 def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
     """Real meshes (..., n_x, n_y, n) from half of their Fourier transform, without a division by the number of points.
 
-    The same result as from ``torch.fft.irfftn`` with ``norm="forward"``.
+    Like ``torch.fft.irfftn`` with ``norm="forward"``.
     """
     shape = (*spectrum.shape[-4:-2], n)
     parts = torch.view_as_complex(spectrum)

@@ -17,7 +17,7 @@ Arguments = dict[str, Any]
 
 
 def derivative_by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` by coordinates; ``gathered`` has one order more."""
+    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` along coordinates; ``gathered`` has one more order."""
     n_moments = moments.shape[-1]
     if n_moments == 1:
         return (moments * gathered[..., 1:4]).sum(1).to(torch.float64)
@@ -84,8 +84,8 @@ def fold(
     op : callable
         Returns the op.
     channel : (int, int)
-        Dimension of the channels, 0 or 1, in the first argument and in the result. The other of the two dimensions is
-        that of atoms, points or systems.
+        Dimension of the channels, 0 or 1, in the first argument and in the result. The other of the two dimensions
+        holds atoms, points or systems.
     repeat : callable
         Maps the arguments by name, and a number of slices, to the arguments for this many copies of all systems.
         Coordinates and the first argument are already repeated.

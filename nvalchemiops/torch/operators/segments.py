@@ -35,7 +35,7 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     most, n_rows, level = n_atoms, n_atoms, 0
     while most > (block if warps else FEW):
         most = -(-most // block) if warps else 0
-        # each system has at most one partial block, and a number for it; a single system needs no numbers
+        # each system has at most one partial block; block numbers are needed only for several systems
         n_rows = -(-n_rows // block) if begin is None else n_rows // block + n_systems
         first = None
         if begin is not None and not warps:
@@ -136,7 +136,7 @@ def batch_idx_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:
 
 
 def totals(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
-    """The same as `system_sums`, at less cost for one system: there torch chooses the order of the sum."""
+    """`system_sums` at less cost for one system, for which torch chooses the order of the summation."""
     return values.sum(0, keepdim=True) if n_systems == 1 else system_sums(values, batch_idx, n_systems)
 
 
