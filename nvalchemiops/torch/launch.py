@@ -71,7 +71,7 @@ def launch_adjoint(
     arguments: Sequence[Any],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """Run the adjoint that Warp derives for ``kernel``. It adds to ``gradients``, one for each argument, or None."""
+    """Run the adjoint that Warp derives for ``kernel``. It adds to ``gradients``, one for each argument (or None)."""
     if (recorder := current_recorder()) is not None:
         recorder.end(f"the adjoint of kernel '{kernel.key}'")
     device, descriptors = describe(kernel, arguments)

@@ -335,7 +335,7 @@ def spline_gather_with_force(
     batch_idx: torch.Tensor | None = None,
     cell_inv_t: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The potential of a mesh at atoms, and the forces on charges in it.
+    """Gather the potential of a mesh at atoms, and the forces on charges in it.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Objects for atoms, neighbors and results, with which interactions are called instead of many tensor arguments.
+"""Objects for atoms, neighbors and results: interactions take them in place of many tensor arguments.
 
 >>> from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 >>> system = System(positions, charges, cell)
@@ -346,7 +346,7 @@ _OPTIONAL = (
     ("forces", "charge_gradients", "dipole_gradients", "quadrupole_gradients", "virial"),
 )
 
-# all types are made here, since compiled code cannot make a type
+# all types are created here, since compiled code cannot create a type
 _TYPES: dict[tuple[str, ...], Any] = {
     names: namedtuple("_".join(["Results", *names[1:]]), names, module=__name__)
     for optional in _OPTIONAL

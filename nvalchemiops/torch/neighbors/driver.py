@@ -226,7 +226,7 @@ def _say_how_wide(width: int, most: int, in_memory: bool, suffix: str, columns: 
 
 
 def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor, width: int | None) -> torch.Tensor:
-    """The values, in ``memory`` if it is given; if they are wider than it should be, it gets the first columns.
+    """The values, in ``memory`` if it is given; if they are wider than ``width``, it gets only the first columns.
 
     ``width`` is the width of the memory. It is None for values of a list, whose memory may have any length.
     """
@@ -340,7 +340,7 @@ def _width(
     if width is None:
         width = room.max_neighbors
     if width is None and not form.return_neighbor_list:
-        # the shape of memory for these alone is checked when results are copied to it
+        # if only these are given, their full shape is checked later, when results are copied to them
         for tensor, ndim in ((room.neighbor_distances, 2), (room.neighbor_vectors, 3)):
             if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
                 width, in_memory = tensor.shape[1], True

@@ -33,7 +33,7 @@ FAULTS = {
 
 BAD_NUMBERS = "`batch_idx` must hold numbers of systems, from 0 to the number of systems minus 1"
 BAD_POINTERS = "`batch_ptr` must rise from 0 to the number of atoms"
-"""Messages if only one of the two is given."""
+"""Messages for a bad argument; for ``batch_idx`` only if ``batch_ptr`` is not given."""
 
 
 def raise_faults(fault: torch.Tensor, search: "Search", rebuild_flags: torch.Tensor | None = None) -> None:

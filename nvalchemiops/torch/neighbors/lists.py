@@ -142,11 +142,11 @@ def neighbor_list(
     Returns
     -------
     neighbor_matrix : (n_atoms, width) int32 tensor
-        Neighbors of each atom, then padding. With ``return_neighbor_list`` instead ``neighbor_list`` (2, n_pairs):
-        i and j of each pair, sorted by i.
+        Neighbors of each atom, then padding. With ``return_neighbor_list`` it is replaced by ``neighbor_list``
+        (2, n_pairs): i and j of each pair, sorted by i.
     num_neighbors : (n_atoms,) int32 tensor
-        Number of neighbors of each atom. With ``return_neighbor_list`` instead ``neighbor_ptr`` (n_atoms + 1,): the
-        first pair of each atom, then n_pairs.
+        Number of neighbors of each atom. With ``return_neighbor_list`` it is replaced by ``neighbor_ptr``
+        (n_atoms + 1,): the first pair of each atom, then n_pairs.
     shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 tensor
         S of each neighbor. Returned only with a cell.
     distances : (n_atoms, width) or (n_pairs,) tensor

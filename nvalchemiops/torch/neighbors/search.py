@@ -142,7 +142,7 @@ class _CellList:
         return system, row_pointers(system, n_systems)
 
     def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> list[Any]:
-        """Arguments of the search kernel up to the rows."""
+        """Arguments of the search kernel, up to those for the rows."""
         search = self.search
         positions = search.positions.to(torch.float64).contiguous()
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
@@ -318,7 +318,7 @@ def neighbor_pairs(
     tie_tolerance: float,
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The list format. Waits for the device to learn the number of pairs, and raises for bad input."""
+    """Search, with results in list format. Waits for the device to learn the number of pairs; raises for bad input."""
     return neighbor_rows(Search.of(locals()))
 
 
@@ -337,7 +337,7 @@ def neighbor_rows(
     Parameters
     ----------
     spare : callable, optional
-        Entries to leave, from the counts (n_rows,) of neighbors.
+        Maps the counts (n_rows,) of neighbors to the number of entries to leave free at the end.
     op : callable, optional
         As in `engine.Call`.
     """
@@ -455,7 +455,7 @@ def neighbor_matrix(
     fill_value: int,
     width: int | None,
 ) -> Tensors:
-    """The matrix format.
+    """Search, with results in matrix format.
 
     With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without a
     width the matrix has spare columns; the search then waits for the device, and raises for bad input.
@@ -522,7 +522,7 @@ def fill_neighbor_matrix(
     count: torch.Tensor,
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The matrix format in given memory; see `neighbor_matrix`."""
+    """Search, with results in matrix format in given memory; see `neighbor_matrix`."""
     bins = _CellList(Search.of(locals()), may_wait=False, rebuild_flags=rebuild_flags)
     images = None if shifts is None else shifts.view(-1, 3)
     bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))

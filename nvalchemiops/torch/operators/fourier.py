@@ -18,7 +18,7 @@ from nvalchemiops.torch.runtime.memory import new_empty
 
 
 def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]:
-    """Row pointers of systems whose members, ``n`` in all, fill whole groups of ``size``; and the number of groups."""
+    """Row pointers of the systems among groups of up to ``size`` of their ``n`` members, and the number of groups."""
     if begin.shape[0] == 2:
         count = -(-n // size)
         return torch.tensor([0, count], dtype=torch.int32, device=begin.device), count
@@ -84,7 +84,7 @@ def fourier_spread(
     Parameters
     ----------
     moments : (n_atoms, n_channels, n_moments) float64 tensor
-        Numbered as in `nvalchemiops.kernels.moments.components`; one moment without derivatives.
+        Numbered as in `nvalchemiops.kernels.moments.components`; a single moment if ``derivatives`` is 0.
     coordinates : (n_atoms, 3) float64 tensor
         Fractional coordinates.
     order : (n_atoms,) int32 tensor, optional
@@ -137,7 +137,7 @@ def fourier_gather(
     point_begin: torch.Tensor,
     derivatives: int,
 ) -> torch.Tensor:
-    """Sums ``Σ_n Re F(n) cos(2π n.s_i) + Im F(n) sin(2π n.s_i)`` and their derivatives by coordinates.
+    """Sums ``Σ_n Re F(n) cos(2π n.s_i) + Im F(n) sin(2π n.s_i)`` and their derivatives along coordinates.
 
     Parameters
     ----------
@@ -172,5 +172,5 @@ def fourier_gather(
 
 
 def _size(work: int, begin: torch.Tensor) -> int:
-    """Work of a row relative to the total for the systems of ``begin``, in powers of two: rows take different times."""
+    """Average work per system, in powers of two: the ``kind`` of a launch, since rows differ in the time they take."""
     return int(work // max(begin.shape[0] - 1, 1)).bit_length()

@@ -115,7 +115,7 @@ def mesh_spread(
     Parameters
     ----------
     moments : (n_atoms, n_channels, n_moments) tensor
-        Numbered as in `nvalchemiops.kernels.moments.components`; one moment without derivatives.
+        Numbered as in `nvalchemiops.kernels.moments.components`; a single moment if ``derivatives`` is 0.
     coordinates, batch_idx, n_systems, mesh_dimensions, spline_order
         As for `mesh_columns`.
     order, column_begin : tensors

@@ -29,8 +29,8 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     elif batch_idx is not None:
         check_system_numbers(batch_idx, n_systems)
     warps = layout(values.device.type).warps
-    # Blocks of rows, for many atoms on a CPU; on a GPU also blocks of these blocks, until the largest possible system
-    # is a single block.
+    # Sum over blocks of rows, on a CPU if there are many atoms; on a GPU also over blocks of these blocks, until the
+    # largest possible system is a single block.
     block = rows_of_a_block(n_columns) if warps else BLOCK
     most, n_rows, level = n_atoms, n_atoms, 0
     while most > (block if warps else FEW):

@@ -206,7 +206,7 @@ def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Te
         return results
     energies, *others = results
     for value in (atoms.cell, options.alpha):
-        # even if no system is periodic, energies have derivatives by these tensors, which are zero
+        # even if no system is periodic, energies have derivatives with respect to these tensors: zeros
         if isinstance(value, torch.Tensor) and value.requires_grad:
             energies = energies + value.reshape(-1)[:0].sum().to(energies)
     return (energies, *others)

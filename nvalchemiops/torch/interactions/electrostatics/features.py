@@ -120,7 +120,7 @@ def electrostatic_potential(
         Standard deviations of Gaussian receivers, zero for points. By default there is one receiver, with the width of
         the source of each atom: then ``(q φ + μ·∇φ + Q:∇∇φ/2) / 2`` is the energy of the atom.
     derivatives : {0, 1, 2}, optional
-        How many derivatives of the potential to return.
+        Highest derivative of the potential to return.
     self_interaction : bool, optional
         Include the potential that the source of an atom has at the atom itself. Needs positive widths of sources or
         receivers.

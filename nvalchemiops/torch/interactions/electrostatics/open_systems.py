@@ -61,9 +61,9 @@ class Part(NamedTuple):
     Attributes
     ----------
     systems, atoms : (n,) int64 tensors
-        Their numbers in the batch.
+        Indices of the systems, and of their atoms, in the batch.
     number : (n_atoms,) int64 tensor
-        Number of each atom of the batch in this part, or -1.
+        For each atom of the batch its index in this part, or -1.
     """
 
     systems: torch.Tensor
@@ -75,7 +75,7 @@ class Part(NamedTuple):
         return values.index_select(0, self.atoms) if isinstance(values, torch.Tensor) and values.ndim else values
 
     def of_systems(self, name: str, values: Any, n_systems: int) -> Any:
-        """Values of the systems in this part, called ``name``; a number, or None, holds for all systems."""
+        """Values of the systems in this part; a number, or None, holds for all systems. ``name`` is for messages."""
         if values is None or type(values) in (int, float):
             return values
         if isinstance(values, torch.Tensor) and tuple(values.shape) == (n_systems, 3):

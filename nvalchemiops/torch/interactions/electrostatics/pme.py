@@ -51,7 +51,7 @@ def prepare_mesh(
     check_potential(potential)
     cells = check_cells_alone(cell).detach()
     mesh, order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
-    # rounded to the dtype of the cell, which is that of the positions
+    # rounded to the dtype of the cell, which is also the dtype of the positions
     splitting = per_system("alpha", alpha, cells.shape[0], cell.device).detach().to(cell.dtype)
     # copies, unaffected by changes of the caller's tensors
     cells, splitting = (t.to(torch.float64, copy=True) for t in (cells, splitting))
@@ -108,7 +108,7 @@ def particle_mesh_ewald(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Coulomb energy of point charges in systems that are periodic in three directions, by Ewald's sum on a mesh.
 
-    The same energy as `ewald_summation`, at a cost of N log N for N atoms.
+    This is the energy of `ewald_summation`, at a cost of N log N for N atoms.
 
     Parameters
     ----------

@@ -153,7 +153,7 @@ def check_gradients(request: SumRequest, atoms: System) -> None:
 
 
 class Contribution(NamedTuple):
-    """Energies of one term, and the derivatives that were requested; None for those that are zero.
+    """Energies of one term, and the derivatives that were requested. A derivative that is zero is None.
 
     Attributes
     ----------

@@ -50,7 +50,7 @@ class LongRange(Protocol):
     is_given : bool
         Whether the parameters are given.
     valid : (n_systems,) bool tensor or None
-        False for systems that the parameters do not fit, if values could not be read.
+        If values could not be read: False for systems that the parameters do not fit.
     """
 
     @property
@@ -460,7 +460,7 @@ FINEST_ACCURACY = 1e-16
 
 
 def check_accuracy(accuracy: Any, positions: torch.Tensor | None = None) -> float:
-    """The accuracy as a float; warn if it is more than float32 positions can give."""
+    """The accuracy as a float; warn if positions in float32 cannot give it."""
     accuracy = checks.check_positive("accuracy", accuracy)
     if accuracy < FINEST_ACCURACY:
         raise ValueError(f"`accuracy` = {accuracy:g} is beyond float64; ask for {FINEST_ACCURACY:g} at most")

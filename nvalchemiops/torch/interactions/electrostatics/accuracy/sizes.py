@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
         return np.linalg.norm(self.cell, axis=2)
 
     def along_longest(self) -> tuple["Sizes", np.ndarray | None]:
-        """The sizes with lattice vectors in an order that makes the common mesh smaller, and this order; or None.
+        """The sizes with lattice vectors in an order that makes the common mesh smaller, and this order if it is new.
 
         Boxes of the same shape in different orientations share a mesh if their longest axes come first.
         """

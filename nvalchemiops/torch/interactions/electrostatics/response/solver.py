@@ -8,8 +8,8 @@ Conjugate gradients with a fixed sum: N. I. M. Gould, M. E. Hribar and J. Noceda
 doi:10.1137/S1064827598345667, with a diagonal matrix for the preconditioner.
 
 **Several ranks.** Inner products, counts and norms are sums over the atoms of all ranks. They are equal on
-all ranks, so that all ranks take the same steps and stop together. Variables and tensors of atoms are own tensors of
-each rank. Energies of systems are replicated (`Domain.sum`): the loss is computed from them once, not summed over
+all ranks, so that all ranks take the same steps and stop together. Each rank holds the variables and tensors of its own
+atoms. Energies of systems are replicated (`Domain.sum`): the loss is computed from them once, not summed over
 ranks, and gradients with respect to the variables are complete.
 """
 
@@ -58,7 +58,7 @@ class Problem(NamedTuple):
         return "polarizabilities" in self.names
 
     def own(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Tensors of single atoms by name."""
+        """The tensors that enter the energies of single atoms, by name."""
         return dict(zip(self.names, tensors))
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ class Operator:
             # magnitude of sources that are induced without an interaction; or, if by symmetry fields are rounding
             # errors, of sources whose energies are comparable to the energies without induced sources
             first = self.norm(problem.polarized(z, self.tensors))
-            # square of sources for an energy: averages (n_systems,) of softness and polarizability
+            # mean square of sources per unit of energy: averages (n_systems,) of softness and polarizability
             parts = [self.softness] if problem.has_charges else []
             if problem.has_dipoles:
                 alpha = own["polarizabilities"]

@@ -88,7 +88,7 @@ class PreparedMesh(NamedTuple):
     influence: Influence
 
     def alpha_for(self, alpha: Any, mesh_dimensions: Any, mesh_spacing: Any, potential: Any) -> torch.Tensor:
-        """Alpha; raise if the arguments of a call contradict what was prepared."""
+        """Alpha; raise if the arguments of a call contradict the prepared data."""
         if any(value is not None for value in (alpha, mesh_dimensions, mesh_spacing)):
             raise ValueError("`prepared` has its own alpha and mesh: leave `alpha` and `mesh_...` out")
         if potential is not self.potential:
@@ -204,11 +204,11 @@ class MeshSum(NamedTuple):
 
     @property
     def is_given(self) -> bool:
-        """As of `LongRange`."""
+        """As for `LongRange`."""
         return self.mesh is not None
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
-        """As of `LongRange`."""
+        """As for `LongRange`."""
         assert self.mesh is not None
         cell = system.cell.detach().to(torch.float64)
         return core.mesh_model(cell, lattice_of(cell, None, 0).inverse, self.mesh, self.spline_order, torch)
@@ -216,7 +216,7 @@ class MeshSum(NamedTuple):
     def optimal_alpha(
         self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
     ) -> Any:
-        """As of `LongRange`."""
+        """As for `LongRange`."""
         if lengths is not None:
             along = -np.sort(-lengths, axis=1)  # in the order of the mesh; see `chosen`
             cutoff = core.batch_mesh_cutoff(n_atoms, volume, along, target, self.spline_order, costs)
@@ -224,7 +224,7 @@ class MeshSum(NamedTuple):
         return core.mesh_alpha(n_atoms, volume, target, self.spline_order, costs, xp)
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "MeshSum":
-        """As of `LongRange`. Reads values on the host."""
+        """As for `LongRange`. Reads values on the host."""
         values = on_host(alpha.detach()).astype(np.float64)
         key: Any = None
         sizes_known = key_of_sizes(system) if system.of_points else None
@@ -245,7 +245,7 @@ class MeshSum(NamedTuple):
         return self._replace(mesh=mesh, axes=axes)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "MeshTerm":
-        """As of `LongRange`."""
+        """As for `LongRange`."""
         assert self.mesh is not None
         self.precomputed.check(system.n_systems, self.mesh)
         lowest = HIGHEST[system.moments.shape[-1]] + 3  # for continuous forces
@@ -312,7 +312,7 @@ class MeshTerm(NamedTuple):
         sums = (power.flatten(4) @ powers_of_z).sum(1).flatten(1) @ dyads
         energy = totals(contribution.energies.to(torch.float64).sum(1), batch_idx, n_systems)
         virial = lattice.dyadic(sums.view(-1, 3, 3)) + energy[:, None, None] * identity
-        of_frames = contribution.virial  # of a system with moments
+        of_frames = contribution.virial  # not None for a system with moments
         return contribution._replace(virial=virial if of_frames is None else virial + of_frames)
 
 
@@ -362,10 +362,11 @@ def _axes_of(
 def _axes(mesh: Sequence[int], planes: tuple[int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Functions of one or two frequencies of the half mesh, or of some of its planes along y, in float64.
 
-    The products x x, 2 x y, y y, 2 y z, z z, 2 z x, which add up to k², and ``1 / b²`` for x and y, and for z, in
-    shapes that broadcast to the half mesh; the multiplicity of each plane in a sum over the whole mesh; two matrices
-    for sums of values on the mesh times ``n n^T`` with the three frequencies n: powers of z by z, the same for real and
-    imaginary parts, and the nine products by x, y and power of z; the numbers of points; and an identity matrix.
+    Returned in this order: the products x x, 2 x y, y y, 2 y z, z z, 2 z x, of which k² is a sum with the metric as
+    weights; ``1 / b²`` for x and y, and for z, both in shapes that broadcast to the half mesh; the multiplicity of each
+    plane in a sum over the whole mesh; two matrices for sums of values on the mesh times ``n n^T``, where n are the
+    three frequencies; the numbers of points; and an identity matrix. The first of the two matrices multiplies by powers
+    of z, equally for real and imaginary parts. The second one combines them with x and y to the nine products.
     """
     axes, deconvolution = [], []
     for axis, n in enumerate(mesh):

@@ -14,7 +14,7 @@ moments A changes, which adds to the virial at fixed m'
 With α = 1/2s this is the energy of a Gaussian of standard deviation s with itself.
 
 **Background.** In a cell of total charge Q = Σ q with a uniform neutralising background, the energy of Gaussian charges
-of widths s_i exceeds that of points by
+of widths s_i exceeds the energy of points by
 
     E = 2π/V Q Σ q_i s_i²
 
@@ -22,9 +22,9 @@ since the short-range part ``erf(r/√(2(s_i² + s_j²)))/r - erf(α r)/r`` has 
 space, and all potentials have the average zero.
 
 **Surface.** A sphere of many cells in a medium of dielectric constant ε' has the additional energy
-``E = 2π/((2ε' + 1) V) M²`` with the dipole ``M = Σ q x + μ`` of the cell. In a conductor, the boundary condition of the
-sum without this term, it vanishes. Positions are used as given, without wrapping. For charged cells the term depends on
-the origin.
+``E = 2π/((2ε' + 1) V) M²`` with the dipole ``M = Σ q x + μ`` of the cell. It vanishes in a conductor, which is the
+boundary condition of the sum without this term. Positions are used as given, without wrapping. For charged cells the
+term depends on the origin.
 
 Sources: self energies A. Aguado and P. A. Madden, J. Chem. Phys. 119, 7471 (2003), doi:10.1063/1.1605941; surface
 S. W. de Leeuw, J. W. Perram and E. R. Smith, Proc. R. Soc. A 373, 27 (1980), doi:10.1098/rspa.1980.0135.
@@ -61,7 +61,7 @@ class MomentFrames(NamedTuple):
     Attributes
     ----------
     lattice : Lattice
-        Its ``frame`` makes the coordinates.
+        Its ``frame`` maps positions to the coordinates.
     matrix : (n_moments, n_moments) or (n_atoms, n_moments, n_moments) tensor
         Moments along the coordinates are ``moments @ matrix``.
     moments : (n_atoms, n_channels, n_moments) tensor
@@ -99,7 +99,7 @@ class MomentFrames(NamedTuple):
 
 
 class ChargeFrames(NamedTuple):
-    """Frames for point charges (n_atoms, n_channels), which do not depend on coordinates, in their dtype."""
+    """Frames for point charges (n_atoms, n_channels), in their dtype. Charges do not depend on coordinates."""
 
     lattice: Lattice
     charges: torch.Tensor

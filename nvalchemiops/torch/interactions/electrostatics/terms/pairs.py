@@ -21,7 +21,7 @@ MOST_CHANNELS = 16
 
 
 class PairTerm(NamedTuple):
-    """A sum over pairs of charges, with the self energies of its formula; or of moments, without any.
+    """A sum over pairs of charges, with the self energies of its formula; or over pairs of moments, without any.
 
     Charges have a separate kernel, which supports any potential. For all first derivatives of 1728 ions with 65
     neighbors it takes 9.2 ms; charges as moments of order zero would take 12.0 ms.

@@ -92,11 +92,11 @@ class KVectorSum(NamedTuple):
 
     @property
     def is_given(self) -> bool:
-        """As of `LongRange`."""
+        """As for `LongRange`."""
         return self.k_vectors is not None
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
-        """As of `LongRange`. A list of k-vectors is assumed to be complete up to its largest Miller indices."""
+        """As for `LongRange`. A list of k-vectors is assumed to be complete up to its largest Miller indices."""
         assert self.k_vectors is not None
         cell = system.cell.detach().to(torch.float64)
         complete = self.k_vectors.complete_up_to(cell) if self.k_cutoff is None else self.k_cutoff
@@ -110,11 +110,11 @@ class KVectorSum(NamedTuple):
     def optimal_alpha(
         self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
     ) -> Any:
-        """As of `LongRange`."""
+        """As for `LongRange`."""
         return core.ewald_alpha(n_atoms, volume, target, costs, xp)
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "KVectorSum":
-        """As of `LongRange`."""
+        """As for `LongRange`."""
         cell, splitting = system.cell.detach(), alpha.detach()
 
         def vectors() -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ class KVectorSum(NamedTuple):
         return self._replace(k_vectors=WaveVectors(*found))
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
-        """As of `LongRange`."""
+        """As for `LongRange`."""
         assert self.k_vectors is not None
         return ReciprocalTerm(potential, alpha, self.k_vectors)
 

@@ -7,7 +7,7 @@ dipoles. With z along the normal of the periodic plane, M = Σ q z, Q = Σ q, an
 
 which does not depend on the origin. Positions are used as given: the boundary of the cell must not cut the slab in two.
 With dipoles and quadrupoles ``M = Σ q z + μ_z``, and ``Σ q z²`` becomes ``Σ q z² + 2 μ_z z + Q_zz``; Gaussians of width
-s add q s² to it. The direction of the open lattice vector does not matter, only its height above the plane.
+s add q s² to this sum. The direction of the open lattice vector does not matter, only its height above the plane.
 
 Sources: I.-C. Yeh and M. L. Berkowitz, J. Chem. Phys. 111, 3155 (1999), doi:10.1063/1.479595; with net charge
 V. Ballenegger, A. Arnold and J. J. Cerdà, J. Chem. Phys. 131, 094107 (2009), doi:10.1063/1.3216473.
