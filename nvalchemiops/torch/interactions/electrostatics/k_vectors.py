@@ -383,7 +383,7 @@ def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
 
 
 def _check_number(name: str, bounds: Any) -> None:
-    """Raise if a box of Miller indices holds more than `MOST_VECTORS` vectors; ``name`` is the argument to name."""
+    """Raise, naming the argument ``name``, if a box of Miller indices holds more than `MOST_VECTORS` vectors."""
     n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
     if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
         raise ValuesError(f"`{name}`: this cell has {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it, which is too many")

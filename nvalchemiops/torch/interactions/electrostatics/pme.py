@@ -29,7 +29,7 @@ def prepare_mesh(
     *,
     potential: LongRangePotential = COULOMB,
 ) -> PreparedMesh:
-    """Compute the tensors of `particle_mesh_ewald` that depend only on cell, alpha and mesh, for a fixed cell.
+    """Compute the part of `particle_mesh_ewald` that does not depend on atoms, for repeated calls with fixed cells.
 
     Parameters
     ----------

@@ -163,7 +163,7 @@ def choose_splitting(
 def _choose(
     system: ChargedSystem, long_range: LongRange, cutoff: float | None, rows: Rows | None, accuracy: float
 ) -> EwaldSplitting:
-    """Alpha and neighbors. Uses numpy, or while compiling torch: then no values are read, and the cutoff is given."""
+    """Alpha and neighbors. Uses numpy, or torch while compiling: then no values are read, and the cutoff is given."""
     compiling, device = not may_read(), system.positions.device
     sampled = rows is None and cutoff is None and not long_range.is_given
     xp: Any = torch if compiling else np
