@@ -2,7 +2,7 @@
 
 The names are looked up in groups, one for each shortcut. If a release of torch lacks a name of a group, or a name no
 longer works as assumed, the whole group is switched off, with one line in the log, and a slower public API is used.
-Where torch has no public API for it, a call that needs the group raises a RuntimeError that says so.
+If torch has no public API for it, a call that needs the group raises a RuntimeError with this reason.
 tests/package/test_torch_internals.py checks each assumption and each fallback.
 """
 
@@ -98,7 +98,7 @@ if _wrappers is not None:
     _is_batched, _is_batched_by_autograd = _wrappers[2:4]
 
     def is_batched(tensor: torch.Tensor) -> bool:
-        """Whether the outermost wrapper is that of ``vmap``, or of ``torch.autograd.grad(is_grads_batched=True)``."""
+        """Whether the outermost wrapper comes from ``vmap``, or ``torch.autograd.grad(is_grads_batched=True)``."""
         return _is_batched(tensor) or _is_batched_by_autograd(tensor)
 
 else:
@@ -141,7 +141,7 @@ def count_transforms() -> tuple[int, int]:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """Suspend ``torch.func`` transforms and forward mode: ops that write in place refuse to run under them."""
+    """Suspend ``torch.func`` transforms and forward mode, under which ops that write in place raise an error."""
     if _stack is None or _derivatives is None:
         if DERIVATIVES_KNOWN and derivative_asked():
             raise _impossible("writing in place under torch.func transforms")
@@ -238,7 +238,7 @@ _thread = _OfThread()
 
 @contextmanager
 def followed_by(mode: Any) -> Iterator[None]:
-    """Show ``mode`` the operations below autograd; `has_other_modes` does not count it.
+    """Pass the operations below autograd to ``mode``, which `has_other_modes` does not count.
 
     This avoids ``TorchDispatchMode``, which imports the compiler and keeps flags that all threads share.
     """

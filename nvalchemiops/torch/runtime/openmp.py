@@ -1,4 +1,4 @@
-"""Launches kernels on the threads of torch's operations, and runs these operations on one thread on busy machines.
+"""Runs kernels on the threads of torch's operations, and torch's operations on one thread on busy machines.
 
 After an operation, the threads of GNU OpenMP wait for the next one in a busy loop, for some milliseconds. Any other
 thread would have to share a core with them. So the pieces of a launch run on these threads, too.
@@ -98,7 +98,7 @@ class _ThreadLimit:
         self.set_products = getattr(_loaded("libtorch_cpu"), "MKL_Set_Num_Threads_Local", None)
 
     def enter(self, in_backward: bool = False) -> bool:
-        """Use one thread from now on. Return False if that was so already."""
+        """Use one thread from now on. Return False if the limit was set already."""
         if _before.state is not None or self.most() == 1:
             return False
         products = self.set_products(1) if self.set_products else None
@@ -175,7 +175,7 @@ def adapt_threads() -> int:
 
 
 def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Return ``function(*tensors)``, run on one thread if other work needs the cores, and so its backward pass.
+    """Return ``function(*tensors)``. It and its backward pass run on one thread if other work needs the cores.
 
     Only eager calls on a CPU are limited. The result is a tensor or a tuple of tensors. ``function`` must not depend on
     other tensors that require gradients.
