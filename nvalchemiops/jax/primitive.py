@@ -81,7 +81,7 @@ class Form(NamedTuple):
         return self._replace(directions=self.directions[:number] + self.directions[number + 1 :])
 
     def bind(self, values: Mapping[int, Flags], gradient: Mapping[int, Flags]) -> list[Any]:
-        """Derivatives of L with respect to the weights of ``values``, and with respect to the inputs in ``gradient``."""
+        """Derivatives of L with respect to the weights of ``values``, and to the inputs in ``gradient``."""
         parts = [*self.inputs, *self.weights.values(), *(p for d in self.directions for p in d.values())]
         request = replace(
             self.request,

@@ -1,4 +1,4 @@
-"""Ops that differentiate by a tape: the body records its Warp launches, and the backward pass replays them in reverse.
+"""Ops with a tape: the body records its Warp launches, and the backward pass replays them in reverse.
 
 A second op runs the backward pass, so that compilers see it as one node. The recording of an execution is looked up by
 a hidden output, the token, whose memory lives as long as the graph.

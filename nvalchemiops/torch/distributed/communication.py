@@ -1,12 +1,12 @@
-"""Communication between ranks by torch.distributed.
+"""Communication between ranks with torch.distributed.
 
 If one rank fails, the others must not wait for it forever. There are three cases:
 
 - A rank raises: `nvalchemiops.torch.distributed.agreement` passes the error on to the others.
-- A rank is gone, or is later than the timeout of the group (an argument of ``init_process_group``): the error of the
-  others names it.
-- Ranks wait in different places, because one of them was interrupted or has left out a call: they find out through the
-  store of the group.
+- A rank is gone, or does not answer within the timeout of the group (an argument of ``init_process_group``): the error
+  of the others names it.
+- Ranks wait in different places, because one of them was interrupted or has left out a call: they detect this through
+  the store of the group.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ LOOK = timedelta(seconds=1.0)
 """Interval at which a waiting rank compares its message with those of other ranks."""
 
 RECENT = 16
-"""How many of its last messages a rank shows to others. It may be ahead of them by messages without waiting."""
+"""How many of its last messages a rank shows to others. It may be ahead of them by messages for which it does not
+wait."""
 
 _AT, _APART = "nvalchemiops/at", "nvalchemiops/out of step"
 """Keys in the store of a group: recent messages of a rank (its number follows), and why ranks are out of step."""

@@ -120,7 +120,7 @@ class Kind(NamedTuple):
     used, copied : list of torch.Tensor
         Neighbor lists that only kernels read, so a plan uses them in place; and neighbor lists that a plan copies.
     length : int
-        Number of pairs in the lists, if the plan works for any number of pairs; otherwise 0.
+        Number of pairs in the lists, if the plan works for lists of any length; otherwise 0.
     small, large : list of torch.Tensor
         Fixed tensors whose values are part of the key, and fixed tensors that are recognized by identity.
     contents : list of bytes
