@@ -2,8 +2,8 @@
 
 There are two shortcuts past ``wp.launch``: array descriptors as bytes, and launches that write all arguments at once.
 Each is tested before its first use. A shortcut that does not work with this release of Warp is switched off, with one
-line in the log, and ``wp.launch`` is called with Warp arrays. The other functions inspect kernels and types where Warp
-has no public function for it.
+line in the log, and ``wp.launch`` is called with Warp arrays. The other functions inspect kernels and types, for which
+Warp has no public functions.
 """
 
 import ctypes

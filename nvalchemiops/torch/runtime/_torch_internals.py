@@ -318,7 +318,7 @@ _redispatch = _find(
 CAN_REDISPATCH = _redispatch is not None
 """Whether the autograd implementation of an operator can continue the dispatch below autograd.
 
-If not, each operator gets a twin with the same schema and implementation, but without autograd."""
+If not, each operator gets a copy with the same schema and implementation, but without autograd."""
 
 _second: dict[Any, Callable[..., Any]] = {}
 
@@ -437,7 +437,7 @@ _COUNTS_VERSIONS = _find("telling whether a tensor has changed", "Tensor._versio
 
 
 def version_of(tensor: torch.Tensor) -> object:
-    """The number of in-place changes of a tensor. Where torch does not count them, an object that equals no other."""
+    """The number of in-place changes of a tensor, or if torch does not count them, an object that equals no other."""
     return object() if not _COUNTS_VERSIONS or tensor.is_inference() else tensor._version
 
 
@@ -543,7 +543,7 @@ _frames = _find(
 
 
 def only_inlined(function: Function, *, with_calls: bool = False) -> Function:
-    """The same function, which ``torch.compile`` inlines into what it compiles, but never compiles by itself.
+    """The same function, which ``torch.compile`` inlines into its callers, but never compiles separately.
 
     After a graph break, Python calls functions one by one, and the compiler tries to compile each of them. In a
     function that asks whether it is being compiled, the answer would become the constant True, although its caller is

@@ -1,7 +1,7 @@
 """Runs kernels on the threads of torch's operations, and torch's operations on one thread on busy machines.
 
-After an operation, the threads of GNU OpenMP wait for the next one in a busy loop, for some milliseconds. Any other
-thread would have to share a core with them. So the pieces of a launch run on these threads, too.
+After an operation, the threads of GNU OpenMP wait for the next operation in a busy loop, for some milliseconds. Any
+other thread would have to share a core with them. So the pieces of a launch also run on these threads.
 
 On a machine that is busy with other work, kernels run on one thread, and so do torch's operations inside the library's
 calls. These are elementwise operations, matrix products, Fourier transforms and sums along a dimension: their bits do
@@ -153,7 +153,7 @@ def adapt_threads() -> int:
     """Run torch's operations in this thread on one thread while other work keeps the cores busy, and on all otherwise.
 
     Call it now and then, for example once in each step of a training loop: it takes a microsecond. The operators of
-    this library adapt by themselves. On a busy machine, threads of torch that wait for each other can take twenty times
+    this library adapt automatically. On a busy machine, threads of torch that wait for each other can take twenty times
     longer than a single thread.
 
     Returns

@@ -1,4 +1,4 @@
-"""The recorder, which follows the torch operations and kernel launches of a call below autograd.
+"""The recorder, which records the torch operations and kernel launches of a call below autograd.
 
 `nvalchemiops.torch.runtime.plans` makes a plan of them. An operation that cannot be replayed for other values, such as
 one whose shapes depend on values, ends the recording with a reason.
@@ -187,12 +187,12 @@ class Recorder:
                 self.external.setdefault(storage, tensor)
 
     def _refuse_unwritten(self, what: Any, given: Iterable[int]) -> None:
-        """Raise if one of these storages, which are about to be read, was not written by a followed operation."""
+        """Raise if one of these storages, which are about to be read, was not written by a recorded operation."""
         if not self.uninitialised.isdisjoint(given):
             raise NoPlan(f"{what} reads memory that no recorded operation has written")
 
     def _refuse_lists(self, what: str, given: Iterable[int]) -> None:
-        """Refuse, or note, the use of a list by an operation that is not a kernel."""
+        """Raise, or note, that an operation other than a kernel uses a list."""
         if not self.foreign.keys().isdisjoint(given):
             raise NoPlan(f"{what} of a list")
         self.needs_length = self.needs_length or not self._lists.isdisjoint(given)
