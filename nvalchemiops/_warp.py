@@ -32,7 +32,7 @@ def ensure_warp() -> None:
     If the default cache cannot be written (a read-only or missing home), a folder below the system's temporary folder
     is used instead, with a warning. Its name contains the versions of this library and of Warp, and only the current
     user can write to it. A location chosen by the user (``WARP_CACHE_PATH`` or ``wp.config.kernel_cache_dir``) is never
-    replaced: errors of Warp about it are raised. It may be read-only, for kernels compiled ahead.
+    replaced: errors of Warp about it are raised. It may be read-only, if its kernels were compiled in advance.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def _default_cache() -> Path:
 
 
 def _check_writable(folder: str | None) -> None:
-    # by trying: permission bits say nothing about read-only mounts and quotas
+    # by writing a file: permission bits say nothing about read-only mounts and quotas
     with tempfile.TemporaryFile(dir=folder):
         pass
 

@@ -2,8 +2,8 @@
 
 There are two shortcuts past ``wp.launch``: array descriptors as bytes, and launches that write all arguments at once.
 Each is tested before its first use. A shortcut that does not work with this release of Warp is switched off, with one
-line in the log, and ``wp.launch`` is called with Warp arrays. The other functions inspect kernels and types where Warp
-has no public function for it.
+line in the log, and ``wp.launch`` is called with Warp arrays. The other functions inspect kernels and types, for which
+Warp has no public functions.
 """
 
 import ctypes
@@ -231,7 +231,7 @@ class Command:
             self.pack = pack
 
     def _find_call(self) -> None:
-        """Find out how the compiled kernel is called, by a launch that calls a Python function in its place."""
+        """Find out how the compiled kernel is called, from a launch that calls a Python function in its place."""
         recorded = self.recorded
         seen: list[bytes] = []
         replaced = types.SimpleNamespace(forward=lambda *called: seen.extend(bytes(c._obj) for c in called))
@@ -245,7 +245,7 @@ class Command:
         self.call = hooks.forward
 
     def _find_call_on_gpu(self) -> None:
-        """Find out how Warp calls CUDA for this launch, by a launch whose call is intercepted."""
+        """Find out how Warp calls CUDA for this launch, from a launch whose call is intercepted."""
         recorded = self.recorded
         places = [getattr(type(self.structure), name) for name, _ in self.structure._fields_]
         start = ctypes.addressof(self.structure)

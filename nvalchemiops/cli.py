@@ -1,4 +1,4 @@
-"""The ``nvalchemiops`` command: versions and devices, kernels compiled ahead, costs, energies of files, a stand-in."""
+"""The ``nvalchemiops`` command: ``info``, ``warmup``, ``tune``, ``energy`` and ``stand-in``."""
 
 import argparse
 import importlib
@@ -125,7 +125,7 @@ def _show_note(message: Warning | str, *details: Any, **more: Any) -> None:
 
 
 def _fail(command: str, error: object, status: int = 2) -> int:
-    """The exit status of a command, after it has said why."""
+    """Print why a command failed, and return its exit status."""
     print(f"nvalchemiops {command}: {error}", file=sys.stderr)
     return status
 

@@ -1,12 +1,13 @@
 """Detects whether threads save time at present. On a busy machine they may only wait for each other.
 
-If the system does not run one of the threads of a launch, all others wait for it for milliseconds, while their work
-takes a fraction of one. There are two signs of that:
+If the operating system suspends one of the threads of a launch, all others wait for it for milliseconds, while their
+work takes a fraction of a millisecond. There are two signs of that:
 
-- Launches that are shared among threads take as long as their work would take on one thread. If too many of the last
-  launches did, launches are not shared for a while. Then a few are shared again, and decide how long the next pause is.
-- The system takes the processor away from this thread, which it does only for another one. The system counts these
-  interruptions, and the count is read at most a hundred times a second.
+- Launches that are shared among threads take as long as their work would take on one thread. If this was so for too
+  many of the last launches, launches are not shared for a while. Then a few are shared again. Their times decide how
+  long the next pause is.
+- The operating system takes the processor away from this thread to run another one. It counts these interruptions, and
+  the count is read at most a hundred times a second.
 
 Results do not depend on the number of threads, to the last bit.
 """
@@ -30,8 +31,8 @@ REMEMBERED, MOST_IN_VAIN = 8, 2
 happen when another process wakes up; on a quiet machine far less than one in a hundred has no gain."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-"""Seconds for which launches are not shared. If another launch without a gain follows a pause, the next one is twice as
-long."""
+"""Seconds for which launches are not shared. If another launch without a gain follows a pause, the next pause is twice
+as long."""
 
 
 WINDOW = 0.05
@@ -61,7 +62,7 @@ def usage_of_thread() -> Usage | None:
 
 
 class Crowding:
-    """Keeps account of launches that were shared among threads, and of interruptions.
+    """Statistics of launches that were shared among threads, and of interruptions.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ class Crowding:
         """Take account of a shared launch: its time, and the processor time of all threads on its pieces."""
         self.in_vain.append(wall > GAIN * work)
         if sum(self.in_vain) >= MOST_IN_VAIN:
-            # one stays on record, so that the next launch without a gain is enough
+            # one launch without a gain is kept, so that one more is enough for the next pause
             self.in_vain = deque([True], maxlen=REMEMBERED)
             self.until, self.pause = self.clock() + self.pause, min(2.0 * self.pause, LONGEST_PAUSE)
         elif len(self.in_vain) == REMEMBERED and not any(self.in_vain):

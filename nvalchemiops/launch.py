@@ -34,7 +34,7 @@ from nvalchemiops.recording import NotDifferentiableError, active_tape, record, 
 from nvalchemiops.threads import Task, enter_as_worker, is_crowded, set_openmp, set_thread_count, thread_count
 
 MINIMUM_CHUNK = 120e-6
-"""Least work for each thread, in seconds. A launch of less than twice this is not split."""
+"""Least work for each thread, in seconds. A launch with less than twice as much work is not split."""
 
 PIECES = 8
 """Largest number of pieces per thread into which a launch is split. Each has at least `MINIMUM_CHUNK` of work."""

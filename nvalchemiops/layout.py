@@ -1,7 +1,7 @@
-"""Launch layouts by type of device: how rows are assigned to threads, and what is prepared for that.
+"""Launch layouts by type of device: how rows are assigned to threads, and which data are prepared for that.
 
-This is the only place that depends on the type of device. Tests can replace the layout of one device by that of another
-(`replaced_layout`), so that code for a GPU runs on a CPU.
+This is the only place that depends on the type of device. Tests can replace the layout of one device by the layout of
+another (`replaced_layout`), so that code for a GPU runs on a CPU.
 """
 
 from collections.abc import Iterator

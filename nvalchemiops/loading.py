@@ -125,7 +125,7 @@ def loading() -> AbstractContextManager[Any]:
 
 
 def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None:
-    """Compile and load ``kernel``, unless it is loaded. A damaged file in Warp's cache is removed and made again, once.
+    """Compile and load ``kernel``, unless it is loaded. A damaged file in Warp's cache is compiled again, once.
 
     Warp detects truncated and foreign files. Overwritten machine code is not detected before it runs.
 
@@ -135,7 +135,7 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None
         Must not be generic: a generic kernel has nothing to load before its first launch.
     device : wp.Device
     block : int, optional
-        Threads per block, by default those of launches of this kernel. Each number has its own module.
+        Threads per block, by default as many as in launches of this kernel. Each number has its own module.
 
     Raises
     ------

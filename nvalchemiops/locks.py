@@ -2,10 +2,10 @@
 
 A signal handler, or a finalizer that the garbage collector runs, may call this library between any two instructions of
 a call in the same thread. The inner call ends before the outer one continues. So it must never wait for the outer call,
-nor change what that is using:
+nor change data that the outer call is using:
 
 - Memory and packed arguments that are kept for the next call belong to one call at a time. A call takes them out of
-  their place (`Lent`), or marks them as in use. A call that finds them taken makes its own, or does without.
+  their place (`Lent`), or marks them as in use. A call that finds them taken makes its own, or works without them.
 - Cached results (`Kept`) are in dictionaries, without a lock: each access is a single operation.
 - The remaining locks protect work for which other threads must wait. They are reentrant, and the state that they
   protect is valid at each step.
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 class Lent(Generic[Value]):
     """A value that each thread keeps for its next call, such as memory, and that only one call at a time uses.
 
-    A value that is not given back, for example after an error, is forgotten.
+    A value that is not given back, for example after an error, is dropped.
 
     Parameters
     ----------

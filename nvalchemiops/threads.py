@@ -14,11 +14,11 @@ Task = Callable[[], None]
 """The work of a launch. Several threads run the same task, which hands out pieces."""
 
 crowding = Crowding()
-"""Keeps account of whether threads save time at present."""
+"""Statistics from which `Crowding` decides whether threads save time at present."""
 
 
 class _OfThread(threading.local):
-    """State of this thread: whether it works for another one, shares a launch, or may use OpenMP."""
+    """State of this thread: whether it works for another thread, shares a launch, or may use OpenMP."""
 
     is_worker = False
     shares = False
@@ -34,7 +34,7 @@ def is_worker() -> bool:
 
 
 def may_share() -> bool:
-    """Whether a launch of this thread may be shared: not while another launch of it is."""
+    """Whether a launch of this thread may be shared: not while another launch of this thread is shared."""
     return not is_worker() and not _thread.shares
 
 
@@ -102,7 +102,7 @@ def set_openmp(run: Callable[[Task, int], None] | None) -> None:
 def as_main_thread() -> AbstractContextManager[None]:
     """A context in which tasks of this thread run on its OpenMP threads, as tasks of the main thread do.
 
-    For threads of a runtime that call one at a time. All other threads share the pool.
+    For threads of a runtime, such as XLA's, of which only one calls at a time. All other threads share the pool.
     """
     return set_within(_thread, "has_openmp", True)
 

@@ -1,4 +1,4 @@
-"""Code for the paths, the arguments and the distribution of nvalchemi-toolkit-ops alone, and for older releases.
+"""Code for compatibility only: with paths, arguments and distribution of nvalchemi-toolkit-ops, and older releases.
 
-Modules at import paths of that package and of older releases are where these paths say; they contain imports only.
+Modules at import paths of that package and of older releases are at these paths, not here; they contain imports only.
 """

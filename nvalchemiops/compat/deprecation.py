@@ -8,9 +8,9 @@ from typing import Any
 
 
 def warn_of_path(module: str, home: str) -> None:
-    """Warn whoever imports ``module``, a path that only older releases have, of its new ``home``; once in a process.
+    """Warn the importer of ``module``, a path that only older releases have, of its new ``home``; once in a process.
 
-    Called while the module is loaded. Paths that lead to something else today warn of their old names alone (`moved`).
+    Called while the module is loaded. If a path has other contents today, only its old names warn (`moved`).
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LOADERS:
@@ -25,9 +25,10 @@ _LOADERS = ("nvalchemiops", "importlib", "_frozen_importlib", "_frozen_importlib
 
 
 def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module whose names are defined elsewhere now.
+    """Make the ``__getattr__`` of a module whose names are defined elsewhere now.
 
-    The new home is imported when a name is asked for, so that a module below the torch layer can have moved to it.
+    The new home is imported only when a name is requested. So a module below the torch layer can have its new home in
+    the torch layer.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ OPTIONAL_ELSEWHERE = frozenset({"pair_fn", "pair_params", "pair_energies", "pair
 
 
 def ignore(function: str, given: dict[str, Any]) -> None:
-    """Raise TypeError for the first of the further arguments of ``function`` that is none of `WITHOUT_EFFECT`."""
+    """Raise a TypeError for the first argument of ``function`` in ``given`` that is not in `WITHOUT_EFFECT`."""
     for name, value in given.items():
         if name not in WITHOUT_EFFECT and (value is not None or name not in OPTIONAL_ELSEWHERE):
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")

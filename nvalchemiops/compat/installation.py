@@ -1,7 +1,7 @@
-"""Raises an error that says what to do, if another distribution has files in the folder of this package.
+"""Raises an error with instructions if another distribution has files in the folder of this package.
 
-``nvalchemi-toolkit-ops`` installs a package of the same import name. pip writes its files over ours without a warning,
-and removes both when it is uninstalled. In either order of installation the imported files are a mixture.
+``nvalchemi-toolkit-ops`` installs a package with the same import name. pip writes its files over ours without a
+warning, and removes both when it is uninstalled. In either order of installation the imported files are a mixture.
 """
 
 import os
@@ -14,13 +14,13 @@ _WAY_OUT = (
 )
 
 STAND_IN = "+nvalchemiops"
-"""End of the version of a package of that name which has no files, and so does no harm."""
+"""End of the version of our stand-in for that distribution, which has no files and does no harm."""
 
 
 def refuse_mixture(package: str) -> None:
     """Raise an ImportError if the files in the folder ``package`` are not all of this distribution.
 
-    Looks at the names of distributions beside the folder, which takes some ten microseconds.
+    Looks at the names of distributions next to the folder, which takes about ten microseconds.
     """
     try:
         beside = os.listdir(os.path.dirname(package))

@@ -1,4 +1,4 @@
-"""Names of search methods in nvalchemi-toolkit-ops: variants of two methods, which are all that this library has."""
+"""Names of search methods in nvalchemi-toolkit-ops: variants of the two methods that this library has."""
 
 import re
 from typing import Any

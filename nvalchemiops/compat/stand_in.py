@@ -49,7 +49,7 @@ def write_stand_in(folder: Path, release: str = RELEASE) -> Path:
     Raises
     ------
     ValueError
-        A release that is no version number.
+        A release that is not a version number.
     """
     if not re.fullmatch(r"\d+(\.\d+)*", release):
         raise ValueError(f"`release` must be numbers with points between them, as {RELEASE}, got {release!r}")

@@ -1,4 +1,4 @@
-"""nvalchemiops for JAX: torch functions inside JAX, and the operators of `nvalchemiops.torch` through them.
+"""nvalchemiops for JAX: a bridge to torch functions, and with it the operators of `nvalchemiops.torch`.
 
 Submodules are loaded when used.
 """

@@ -1,4 +1,4 @@
-"""Undocumented names of JAX that the library uses, each in a function that says what it is for."""
+"""Undocumented names of JAX that the library uses, each in a function that describes its purpose."""
 
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ def varying_axes(array: Any) -> frozenset[Any]:
 
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
-    """``arrays``, each marked as varying over the axes over which any of them varies. The transpose sums over these."""
+    """``arrays``, each marked as varying over all axes over which any of them varies. The transpose sums over these."""
     axes = [varying_axes(array) for array in arrays]
     union = frozenset().union(*axes)
     return [

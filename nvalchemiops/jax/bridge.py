@@ -1,4 +1,4 @@
-"""Torch functions as functions of JAX: `from_torch`."""
+"""Torch functions as JAX functions: `from_torch`."""
 
 import functools
 import math
@@ -41,9 +41,9 @@ def from_torch(
     Parameters
     ----------
     function : callable
-        Takes tensors, and pytrees of them, by position or name; returns a tensor or a pytree of tensors. Arguments
-        that are Python numbers, strings or None are passed on unchanged, and are static. The function gets copies of
-        arrays, so it may change and keep them.
+        Takes tensors, and pytrees of them, by position or name; returns a tensor or a pytree of tensors. Arguments that
+        are Python numbers, strings or None are passed unchanged, and are static. The function gets copies of arrays, so
+        it may change and keep them.
     out_shapes : pytree of jax.ShapeDtypeStruct, or callable, optional
         Shapes and dtypes of the outputs; or a function that returns them, called with the arguments, with a
         `jax.ShapeDtypeStruct` for each array. By default ``function`` is traced with tensors without data.
@@ -63,7 +63,7 @@ def from_torch(
     ------
     TypeError
         A dtype that torch does not have, an argument that is neither an array nor hashable, an output that is not a
-        tensor, a derivative by a complex array.
+        tensor, a derivative with respect to a complex array.
     ValueError
         ``scalar=True``, but the output is not a single real number.
     jax.errors.JaxRuntimeError, ValueError
@@ -253,7 +253,7 @@ class _Variant:
         return found
 
     def _declared(self, declared: Types) -> _Outputs:
-        """The declared outputs after a check, with the dtypes that JAX will give them."""
+        """The declared outputs, which are checked, with the dtypes that they will have in JAX."""
         leaves, tree = jax.tree.flatten(declared)
         for number, leaf in enumerate(leaves):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -321,14 +321,15 @@ ATOMS, SYSTEMS = "atoms", "systems"
 
 @dataclass(frozen=True)
 class Energies:
-    """The rule by which the tangents of energies are computed from the gradients of their sum.
+    """The rule that computes the tangents of energies from the gradients of their sum.
 
-    There is either a single energy, or each row of a gradient belongs to one system: to that of its atom, or its own.
+    There is either a single energy, or each row of a gradient belongs to one system: a row of an atom to the atom's
+    system, a row of a system to this system.
 
     Parameters
     ----------
     roles : tuple of (int, str)
-        For each array, whether its rows are those of atoms or of systems. Empty for a single energy.
+        For each array, whether its rows belong to atoms or to systems. Empty for a single energy.
     batch_idx : int, optional
         The index of the array with the system of each atom.
     """
@@ -337,7 +338,7 @@ class Energies:
     batch_idx: int | None = None
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        """Whether the rule applies to derivatives by inputs of these shapes.
+        """Whether the rule applies to derivatives with respect to inputs of these shapes.
 
         It applies if there is a single energy, or if the outputs are energies without channels and each input has rows
         of atoms or of systems.

@@ -42,7 +42,7 @@ class TorchFunction:
         Whether torch records operations even if no derivative is requested: for functions that call
         `torch.autograd.grad`.
     rounds : bool
-        Whether outputs may have twice the declared bits: without x64, JAX has 32 bits where torch computes in 64.
+        Whether outputs may have twice the declared bits: without x64, JAX declares 32 bits where torch computes in 64.
     differentiable : bool
     first_order : callable, optional
         An equivalent of ``evaluate`` for values and first derivatives.
@@ -50,13 +50,13 @@ class TorchFunction:
         ``fill(results, *inputs)`` writes the values of all outputs into the tensors ``results``, or returns False.
     takes_all : callable, optional
         ``takes_all(sizes, types)`` says whether one call takes all slices of ``vmap``, along leading axes. ``types``
-        are those of the inputs of one slice.
+        are the types of the inputs of one slice.
     constants : mapping of int to str, optional
-        Indices and names of inputs by which there is no derivative, although outputs may depend on them. A request for
-        one is a NotImplementedError. For a bridge, the names of arguments.
+        Indices and names of inputs that have no derivative, although outputs may depend on them. A request for their
+        derivative raises a NotImplementedError. For a bridge, the names of arguments.
     only_reads : bool
-        Whether the function neither changes nor keeps its inputs. It then gets JAX's memory; others get copies, since
-        writes by NumPy or `torch.Tensor.data` cannot be detected.
+        Whether the function neither changes nor keeps its inputs. It then gets JAX's memory. Other functions get
+        copies, since writes by NumPy or `torch.Tensor.data` cannot be detected.
     folds : bool
         Whether a call with all slices is known to return the results of each slice. If not, this is tested in calls
         whose slices differ.
@@ -124,7 +124,7 @@ class Request:
     def of_calls(self) -> Flags:
         """Whether the slices of each level need separate calls of the function, unless one call takes all slices.
 
-        A level on which only weights and directions differ does not: its slices share one call.
+        A level on which only weights and directions differ does not need separate calls: its slices share one call.
         """
         inputs = self.operand_flags[: self.inputs]
         return tuple(self.function.folds or any(flags[i] for flags in inputs) for i in range(len(self.sizes)))
@@ -166,7 +166,7 @@ class Request:
 def evaluate(
     request: Request, context: Any, results: Sequence[Any], operands: Sequence[Any], at_once: bool = False
 ) -> None:
-    """Evaluate ``request`` on JAX's buffers, and write into those of the results.
+    """Evaluate ``request`` on JAX's buffers, and write into the buffers of the results.
 
     With ``at_once``, all slices of ``vmap`` whose inputs differ go into one call of the function.
 
@@ -233,7 +233,7 @@ def _evaluate_slices(
     first_of_pass = len(operands) - request.vectors_of_pass
 
     def part(number: int, x: torch.Tensor, flags: Flags) -> torch.Tensor:
-        """An operand for one pass. ``flags`` are those of the levels without a loop."""
+        """An operand for one pass. ``flags`` belong to the levels without a loop."""
         if number < first_of_pass or not together:
             return _along_all(inside, x, flags[len(together) :])
         return _along_all(together + inside, x, flags).flatten(0, len(together) - 1)
@@ -283,7 +283,7 @@ def _ordered(tensor: torch.Tensor, flags: Flags, order: Sequence[int]) -> tuple[
 
 
 def _along_all(sizes: tuple[int, ...], tensor: torch.Tensor, flags: Flags) -> torch.Tensor:
-    """``tensor`` with an axis for each of ``sizes``, repeated along axes that it did not have."""
+    """``tensor`` with an axis for each of ``sizes``. It is repeated along axes that it did not have."""
     if not sizes:
         return tensor
     shape = tensor.shape[sum(flags) :]
@@ -386,7 +386,7 @@ class _Point:
     def results(self, vectors: Sequence[torch.Tensor], count: int | None = None) -> list[torch.Tensor]:
         """Values and gradients for the weights and directions ``vectors``.
 
-        With ``count``, those from which the last backward pass starts have a leading axis of this size.
+        With ``count``, the vectors from which the last backward pass starts have a leading axis of this size.
         """
         request, inputs = self.request, self._inputs
         given = iter(vectors)
@@ -420,13 +420,13 @@ class _Point:
 
     @functools.cached_property
     def _ones(self) -> dict[int, torch.Tensor]:
-        """Default weights: those of the values, to differentiate by them, or those of all outputs."""
+        """Default weights: of the values, to differentiate with respect to them, or of all outputs."""
         if self.request.directions and self.request.values:
             return {j: torch.ones_like(self._outputs[j], requires_grad=True) for j in self.request.values}
         return {j: torch.ones_like(y) for j, y in enumerate(self._outputs) if y.is_floating_point()}
 
     def _along_with(self, weights: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Gradients that were computed along with an energy, if all its entries have one weight; otherwise None."""
+        """Gradients that were computed together with an energy, if all its entries have one weight; otherwise None."""
         if len(self._outputs) != 1:
             return None
         found = engine.first_derivatives(self._outputs[0], [self._inputs[i] for i in self.request.gradient])
@@ -439,7 +439,7 @@ class _Point:
         return [gradient * scale for gradient in found] if bool((weight == scale).all()) else None
 
     def _along(self, number: int, roots: list[_Root], wanted: Sequence[int]) -> list[torch.Tensor]:
-        """The gradients by which direction ``number`` is multiplied, reused if the ``roots`` are the same as before."""
+        """The gradients that are multiplied by direction ``number``, reused if ``roots`` are as in the last call."""
         known, slopes = self._slopes.get(number, ([], []))
         if not known or any(a is not b for a, b in zip(itertools.chain(*known), itertools.chain(*roots))):
             name = self.request.function.name if number == 0 else None

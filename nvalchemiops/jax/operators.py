@@ -36,7 +36,7 @@ def operator(
     without: Sequence[str] = ("device", "domain"),
     constants: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Make a JAX function of a torch function, with the same parameters.
+    """Make a JAX function from a torch function, with the same parameters.
 
     Parameters
     ----------
@@ -44,10 +44,10 @@ def operator(
         A function of tensors. Annotations distinguish arrays (``torch.Tensor``) and numbers (``float``) from static
         arguments.
     out_shapes : callable, optional
-        Returns the shapes and dtypes of the results. It is called with the arguments by keyword, without those that
+        Returns the shapes and dtypes of the results. It is called with the arguments by keyword, without arguments that
         have their default. By default the function is traced with tensors without data.
     name : str, optional
-        The name in messages. By default that of the function.
+        The name in messages. By default the name of the function.
     contract : callable, optional
         As for `Bridge`, called with the same arguments.
     prepare : callable, optional
@@ -62,7 +62,7 @@ def operator(
     without : sequence of str, optional
         Parameters to leave out in JAX.
     constants : sequence of str, optional
-        Parameters by which there are no derivatives, in addition to those that are numbers in torch.
+        Parameters that have no derivatives, in addition to parameters that are numbers in torch.
     """
     name, kinds = name or function.__name__, _kinds(function)
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
@@ -168,7 +168,7 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
 
 
 def as_array(name: str, value: Any) -> Any:
-    """Lists and NumPy arrays as arrays, with JAX's precision; numbers and other objects unchanged."""
+    """Convert lists and NumPy arrays to arrays, with JAX's precision; numbers and other objects stay unchanged."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         value = jnp.asarray(value) if is_traced(value) else np.asarray(value)
     if isinstance(value, torch.Tensor):
@@ -244,8 +244,8 @@ def _for_jax(function: Callable[..., Any]) -> str:
 def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callable[..., Energies | None]:
     """The contraction of an operator, for calls whose results are energies of systems.
 
-    ``roles`` says for each array, by name, whether its rows are those of atoms or of systems. ``reduction`` is the
-    default of ``energy_reduction``.
+    ``roles`` says for each array, by name, whether its rows belong to atoms or to systems. ``reduction`` is the default
+    of ``energy_reduction``.
     """
 
     def contract(energy_reduction: str = reduction, **arguments: Any) -> Energies | None:
@@ -282,7 +282,7 @@ def number_of_systems(
 def eager(
     function: Callable[..., Any], *, into: Callable[..., Any] | None = None, without: Sequence[str] = ("device",)
 ) -> Callable[..., Any]:
-    """Make a function of JAX arrays, outside of ``jit``, of a torch function that needs values.
+    """Make a function of JAX arrays, for calls outside of ``jit``, from a torch function that needs values.
 
     A result that is a dataclass is converted to the class ``into``.
     """

@@ -5,21 +5,21 @@ With a torch function f of inputs x and weights u of its outputs, let
     L(x; u, t_1 .. t_k) = D_{t_1} .. D_{t_k} Σ u·f(x)
 
 be the k-fold directional derivative of the weighted outputs. It is linear in u and in each direction t_i, and symmetric
-in the directions. The primitive evaluates two derivatives of L: by u (*values*: f itself for k = 0, otherwise its
-directional derivative), and by a further direction (*gradient*). These are closed under differentiation:
+in the directions. The primitive evaluates two derivatives of L: with respect to u (*values*: f itself for k = 0,
+otherwise its directional derivative), and with respect to x (*gradient*). These are closed under differentiation:
 
-- The tangent by x is the same expression with one more direction. The tangent by u or t_i is the same expression with
-  the tangent in place of u or t_i.
-- Transpose by t_i: for a cotangent c of the gradient, it is the gradient with c in place of t_i, since L is symmetric.
+- The tangent for a tangent of x is the same expression with one more direction. For a tangent of u or t_i it is the
+  same expression with the tangent in place of u or t_i.
+- Transpose in t_i: for a cotangent c of the gradient, it is the gradient with c in place of t_i, since L is symmetric.
   For a cotangent c of the values, it is the gradient with weights c and without t_i.
-- Transpose by u: it is the values with c as one more direction.
+- Transpose in u: for a cotangent c of the gradient, it is the values with c as one more direction.
 
 So torch's reverse mode gives every order in both of JAX's modes, and nothing is kept between callbacks.
 
 A function with a *contraction* returns energies. One callback gives their values and gradients, and JAX computes
 their tangent as the product of gradients and tangents of the inputs.
 
-``vmap`` adds a level. Each operand and each result either has an axis for a level or not. L is then the sum over all
+``vmap`` adds a level. For each level, an operand or a result either has an axis or not. L is then the sum over all
 slices: a gradient without the axis is a sum over slices, and the rules above still hold. All slices are evaluated in
 one callback.
 """
@@ -81,7 +81,7 @@ class Form(NamedTuple):
         return self._replace(directions=self.directions[:number] + self.directions[number + 1 :])
 
     def bind(self, values: Mapping[int, Flags], gradient: Mapping[int, Flags]) -> list[Any]:
-        """Derivatives of L by the weights of ``values`` and by a further direction along the inputs of ``gradient``."""
+        """Derivatives of L with respect to the weights of ``values``, and to the inputs in ``gradient``."""
         parts = [*self.inputs, *self.weights.values(), *(p for d in self.directions for p in d.values())]
         request = replace(
             self.request,
@@ -165,7 +165,7 @@ mlir.register_lowering(torch_call_p, _lower)
 
 
 def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
-    """The equation without unused results: the derivatives of each would cost as much as those of the first."""
+    """The equation without unused results: the derivatives of each would cost as much as derivatives of the first."""
     if not any(used):
         return [False] * len(equation.invars), None
     outvars = list(itertools.compress(equation.outvars, used))
@@ -202,7 +202,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
     if not values or not moved or form.directions or contract is None or not contract.covers(shapes, request.outputs):
         results = bind(request, primals)
         return results, _instantiated(results, _tangents(form, moving, moved, values, gradient))
-    # an energy: its gradients by all inputs with tangents come from the same callback
+    # an energy: the gradients of all inputs with tangents come from the same callback
     everywhere = (True,) * len(request.sizes)
     wanted = {**dict.fromkeys(moved, everywhere), **gradient}
     results = form.bind(values, wanted)
@@ -213,7 +213,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
 
 
 def _check_differentiable(request: Request, moved: Mapping[int, Part]) -> None:
-    """Raise if torch, or the declaration of the function, has no derivative by these inputs."""
+    """Raise if torch, or the declaration of the function, has no derivative with respect to these inputs."""
     name = request.function.name
     if not request.function.differentiable:
         raise ValueError(f"`{name}` is not differentiable: enable_vjp=True allows derivatives")

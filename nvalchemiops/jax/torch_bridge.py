@@ -73,16 +73,16 @@ class TorchModuleWrapper:
     ----------
     module : torch.nn.Module
         It must depend on nothing but its arguments and its parameters: switch dropout and running averages off by
-        ``module.eval()``. Shapes of outputs are found by a run without data, so they must not depend on data.
+        ``module.eval()``. Shapes of outputs are found with a call without data, so they must not depend on data.
     input_spec : sequence of TorchDtypeSpec, ScalarSpec or None, optional
         One entry for each leaf of the arguments: a dtype to cast to, a Python number, or None for an unchanged array.
     vmap_method : {"broadcast_all", "sequential"}
         How ``vmap`` calls the module. "broadcast_all": once, with all slices along leading axes, for modules that treat
         leading axes as a batch. "sequential": slice by slice. The first call with each number of slices tests whether
-        the module treats leading axes as a batch. If its outputs have no leading axes, it is called slice by slice; if
-        the results of the first or last slice differ from those of a separate call, too, with a warning. The rows of
-        Jacobians and Hessians share one set of inputs, with which the module is called once. Torch then differentiates
-        for all rows at once, or with "sequential" row by row.
+        the module treats leading axes as a batch. If its outputs have no leading axes, it is called slice by slice. If
+        the results of the first or last slice differ from a separate call, it is also called slice by slice, with a
+        warning. The rows of Jacobians and Hessians share one set of inputs, with which the module is called once. Torch
+        then differentiates for all rows at once, or with "sequential" row by row.
     requires_grad : bool
         Whether torch records operations in the module: for modules that compute derivatives themselves.
     enable_vjp : bool
@@ -219,7 +219,7 @@ _functions: weakref.WeakValueDictionary[tuple[Hashable, ...], _Function] = weakr
 
 
 class _Compiled:
-    """A module compiled by torch, or the module itself if that fails."""
+    """A module compiled by torch, or the module itself if compiling fails."""
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
@@ -267,7 +267,7 @@ def module_on(module: torch.nn.Module, device: torch.device | None) -> torch.nn.
 
 
 def _scratch(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy with the same parameters and buffers, for a run without data, which may store tensors in the module."""
+    """A copy with the same parameters and buffers, for a call without data, which may store tensors in the module."""
     shared = {id(x): x for x in itertools.chain(module.parameters(), module.buffers())}
     try:
         return copy.deepcopy(module, shared)

@@ -62,7 +62,7 @@ class PairPotential:
         self._call = operator(potential, self._shapes, name=repr(potential), contract=contract)
 
     def __call__(self, positions: jax.Array, cell: jax.Array | None = None, **arguments: Any) -> Any:
-        """Energies and, if requested, forces, gradients by parameters and virial. Arguments are those in torch."""
+        """Energies and, if requested, forces, gradients of parameters and virial. Arguments are as in torch."""
         return self._call(positions, cell, **arguments)
 
     def _shapes(

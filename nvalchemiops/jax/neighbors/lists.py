@@ -31,7 +31,7 @@ def neighbor_list(
     state: "NeighborListState | None" = None,
     **options: Any,
 ) -> Any:
-    """Find all pairs of atoms closer than ``cutoff``, each with the image of the cell that the neighbor is in.
+    """Find all pairs of atoms closer than ``cutoff``, each with the periodic image of the neighbor.
 
     Outside of ``jit`` the list is exact: if ``max_neighbors`` or ``coo_capacity`` is too small, the result is larger,
     with a `NeighborListWarning`. Inside of ``jit`` shapes must be known: give ``max_neighbors``, or for a list of pairs
@@ -53,7 +53,7 @@ def neighbor_list(
     wrap_positions, grid_policy
         Without effect.
     state : NeighborListState, optional
-        From `prepare_neighbor_list`. It has the sizes, and replaces arguments that are not given.
+        From `prepare_neighbor_list`. It has the sizes, and values for arguments that are not given.
     **options
         ``max_neighbors`` (``max_neighbors1``, ``max_neighbors2``): width of the matrix, static. ``coo_capacity``:
         capacity of a list of pairs, static. ``return_distances``, ``return_vectors``: differentiable to any order.
@@ -66,8 +66,8 @@ def neighbor_list(
     neighbor_matrix : (n_atoms, width) int32 array
         Padded with ``fill_value``. With ``return_neighbor_list``, ``neighbor_list`` (2, n_pairs) instead.
     num_neighbors : (n_atoms,) int32 array
-        The number of all neighbors, also of those that do not fit; 2**31 - 1 if the position or cell is unusable, or
-        the system does not exist. With ``return_neighbor_list``, ``neighbor_ptr`` (n_atoms + 1,) instead.
+        The number of all neighbors, including neighbors that do not fit; 2**31 - 1 if the position or cell is unusable,
+        or the system does not exist. With ``return_neighbor_list``, ``neighbor_ptr`` (n_atoms + 1,) instead.
     shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 array
         Only with a cell.
     distances, vectors

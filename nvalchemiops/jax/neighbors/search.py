@@ -1,4 +1,4 @@
-"""The search of lists of neighbors for JAX: torch's, called through a bridge with declared sizes."""
+"""The neighbor search for JAX: torch's search, called through a bridge with declared sizes."""
 
 import itertools
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ SCRATCH = (
     | {"max_total_cells", "inv_cell", "positions_wrapped", "per_atom_cell_offsets", "sorted_atom_periodic_shifts"}
     | {"pair_centric_total_cells", "pair_centric_n_outer", "pair_centric_r_max", "graph_mode", "wrap_positions"}
 )
-"""Parameters of other libraries that JAX clients may pass. Most have no effect; those that would change results must be
-None."""
+"""Parameters of other libraries that JAX clients may pass. Most have no effect; parameters that would change results
+must be None."""
 
 SYSTEMS = ("cell", "pbc", "batch_idx", "batch_ptr")
 
@@ -63,7 +63,7 @@ def types_of_list(n: int, room: int, dtype: Any, has_shifts: bool, options: Mapp
 _ARRAYS = ("positions", "cell", "pbc", "batch_idx", "batch_ptr", "rebuild_flags", "target_indices")
 
 _OUTPUTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts", "neighbor_distances", "neighbor_vectors")
-"""Memory for results in torch. In JAX, where arrays are immutable, earlier results: see ``rebuild_flags``."""
+"""Memory for results in torch. In JAX, where arrays are immutable, these are earlier results: see ``rebuild_flags``."""
 
 
 def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) -> tuple[Any, ...]:
@@ -140,7 +140,7 @@ def _fill(results: list[torch.Tensor], **arguments: Any) -> bool:
 
 
 def capacity_for(n_pairs: int) -> int:
-    """The capacity of a list of this many pairs, with room for some more."""
+    """The capacity of a list of this many pairs, with room for some more pairs."""
     return n_pairs + max(n_pairs // 4, 4)
 
 

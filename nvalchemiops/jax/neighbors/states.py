@@ -1,4 +1,4 @@
-"""States of neighbor lists: lists of one size that are searched again as atoms move, inside of `jit` and `scan`."""
+"""States of neighbor lists: lists of fixed size that are searched again as atoms move, inside of `jit` and `scan`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -131,7 +131,7 @@ def prepare_neighbor_list(
     fixed_cell: bool = False,
     **without_effect: Any,
 ) -> NeighborListState:
-    """Prepare sizes of neighbor lists for use inside of ``jit``: the ``state`` of `neighbor_list`.
+    """Prepare the sizes of neighbor lists for use inside of ``jit``, as the ``state`` of `neighbor_list`.
 
     Parameters
     ----------

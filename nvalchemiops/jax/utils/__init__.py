@@ -1,7 +1,7 @@
 """Utilities for JAX programs: dataclasses that are pytrees, functions of pytrees, and guards against transformations.
 
-Where JAX has such a function, these wrap it. Their types let decorated functions and classes keep their signatures in a
-type checker.
+If JAX has such a function, the utility wraps it. With these types, decorated functions and classes keep their
+signatures in a type checker.
 """
 
 from nvalchemiops.jax.utils.arrays import isin, kahan_summation, key_chain, sequential_vmap_with_vjp

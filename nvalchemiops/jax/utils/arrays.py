@@ -69,7 +69,7 @@ def kahan_summation(*summands: T, compensate: T | None = None) -> tuple[T, T]:
     Parameters
     ----------
     *summands : pytrees of arrays
-        All with one structure. The sum has the shape to which they broadcast and the dtype to which they promote.
+        All with the same structure. The sum has the shape to which they broadcast and the dtype to which they promote.
     compensate : pytree of arrays, optional
         The compensation of the first summand, if that is itself a sum of this function.
 
@@ -88,7 +88,7 @@ def kahan_summation(*summands: T, compensate: T | None = None) -> tuple[T, T]:
 
     Notes
     -----
-    The error of each addition is computed exactly, whichever summand is the larger (D. E. Knuth, The Art of Computer
+    The error of each addition is computed exactly, whichever summand is larger (D. E. Knuth, The Art of Computer
     Programming 2, section 4.2.2, theorem B). So the sum of n numbers has an error of one rounding, plus about n² ε²
     times the sum of their absolute values [1]_. The compiler is prevented from cancelling the error terms. Derivatives
     are those of the plain sum.
@@ -173,7 +173,7 @@ def key_chain(key: Array, shape: int | Sequence[int] = ()) -> Iterator[Array]:
     Yields
     ------
     Array of keys, shape ``shape``
-        For example by ``next(chain)``.
+        For example with ``next(chain)``.
     """
     count = (shape,) if isinstance(shape, int) else tuple(shape)
     jax.random.split(key)  # raises for an invalid key now rather than in the first `next`
@@ -196,8 +196,8 @@ def sequential_vmap_with_vjp(func: Callable[P, R]) -> Callable[P, R]:
     Parameters
     ----------
     func : callable
-        A function of pytrees of arrays that returns one. All differentiated values must be arguments: JAX raises for a
-        derivative by a value that the function closes over.
+        A function of pytrees of arrays that returns one. All differentiated values must be arguments: JAX raises an
+        error for a derivative with respect to a value that the function closes over.
 
     Returns
     -------

@@ -90,7 +90,7 @@ def field(
     Parameters
     ----------
     default, default_factory, init, repr, hash, compare, metadata, kw_only
-        Those of `dataclasses.field`.
+        As in `dataclasses.field`.
     static : bool
         Whether the field belongs to the structure of the pytree instead of being a leaf. Transformations do not see a
         static field, and each value has its own compilation. The value must be hashable and comparable by ``==``, so
@@ -210,7 +210,7 @@ def dataclass(cls: type[T] | None = None, /, *, frozen: bool = True, **options: 
     Notes
     -----
     JAX flattens objects and rebuilds them by their constructor, including `__post_init__`, sometimes with placeholders
-    for leaves. Decorate a ``__post_init__`` that checks values by `skip_post_init_if_disabled`: it then runs for
+    for leaves. Decorate a ``__post_init__`` that checks values with `skip_post_init_if_disabled`: it then runs for
     objects that a program makes, and not for those that JAX rebuilds. A field with ``init=False`` is not a leaf: an
     undecorated ``__post_init__`` computes it from the others.
 

@@ -102,7 +102,7 @@ def _aligned(node: Any, others: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _children(node: Any, others: Sequence[Any]) -> tuple[Any, list[tuple[Any, ...]]]:
-    """The structure of one node, and its children with those of the others."""
+    """The structure of one node, and its children with the children of the others."""
     own, structure = flatten(node, lambda x: x is not node)
     return structure, list(zip(own, *(structure.flatten_up_to(other) for other in others)))
 
@@ -115,8 +115,8 @@ def tree_map(function: Callable[..., Any], tree: T, /, *rest: Any, is_leaf: Call
     function : callable
         Takes a leaf of each tree.
     tree, *rest : pytrees
-        Trees with one structure. If a node of ``tree`` has a method ``__tree_match__`` (`SupportsTreeMatch`), it is
-        called with the counterparts of the node. The returned nodes replace these, and their children are mapped.
+        Trees with the same structure. If a node of ``tree`` has a method ``__tree_match__`` (`SupportsTreeMatch`), it
+        is called with the counterparts of the node. The returned nodes replace these, and their children are mapped.
     is_leaf : callable, optional
         Whether a node of ``tree`` counts as a leaf. Leaves are not aligned.
 
@@ -206,7 +206,7 @@ def tree_where_broadcast_last(accept: ArrayLike, a: T, b: T) -> T:
         True where to take ``a``. The mask is broadcast over the further axes of leaves, for example a mask of systems
         over their positions.
     a, b : pytrees of arrays
-        With one structure. They are aligned as in `tree_map`. Leaves have at least as many axes as ``accept``.
+        With the same structure. They are aligned as in `tree_map`. Leaves have at least as many axes as ``accept``.
 
     Returns
     -------
@@ -243,7 +243,7 @@ def tree_scatter_set(item: T, value: T, idxs: Any, args: ScatterArgs | None = No
     value : pytree of arrays
         The values to write, with the same structure. They are aligned as in `tree_map`.
     idxs
-        An index, a slice, an array of indices, or a tuple of those.
+        An index, a slice, an array of indices, or a tuple of these.
     args : ScatterArgs, optional
         Keyword arguments of ``set``, such as ``{"mode": "drop"}``. A node of ``item`` with ``scatter_args``
         (`HasScatterArgs`) adds its own for the arrays below it. Those of the caller take precedence, then those of

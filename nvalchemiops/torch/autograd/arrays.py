@@ -1,4 +1,4 @@
-"""Torch tensors as Warp arrays, and torch's current stream as Warp's."""
+"""Torch tensors as Warp arrays, and torch's current stream as Warp's current stream."""
 
 import functools
 import math
@@ -178,7 +178,7 @@ def current_stream(device: torch.device) -> wp.Stream:
 
 @contextmanager
 def warp_stream_from_torch(*values: Any) -> Iterator[wp.Stream | None]:
-    """Bind Warp's current stream to torch's for all launches inside. On the CPU it does nothing.
+    """Bind Warp's current stream to torch's current stream for all launches inside. On the CPU it does nothing.
 
     Parameters
     ----------

@@ -25,10 +25,10 @@ def warp_custom_op(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn a function that launches Warp kernels into a torch custom op.
 
-    The annotated signature of the function becomes that of the op. Parameters are tensors, optional tensors, int,
-    float, bool, str and sequences of int, with or without defaults. The op works in eager mode, in ``torch.compile``
-    with ``fullgraph=True``, in ``torch.export``, and in eager mode under ``torch.func``. While the body runs, Warp's
-    current stream is torch's current stream.
+    The annotated signature of the function becomes the signature of the op. Parameters are tensors, optional tensors,
+    int, float, bool, str and sequences of int, with or without defaults. The op works in eager mode, in
+    ``torch.compile`` with ``fullgraph=True``, in ``torch.export``, and in eager mode under ``torch.func``. While the
+    body runs, Warp's current stream is torch's current stream.
 
     Parameters
     ----------
@@ -40,22 +40,22 @@ def warp_custom_op(
         Names of the differentiable outputs, then of the differentiable inputs. The default is all outputs and all
         tensor inputs, except inputs with index-like names (``neighbor_list``, ``batch_idx``, ...), mutated inputs and,
         at run time, integer and bool tensors. With an empty sequence the op is not differentiable, and its outputs have
-        no graph. With names of outputs only, a request for a gradient raises, as with ``backward="none"``.
+        no graph. With names of outputs only, a request for a gradient raises an error, as with ``backward="none"``.
     mutates_args : sequence of str, optional
         Inputs that the body writes in place. They are never differentiable.
     backward : "tape", "none" or callable, optional
         How the op is differentiated.
 
-        - ``"tape"`` (default): if ``needs_grad`` is True, the body records a ``wp.Tape`` and hands it over with
+        - ``"tape"`` (default): if ``needs_grad`` is True, the body records a ``wp.Tape`` and attaches it with
           `attach_for_backward`. This gives first derivatives only.
         - A callable: another op, or a function composed of ops and torch operations. Its parameters are bound by name:
           the name of any input or output; ``grad_<output>`` for an incoming gradient (if none arrives, zeros, or None
           if the parameter is annotated ``Tensor | None``); ``wanted`` for the names of the inputs whose gradients will
-          be read (other gradients may be left out); ``inputs`` and ``gradients`` for dicts of all inputs and of all
-          incoming gradients (or None) by name. The outputs of an op must be called ``grad_<input>``. A function
-          returns a tuple in the order of the differentiable inputs, or a dict by input name. An op with a callable
-          keeps no state, and can be differentiated once more often than its backward.
-        - ``"none"``: a request for a derivative raises. For the last op of a chain of derivatives.
+          be read (other gradients may be left out); ``inputs`` and ``gradients`` for dicts by name of all inputs and of
+          all incoming gradients (or None). The outputs of an op must be called ``grad_<input>``. A function returns a
+          tuple in the order of the differentiable inputs, or a dict by input name. An op with a callable keeps no
+          state, and can be differentiated once more often than its backward.
+        - ``"none"``: a request for a derivative raises an error. For the last op of a chain of derivatives.
     vmap : callable, optional
         Rule for ``torch.func.vmap`` of an op with explicit backward, ``vmap(info, in_dims, *args) -> (outputs,
         out_dims)`` as in ``torch.autograd.Function.vmap``, with all inputs given. By default slices run one by one.

@@ -111,7 +111,7 @@ class Declaration:
 
     def schema(self, hidden: Sequence[str], n_outputs: int) -> str:
         """The torch schema without the name. ``hidden`` are names of integers after the parameters, 0 by default."""
-        # in a schema, as in Python, a parameter without a default must not follow one with a default
+        # in a schema, as in Python, a parameter without a default must not follow a parameter with a default
         required = max((i for i, p in enumerate(self.parameters) if not p.has_literal), default=-1)
         declared = [
             p.declaration(i in self.mutated, f"a{i}", with_default=i > required) for i, p in enumerate(self.parameters)
@@ -240,7 +240,7 @@ def declare(
     if diff_outputs and not diff_inputs:
         if callable(backward):
             raise ValueError(f"{name}: `backward` has nothing to give: `grad_arrays` names outputs only")
-        # an op without gradients: a request for one raises
+        # an op without gradients: a request for a gradient raises
         backward = "none"
         diff_inputs = split_grad_arrays(None, parameters, outputs, mutates_args, name)[1]
         diff_outputs = diff_outputs if diff_inputs else ()

@@ -68,7 +68,7 @@ class Formula:
         Parameters
         ----------
         kept : sequence
-            All inputs, then all outputs. Those in ``spared`` may be None.
+            All inputs, then all outputs. Values at places in ``spared`` may be None.
         cotangents : sequence of torch.Tensor or None
             Incoming gradients.
         shapes : sequence

@@ -1,7 +1,7 @@
 """Ops under torch's function transforms (``torch.func``, ``vmap``) in eager mode.
 
 Transforms do not use the derivative that is registered with an op. They need an ``autograd.Function`` with
-``setup_context``, ``vmap`` and ``jvp``. This module wraps an op in one, for eager transforms only.
+``setup_context``, ``vmap`` and ``jvp``. This module wraps an op in such a function, for eager transforms only.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether this tensor takes part in a derivative: in reverse mode, in forward mode, or by a transform."""
+    """Whether this tensor takes part in a derivative, in reverse mode, forward mode or a transform."""
     while True:
         tracked = tensor.requires_grad and torch.is_grad_enabled()
         if tracked or forward_ad.unpack_dual(tensor).tangent is not None:
@@ -117,8 +117,8 @@ def transpose(
 ) -> list[torch.Tensor]:
     """Apply the transpose of the linear map ``pull`` to ``tangents``: a Jacobian-vector product from a vjp.
 
-    With ``differentiate``, ``pull`` is differentiated by the cotangents, if it has a derivative. Otherwise the map is
-    evaluated column by column, which is also exact, but takes one call per output element.
+    With ``differentiate``, ``pull`` is differentiated with respect to the cotangents, if it has a derivative. Otherwise
+    the map is evaluated column by column, which is also exact, but takes one call per output element.
     """
     zeros = [torch.zeros_like(t) for t in like]
     if differentiate:

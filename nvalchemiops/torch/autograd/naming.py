@@ -26,7 +26,7 @@ def library_for(name: str, body: Callable[..., Any]) -> tuple[Any, str]:
     """A library in which to define ``name``, and the name to register, without its namespace.
 
     Running the same definition again (a notebook cell, a factory) registers another op under a numbered name. The first
-    op stays: functions and compiled graphs may still call it.
+    op stays registered: functions and compiled graphs may still call it.
     """
     origin = (body.__module__, body.__qualname__)
     previous, count = _definitions.get(name, (origin, 0))
@@ -47,7 +47,7 @@ def fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[Outpu
 
 
 def value_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
-    """A text that identifies a value, the same in every process.
+    """A string that identifies a value, the same in every process.
 
     Functions are identified by their code, defaults, closures and the globals that they name, kernels by their source
     as well, arrays by their contents, other values by their ``repr``.

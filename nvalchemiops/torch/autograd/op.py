@@ -34,9 +34,9 @@ class WarpOp:
     Attributes
     ----------
     name, registered : str
-        The given name, and the registered name, which has a number if the same definition ran before.
+        The given name, and the registered name, which has a number if the same definition was registered before.
     parameters, outputs : tuple
-        Those of the declaration.
+        As in the declaration.
     public : callable
         The function that users call.
     overload : torch.ops overload
@@ -97,7 +97,7 @@ class WarpOp:
         return math.inf if callable(self.backward) else 0
 
     def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
-        """Hidden arguments of a call that needs gradients by the inputs in ``record`` (a bit for each input)."""
+        """Hidden arguments of a call that needs gradients of the inputs in ``record`` (a bit for each input)."""
         return (self.identity,)
 
     def _make_public(self, vmap: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -322,7 +322,7 @@ def _make({", ".join(values)}):
         return differentiable
 
     def _continue_below_autograd(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
-        """Continue below autograd, in a call that needs gradients by the inputs in ``record`` (a bit for each)."""
+        """Continue below autograd, in a call that needs gradients of the inputs in ``record`` (a bit for each)."""
         if keyset is _READY:
             with internals.autograd_excluded():
                 return self._short_way(*args)
@@ -382,7 +382,7 @@ def refuse_transforms(name: str) -> None:
 
 
 def widened(value: Any) -> Any:
-    """The value with tensors of half precision as float32, also inside lists."""
+    """The value, in which tensors of half precision are converted to float32, also inside lists."""
     if isinstance(value, (list, tuple)):
         return [widened(entry) for entry in value]
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)

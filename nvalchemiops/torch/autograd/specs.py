@@ -13,7 +13,7 @@ from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 _SAME_NAMES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 TORCH_DTYPES: dict[Any, torch.dtype] = {getattr(wp, name): getattr(torch, name) for name in _SAME_NAMES}
-# torch has few operations on wide unsigned integers, so their bits are held in signed tensors
+# torch has few operations on wide unsigned integers, so their bits are stored in signed tensors
 TORCH_DTYPES |= {wp.uint16: torch.int16, wp.uint32: torch.int32, wp.uint64: torch.int64}
 
 PRECISIONS = {torch.float32: wp.float32, torch.float64: wp.float64}

@@ -1,4 +1,4 @@
-"""Ops that differentiate by a tape: the body records its Warp launches, and the backward pass replays them in reverse.
+"""Ops with a tape: the body records its Warp launches, and the backward pass replays them in reverse.
 
 A second op runs the backward pass, so that compilers see it as one node. The recording of an execution is looked up by
 a hidden output, the token, whose memory lives as long as the graph.
@@ -19,7 +19,7 @@ from nvalchemiops.torch.runtime import _torch_internals as internals
 
 
 class TapeOp(WarpOp):
-    """An op with one derivative, by a ``wp.Tape`` that its body hands over with `attach_for_backward`.
+    """An op with first derivatives, from a ``wp.Tape`` that its body attaches with `attach_for_backward`.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class TapeOp(WarpOp):
     def record(
         self, inputs: Sequence[Any], record: int, device: torch.device
     ) -> tuple[list[torch.Tensor], tapes.Recording]:
-        """Run the body and keep its recording, for gradients by the inputs in ``record`` (a bit for each)."""
+        """Run the body and keep its recording, for gradients of the inputs in ``record`` (a bit for each)."""
         # Aliases, because one tensor passed in two places needs two gradients; or copies, if the body mutates its
         # arguments, since it may overwrite values that its own tape reads.
         own = bool(self.mutated)

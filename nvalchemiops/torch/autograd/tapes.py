@@ -54,7 +54,7 @@ def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **war
 
 
 def retrieve_for_backward(output: torch.Tensor, *array_names: str) -> tuple[wp.Tape | None, dict[str, wp.array]]:
-    """The tape of ``output``, and those of the named arrays that were attached to it."""
+    """The tape of ``output``, and the arrays with these names that were attached to it."""
     arrays = {name: getattr(output, _PREFIX + name) for name in array_names if hasattr(output, _PREFIX + name)}
     return getattr(output, _TAPE, None), arrays
 
@@ -213,7 +213,7 @@ class Recording:
     Parameters
     ----------
     tapes, arrays
-        Those that the body has attached.
+        The tapes and arrays that the body has attached.
     inputs : sequence of torch.Tensor or None
         Aliases of the op's tensor inputs. They keep the memory of the inputs from being reused.
     outputs : sequence of torch.Tensor

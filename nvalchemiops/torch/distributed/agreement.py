@@ -1,8 +1,8 @@
-"""Agreement of ranks in one message: errors are shared, numbers reduced, and arguments compared.
+"""Agreement of ranks in one message, which shares errors, reduces numbers, and compares arguments.
 
 A collective call begins with a part without communication, in which each rank checks its arguments. At its end the
 ranks exchange a few numbers: whether a rank failed, how many calls and messages it has counted, the numbers that it has
-noted, and a checksum of all values that must be the same on all ranks. If they disagree, a second message tells the
+noted, and a checksum of all values that must be the same on all ranks. If these differ, a second message tells the
 reason.
 """
 
@@ -27,7 +27,7 @@ N_NUMBERS = 4
 """How many numbers are reduced to their maximum over the ranks. The message has the same size in all calls."""
 
 SMALL = 64
-"""Largest number of elements of a tensor whose values are compared. Of larger tensors a checksum is compared."""
+"""Largest number of elements of a tensor whose values are compared. For larger tensors a checksum is compared."""
 
 _NOT_CALLERS = (
     *(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))),
@@ -42,7 +42,7 @@ class Agreement:
     A context manager; the part inside has no communication. The rank with the error raises it, even if it is an
     interrupt. The other ranks raise an `OtherRankError` with its rank and message. If a value that must be the same on
     all ranks differs, all raise a ValueError that names the value. If an interrupted rank has begun more calls than the
-    others, these raise an `OtherRankError`, and it waits for their next call.
+    others, the others raise an `OtherRankError`, and the interrupted rank waits for their next call.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ def described(value: Any) -> str:
 
 
 def check_sum(tensor: torch.Tensor) -> int:
-    """A number that follows from the values of a tensor on the host."""
+    """A checksum of the values of a tensor on the host."""
     with _untransformed():
         plain = values_of(tensor).resolve_conj().resolve_neg().contiguous()
         return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)

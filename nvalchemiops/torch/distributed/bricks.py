@@ -15,8 +15,8 @@ from nvalchemiops.kernels.lattice import unit_vectors
 from nvalchemiops.torch.distributed.communication import add, maximum
 
 BINS, FEWEST_BINS, ALL_BINS = 4096, 16, 2**18
-"""Numbers of bins of the histograms of coordinates along an axis, from which bricks get equal numbers of atoms: at most
-and at least for one system, and at most for all systems together."""
+"""Numbers of bins in the histograms of coordinates along an axis, with which bricks get equal numbers of atoms: the
+largest and the smallest number for one system, and the largest for all systems together."""
 
 BOXES = 2**13
 """Boxes along an axis, on either side of the origin, into which the atoms of a rank are sorted."""
@@ -140,7 +140,7 @@ class Bricks(NamedTuple):
                     is_near = (place >= low[:, brick]) & (place <= high[:, brick])
                     near |= is_near if image == 0 else is_near & periodic
                 found.append(near)
-            # most bricks are far from all atoms here, and fall out early
+            # most bricks are far from all atoms here, and are skipped early
             seen = [atoms[near.index_select(0, atoms)] if len(atoms) else atoms for atoms in seen for near in found]
         return seen
 
@@ -239,5 +239,5 @@ def _grids(n_ranks: int) -> list[Grid]:
 
 
 def _ghost_volume(grid: Grid, reach: Sequence[float] | np.ndarray) -> float:
-    """The volume that a rank sees, for a reach in coordinates. It is rounded, so that ties go to the first grid."""
+    """The volume that a rank sees, for a reach in coordinates. Rounded, so that the first of equal grids is taken."""
     return round(math.prod(1.0 / count + (2.0 * r if count > 1 else 0.0) for count, r in zip(grid, reach)), 6)

@@ -5,7 +5,7 @@ Each rank computes a share of a result, and the gradient of the sum of all share
 turns one kind into the other has a derivative that turns it back:
 
 - `sum_of_shares`: sums own values; the sum is replicated. Its derivative is `replicated`.
-- `replicated`: uses a replicated tensor in what each rank computes for itself. Its derivative is `sum_of_shares`, so
+- `replicated`: marks a replicated tensor that each rank combines with own values. Its derivative is `sum_of_shares`, so
   the gradient of a replicated tensor is complete on each rank.
 - `sum_on_all_ranks`: sums own values, and each rank uses the sum for its own share. Its derivative is the op itself.
 - `all_to_all_rows`: sends rows from each rank to each other rank. Its derivative sends them back.
@@ -74,7 +74,7 @@ def _end_in_order() -> None:
 
 
 def refuse_slices(*_: Any) -> Any:
-    """The rule for ``torch.func.vmap`` of a collective op: refuse.
+    """The rule for ``torch.func.vmap`` of a collective op: it raises an error.
 
     A vmap over the same directions on all ranks would be right. In ``jacfwd`` and ``hessian`` each rank maps over
     directions for the atoms that it owns, and results would be sums of unrelated columns. The op cannot tell the two
@@ -143,7 +143,7 @@ def replicated(values: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def has_shares_of_gradients(value: torch.Tensor) -> bool:
-    """Whether the gradient by some tensor on which ``value`` depends would be only this rank's share.
+    """Whether the gradient of some tensor on which ``value`` depends would be only this rank's share.
 
     This holds for each tensor that requires a gradient, unless it enters ``value`` through `replicated` or
     `sum_on_all_ranks`.

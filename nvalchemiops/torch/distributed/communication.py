@@ -1,12 +1,12 @@
-"""Communication between ranks by torch.distributed.
+"""Communication between ranks with torch.distributed.
 
-If one rank fails, the others must not wait for it for ever. There are three cases:
+If one rank fails, the others must not wait for it forever. There are three cases:
 
 - A rank raises: `nvalchemiops.torch.distributed.agreement` passes the error on to the others.
-- A rank is gone, or is later than the timeout of the group (an argument of ``init_process_group``): the error of the
-  others names it.
-- Ranks wait in different places, because one of them was interrupted or has left out a call: they find out through the
-  store of the group.
+- A rank is gone, or does not answer within the timeout of the group (an argument of ``init_process_group``): the error
+  of the others names it.
+- Ranks wait in different places, because one of them was interrupted or has left out a call: they detect this through
+  the store of the group.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from nvalchemiops.threads import available_cores
 from nvalchemiops.torch.runtime.memory import new_empty
 
 PATIENCE = 2.0
-"""Seconds that ranks have to report after a failure that they are still there."""
+"""Seconds in which ranks must report after a failure that they are still running."""
 
 
 AWAKE = 0.005
@@ -39,7 +39,8 @@ LOOK = timedelta(seconds=1.0)
 """Interval at which a waiting rank compares its message with those of other ranks."""
 
 RECENT = 16
-"""How many of its last messages a rank shows to others. It may be ahead of them by messages without waiting."""
+"""How many of its last messages a rank shows to others. It may be ahead of them by messages for which it does not
+wait."""
 
 _AT, _APART = "nvalchemiops/at", "nvalchemiops/out of step"
 """Keys in the store of a group: recent messages of a rank (its number follows), and why ranks are out of step."""
@@ -53,7 +54,7 @@ class OtherRankError(RuntimeError):
 
 
 class Messages:
-    """The messages of a group, as this rank counts them.
+    """The messages of a group that this rank has counted.
 
     All ranks must take part in the same messages in the same order.
 
@@ -90,7 +91,7 @@ class Messages:
         self._recent.clear()
 
     def leave(self, group: Any, why: str) -> None:
-        """End the messages of the group. Other ranks learn it at their next `look`."""
+        """End the messages of the group. Other ranks learn this at their next `look`."""
         text = f"ranks are out of step: {why}. Go on with a new group (torch.distributed.new_group) and a Domain of it"
         with contextlib.suppress(RuntimeError, AttributeError):  # the process with the store is gone
             group.get_group_store().set(_APART, text)
@@ -108,7 +109,7 @@ class Messages:
         group.get_group_store().set(f"{_AT}/{dist.get_rank(group)}", json.dumps(list(self._recent)))
 
     def look(self, group: Any) -> None:
-        """Compare messages with other waiting ranks; raise if one of theirs differs from that of this rank."""
+        """Compare messages with other waiting ranks; raise if a message of theirs differs from this rank's message."""
         try:
             store, rank, n_ranks = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
             if store.check([_APART]):
@@ -221,13 +222,13 @@ def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, g
 
 
 def add(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Replace the tensor in place by the sum of the tensors of all ranks, and return it."""
+    """Replace the tensor in place with the sum of the tensors of all ranks, and return it."""
     _take_part("a sum", dist.all_reduce, tensor, group)
     return tensor
 
 
 def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Replace the tensor in place by the elementwise maximum of the tensors of all ranks, and return it."""
+    """Replace the tensor in place with the elementwise maximum of the tensors of all ranks, and return it."""
     _take_part("a maximum", dist.all_reduce, tensor, group, op=dist.ReduceOp.MAX)
     return tensor
 
@@ -280,7 +281,7 @@ def tell_from(rank: int, what: Any, group: Any, device: Any) -> Any:
 
 
 def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
-    """Send rows to all ranks, and return theirs; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
+    """Send rows to all ranks, and return rows from all; see `collectives.all_to_all_rows`."""
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
     sizes = {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
     _take_part("rows", functools.partial(dist.all_to_all_single, rows), values, group, **sizes)

@@ -38,8 +38,8 @@ class Domain:
     Parameters
     ----------
     positions : (n, 3) tensor, float32 or float64, length
-        Positions of the atoms that this rank holds. Any division among the ranks will do; one rank may hold all atoms.
-        Atoms are numbered in the order of the concatenated tensors of all ranks.
+        Positions of the atoms that this rank holds. They may be divided among the ranks in any way; one rank may hold
+        all atoms. Atoms are numbered in the order of the concatenated tensors of all ranks.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
         It must be the same on all ranks, and so must all arguments below except ``batch_idx``.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
@@ -49,7 +49,7 @@ class Domain:
     cutoff : float, length
         The largest cutoff of the sums over neighbors.
     skin : float, length, optional
-        The domain is valid as long as no atom has moved by more than half of it.
+        The domain is valid as long as no atom has moved by more than half of the skin.
     num_systems : int, optional
         By default the number of cells, or without a batch of cells, one more than the largest entry of ``batch_idx``.
     group : torch.distributed.ProcessGroup, optional
@@ -218,7 +218,7 @@ class Domain:
         domain : Domain
             The same object if no atom has moved that far.
         positions, *values : tensors
-            Those of the atoms that this rank now owns.
+            Positions and values of the atoms that this rank now owns.
         """
         with Agreement(self.group, self.device) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
@@ -428,7 +428,7 @@ class Domain:
     # -- neighbors --------------------------------------------------------------------------------
 
     def _check(self, atoms: System) -> None:
-        """Raise unless this rank owns these atoms, in the cells of this domain. Call inside `_together`."""
+        """Raise unless this rank owns these atoms, in the cells of this domain. Must be called inside `_together`."""
         checks.check_positions(atoms.positions, finite=False)
         if atoms.positions.shape[0] != self.n_owned:
             raise ValueError(
@@ -458,7 +458,7 @@ class Domain:
         return atoms._replace(batch_idx=self.batch_idx, domain=None)
 
     def _agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
-        """The weights (n_systems,), if all ranks with atoms of a system have the same for it; otherwise None."""
+        """The weights (n_systems,), if all ranks with atoms of a system have the same weight for it; otherwise None."""
         n, n_systems = self.n_owned, self.n_systems
         found = torch.full((2, n_systems), -torch.inf, dtype=torch.float64, device=self.device)
         if weights is None and n:
@@ -514,7 +514,7 @@ class Domain:
         Raises
         ------
         ValueError
-            Atoms have moved by more than half of the skin, or the cutoff is longer than that of the domain.
+            Atoms have moved by more than half of the skin, or the cutoff is longer than the domain's cutoff.
         """
         return self._owned_rows(positions, cutoff).of_both()
 
@@ -535,7 +535,7 @@ class Domain:
         return self._rows[cutoff]
 
     def _must_be_near(self, positions: torch.Tensor) -> None:
-        """Note how far atoms have moved, in a part of `_together`, at whose end all raise if that is too far."""
+        """Note how far atoms have moved. At the end of the part in `_together`, all ranks raise if that is too far."""
         with self._together() as agreement:
             if agreement.largest[0] < 0.0:  # not noted yet
                 agreement.largest[0] = self._moved(positions)

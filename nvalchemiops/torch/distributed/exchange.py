@@ -53,12 +53,12 @@ class Exchange(NamedTuple):
         return self._replace(order=order, places=inverse(order))
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
-        """The received rows (n_received, ...), in ``order``; without it, those of rank 0 first, in the order sent."""
+        """The received rows (n_received, ...), in ``order``, or else rows of rank 0 first, in the order sent."""
         rows = all_to_all_rows(values.index_select(0, self.rows), self.send, self.receive, self.group)
         return rows if self.order is None else rows.index_select(0, self.order)
 
     def transpose(self, values: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """The transpose of `apply`: rows go back to where they came from, and are summed there (n_rows, ...)."""
+        """The transpose of `apply`: rows go back to the ranks that sent them, and are summed there (n_rows, ...)."""
         values = values if self.places is None else values.index_select(0, self.places)
         rows = all_to_all_rows(values, self.receive, self.send, self.group)
         return values.new_zeros((n_rows, *values.shape[1:])).index_add(0, self.rows, rows)
@@ -70,7 +70,7 @@ def inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 CARRIED = (torch.float32, torch.float64, torch.int32, torch.int64)
-"""Dtypes of messages. Values of other dtypes travel as a wider one of these, complex numbers as pairs of reals."""
+"""Dtypes of messages. Values of other dtypes are sent in a wider dtype of these, complex numbers as pairs of reals."""
 
 
 def carried(move: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def carried(move: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) 
 
 
 def check_rows(values: Any, n_rows: int | None) -> None:
-    """Raise unless ``values`` is a tensor with ``n_rows`` rows; with None for ``n_rows``, one that can be summed."""
+    """Raise unless ``values`` is a tensor with ``n_rows`` rows, or for None a tensor that can be summed."""
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"`values` must be a tensor, got {type(values).__name__}")
     if n_rows is None and values.dtype is torch.bool:

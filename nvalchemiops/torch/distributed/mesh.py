@@ -4,8 +4,8 @@ Each rank spreads its atoms to a *window*: the part of the mesh around its brick
 overlap. `nvalchemiops.torch.distributed.transform` transforms their sum.
 
 The mesh is cut into slabs along the first or the second axis, whichever has more bricks, so that windows are nearly
-slabs. The last axis is never cut, since the real transform runs along it: the frequency of its last plane has another
-sign than on the other axes.
+slabs. The last axis is never cut, since the real transform runs along it: the frequency of its last plane is n/2 there,
+but -n/2 on other axes.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Neighbors of the atoms that a rank owns, and the same pairs from the side of its ghosts.
+"""Neighbors of the atoms that a rank owns, and the same pairs as rows of its ghosts.
 
 Sums over the neighbors of owned atoms, and derivatives of sums over pairs, need only the rows of owned atoms.
-Derivatives of sums of moments need each pair from both sides, also the pairs of owned atoms and ghosts. For these there
-are rows of ghosts, which contain owned atoms. Making them takes a third of the time of the search, so they are made
-when they are first needed.
+Derivatives of sums of moments need each pair in both directions, also pairs of an owned atom and a ghost. For these
+pairs there are rows of ghosts, which contain owned atoms. Making these rows takes a third of the time of the search, so
+they are made when they are first needed.
 """
 
 import torch
@@ -42,7 +42,7 @@ class OwnedRows:
         def spare(count: torch.Tensor) -> int:
             return int(count[is_seen].sum())
 
-        # with spare memory at the end for the rows of ghosts, which costs nothing until it is written
+        # with spare memory at the end for the rows of ghosts: memory costs nothing until it is written
         self._neighbors, self._pointers, shifts = neighbor_rows(search, spare)
         self._shifts = None if search.cell is None else shifts
         size = int(self._pointers[-1])

@@ -75,7 +75,7 @@ class Overlap(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The division of a mesh, from the view of one rank.
+    """The division of a mesh, as seen by one rank.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class Division(NamedTuple):
     of_slab: tuple[Overlap, ...]
 
     def sizes(self, n_meshes: int) -> Iterator[list[int]]:
-        """Points of overlaps with other ranks, of the window and then of the slab of this one."""
+        """Points of overlaps with other ranks: first for the window, then for the slab of this rank."""
         for overlaps in (self.of_window, self.of_slab):
             yield [0 if r == self.rank else n_meshes * math.prod(o.shape) for r, o in enumerate(overlaps)]
 
@@ -129,7 +129,7 @@ def division_of(mesh: Sequence[int], windows: Sequence[int], rank: int) -> Divis
 
 
 def _blocks(memory: torch.Tensor, overlaps: Sequence[Overlap], sizes: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Planes in the memory that goes to, or comes from, each other rank, run by run; none for this rank."""
+    """Planes in the memory that is sent to, or received from, each other rank, run by run; none for this rank."""
     parts: list[list[torch.Tensor]] = []
     for part, overlap in zip(memory.split(sizes), overlaps):
         parts.append(list(part.view(-1, *overlap.shape).split(overlap.planes, 1)) if part.numel() else [])
@@ -158,7 +158,7 @@ def _to_slab(window: torch.Tensor, division: Division, group: Any) -> torch.Tens
 
 
 def _to_window(slab: torch.Tensor, division: Division, group: Any) -> torch.Tensor:
-    """Values (n_meshes, *window) on the window of this rank from those on the slabs of all ranks."""
+    """Values (n_meshes, *window) on the window of this rank, from the slabs of all ranks."""
     received, sizes = division.sizes(slab.shape[0])
     sent = new_empty((sum(sizes),), slab.dtype, slab.device)
     for overlap, block in zip(division.of_slab, _blocks(sent, division.of_slab, sizes)):
@@ -254,7 +254,7 @@ def window_spectrum(
     windows : sequence of int
         Six numbers for each rank: the first point and the size of its window.
     rank, group : int
-        The number of this rank, and that of the group (`nvalchemiops.torch.distributed.collectives.number_of`).
+        The number of this rank, and of the group (`nvalchemiops.torch.distributed.collectives.number_of`).
 
     Returns
     -------

@@ -2,7 +2,7 @@
 
 The names are looked up in groups, one for each shortcut. If a release of torch lacks a name of a group, or a name no
 longer works as assumed, the whole group is switched off, with one line in the log, and a slower public API is used.
-Where torch has no public API for it, a call that needs the group raises a RuntimeError that says so.
+If torch has no public API for it, a call that needs the group raises a RuntimeError with this reason.
 tests/package/test_torch_internals.py checks each assumption and each fallback.
 """
 
@@ -98,7 +98,7 @@ if _wrappers is not None:
     _is_batched, _is_batched_by_autograd = _wrappers[2:4]
 
     def is_batched(tensor: torch.Tensor) -> bool:
-        """Whether the outermost wrapper is that of ``vmap``, or of ``torch.autograd.grad(is_grads_batched=True)``."""
+        """Whether the outermost wrapper comes from ``vmap``, or ``torch.autograd.grad(is_grads_batched=True)``."""
         return _is_batched(tensor) or _is_batched_by_autograd(tensor)
 
 else:
@@ -141,7 +141,7 @@ def count_transforms() -> tuple[int, int]:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """Suspend ``torch.func`` transforms and forward mode: ops that write in place refuse to run under them."""
+    """Suspend ``torch.func`` transforms and forward mode, under which ops that write in place raise an error."""
     if _stack is None or _derivatives is None:
         if DERIVATIVES_KNOWN and derivative_asked():
             raise _impossible("writing in place under torch.func transforms")
@@ -238,7 +238,7 @@ _thread = _OfThread()
 
 @contextmanager
 def followed_by(mode: Any) -> Iterator[None]:
-    """Show ``mode`` the operations below autograd; `has_other_modes` does not count it.
+    """Pass the operations below autograd to ``mode``, which `has_other_modes` does not count.
 
     This avoids ``TorchDispatchMode``, which imports the compiler and keeps flags that all threads share.
     """
@@ -318,7 +318,7 @@ _redispatch = _find(
 CAN_REDISPATCH = _redispatch is not None
 """Whether the autograd implementation of an operator can continue the dispatch below autograd.
 
-If not, each operator gets a twin with the same schema and implementation, but without autograd."""
+If not, each operator gets a copy with the same schema and implementation, but without autograd."""
 
 _second: dict[Any, Callable[..., Any]] = {}
 
@@ -437,7 +437,7 @@ _COUNTS_VERSIONS = _find("telling whether a tensor has changed", "Tensor._versio
 
 
 def version_of(tensor: torch.Tensor) -> object:
-    """The number of in-place changes of a tensor. Where torch does not count them, an object that equals no other."""
+    """The number of in-place changes of a tensor, or if torch does not count them, an object that equals no other."""
     return object() if not _COUNTS_VERSIONS or tensor.is_inference() else tensor._version
 
 
@@ -543,7 +543,7 @@ _frames = _find(
 
 
 def only_inlined(function: Function, *, with_calls: bool = False) -> Function:
-    """The same function, which ``torch.compile`` inlines into what it compiles, but never compiles by itself.
+    """The same function, which ``torch.compile`` inlines into its callers, but never compiles separately.
 
     After a graph break, Python calls functions one by one, and the compiler tries to compile each of them. In a
     function that asks whether it is being compiled, the answer would become the constant True, although its caller is

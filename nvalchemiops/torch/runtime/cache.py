@@ -73,9 +73,9 @@ def stream_of(device: torch.device) -> int:
 def _found_or_kept(
     key: Hashable, compute: Callable[[], Result], values: tuple[torch.Tensor, ...] = (), n_bytes: int = 0
 ) -> Result:
-    """The cached result for this key, or else that of ``compute()``, which is cached without memory of ``values``.
+    """The cached result for this key, or else of ``compute()``, which is cached without sharing memory with ``values``.
 
-    ``n_bytes`` is the size of the key; that of the result is added.
+    ``n_bytes`` is the size of the key; the size of the result is added.
     """
     if (kept := _kept.find(key)) is not None:
         return kept[1]
@@ -94,7 +94,7 @@ def cached_by_identity(name: str, tensor: torch.Tensor, others: Hashable, comput
     """The result of ``compute()``, tensors that depend on ``tensor`` and ``others`` alone, cached by identity.
 
     No values are read: the tensor must be the same object at the same version, on the same stream. A change that torch
-    does not count, such as one by a kernel of another library, goes unnoticed.
+    does not count, such as a write by a kernel of another library, is not noticed.
     """
     if not may_recognize(tensor):
         return compute()

@@ -37,13 +37,14 @@ recognized by identity, and then compared with their earlier values: NumPy and `
 version."""
 
 MOST_OF_SYSTEMS = 9 * MOST_ATOMS
-"""The same limit for cells and system indices, which callers often make anew for each call."""
+"""The same limit for cells and system indices, of which callers often make new tensors for each call."""
 
 Tensors = tuple[torch.Tensor, ...]
 
 Body = Callable[[Sequence[torch.Tensor] | None, Sequence[bool]], Tensors]
 """``body(inputs, needed)`` returns the results at ``inputs`` (None: at the inputs that were checked), with a graph if
-gradients are enabled, followed by the gradients of the sum of the first result by the ``needed`` inputs."""
+gradients are enabled, followed by the gradients of the sum of the first result with respect to the ``needed``
+inputs."""
 
 
 UNKNOWN = "it depends on values that cannot be compared"
@@ -58,19 +59,19 @@ class Call(NamedTuple):
     prepare : callable
         ``prepare(inputs, near)`` checks the arguments and returns a `Body`.
     inputs : tuple of torch.Tensor
-        Tensors by which results may be differentiated. The first ``n_moving`` are *moving*: their values differ in
-        each call.
+        Tensors with respect to which results may be differentiated. The first ``n_moving`` are *moving*: their values
+        differ in each call.
     n_moving : int
     near : named tuple or ()
         *Listed*: neighbors, of any length and at any address.
     systems : tuple
-        *Fixed*: cells and system indices. They are compared by value, since callers make them anew.
+        *Fixed*: cells and system indices. They are compared by value, since callers make new tensors for each call.
     options : tuple or str
         *Fixed*: all other arguments on which results depend; or the reason why the call has no plan.
     along : bool
-        Whether the body returns first derivatives by the inputs along with the results.
+        Whether the body returns the gradients of the inputs together with the results.
     others : tuple
-        Further arguments that hold tensors, which are functions of those above.
+        Further arguments that hold tensors, which are functions of the tensors above.
     batch_idx : tensor, optional
         System of each atom, for weights of energies.
     n_systems : int
@@ -114,11 +115,12 @@ class Kind(NamedTuple):
     place : tuple of torch.device and int, or None
         Device and stream of a captured graph; None on a CPU.
     n_copied : int
-        How many inputs a plan copies: only the moving ones on a CPU, where values of the others are read; all on a GPU.
+        How many inputs a plan copies: on a CPU only the moving ones, since values of the others are part of the key; on
+        a GPU all.
     used, copied : list of torch.Tensor
         Neighbor lists that only kernels read, so a plan uses them in place; and neighbor lists that a plan copies.
     length : int
-        Number of pairs in the lists, if the plan works for any number of pairs; otherwise 0.
+        Number of pairs in the lists, if the plan works for lists of any length; otherwise 0.
     small, large : list of torch.Tensor
         Fixed tensors whose values are part of the key, and fixed tensors that are recognized by identity.
     contents : list of bytes
@@ -176,7 +178,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
             return "tensors are on several devices"
     if place is not None and (obstacle := graphs.obstacle(device)):
         return obstacle
-    if tracked and has_saved_tensor_hooks():  # checkpointing counts saved tensors, and a plan saves others
+    if tracked and has_saved_tensor_hooks():  # checkpointing counts saved tensors, and a plan saves other tensors
         return "hooks see the tensors that are saved for the backward pass"
     length, is_used = _length(near, listed, n_atoms, how.reads)
     n_copied = call.n_moving if place is None else len(inputs)
@@ -255,7 +257,7 @@ def _places(kind: Any) -> tuple[int, int, int | None]:
 
 
 def form_of(t: torch.Tensor) -> Hashable:
-    """The part of a cache key for a moving tensor: everything but its values."""
+    """The part of a cache key for a moving tensor: all its properties except its values."""
     return t.shape, t.dtype, t.stride()
 
 

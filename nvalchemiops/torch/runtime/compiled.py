@@ -1,10 +1,10 @@
-"""Calls in compiled graphs on a CPU: a whole call is one op, which runs it as eager mode does.
+"""Calls in compiled graphs on a CPU: a whole call is one op, which runs the call as in eager mode.
 
 Eager mode replays plans and caches results that depend only on the cell. A compiled graph that calls the operators one
-by one has neither, and is slower. So a function marked by `whole` becomes one op in a compiled graph. The op takes the
-tensors among the arguments, and a text from which the other arguments are rebuilt, so that a graph cached on disk works
-in another process. Derivatives of any order are the same op with incoming gradients; first derivatives may come with
-the results.
+by one has neither, and is slower. So a function marked with `whole` becomes one op in a compiled graph. The op takes
+the tensors among the arguments, and a string from which the other arguments are rebuilt, so a graph cached on disk
+works in another process. Derivatives of any order are the same op with incoming gradients; first derivatives may come
+with the results.
 
 Arguments whose values do not fit together give NaN, as elsewhere in compiled graphs: in the results of their system
 where it is known, otherwise in all results.
@@ -32,7 +32,7 @@ from nvalchemiops.torch.runtime.recorder import not_repeatable, storage_of
 
 
 class Leaves(NamedTuple):
-    """The tensors and numbers among the arguments. Everything else becomes part of the text."""
+    """The tensors and numbers among the arguments. Everything else becomes part of the string."""
 
     tensors: Any
     integers: Any
@@ -40,7 +40,7 @@ class Leaves(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """A function that is one op, and a function of the same arguments that returns the shapes of its results."""
+    """A function that becomes one op, and a function of the same arguments that returns the shapes of its results."""
 
     function: Callable[..., Tensors]
     shapes: Callable[..., Sequence[Sequence[Any]] | None]
@@ -60,11 +60,11 @@ def whole(
     Parameters
     ----------
     shapes : callable
-        Takes the same arguments. Returns the shapes of the results, or None for a call that is to be traced. Raises
-        for invalid arguments.
+        Takes the same arguments. Returns the shapes of the results, or None if the call is to be traced. Raises for
+        invalid arguments.
     along : callable, optional
-        Takes the same arguments. Returns tensors: the op computes the gradients of the sum of the first result by those
-        of them that require gradients along with the results.
+        Takes the same arguments. Returns tensors. The op computes the gradients of the sum of the first result with
+        respect to those of these tensors that require gradients, together with the results.
     """
 
     def decorate(function: Callable[..., Tensors]) -> Callable[..., Tensors]:
@@ -92,7 +92,7 @@ def whole(
 
 
 def _text(value: Any, leaves: Leaves) -> str | None:
-    """A text for ``value`` without its tensors and numbers, which are appended to ``leaves``; None if not possible.
+    """A string for ``value`` without its tensors and numbers, which are appended to ``leaves``; None if not possible.
 
     The compiler traces this function: strings become constants of the graph, numbers may stay symbols.
     """
@@ -131,7 +131,7 @@ Make = Callable[[Leaves], Any]
 
 
 def _part(value: Any) -> tuple[Any, Make | None]:
-    """The value that a parsed text describes: a constant, or a function that builds it from the next leaves."""
+    """The value that a parsed string describes: a constant, or a function that builds it from the next leaves."""
     if not isinstance(value, list):
         return value, None
     head, *rest = value
@@ -149,12 +149,12 @@ def _part(value: Any) -> tuple[Any, Make | None]:
 
 
 _LEAVES = "tif"
-"""The letters for tensors, integers and floats in a text."""
+"""The letters for tensors, integers and floats in such a string."""
 
 
 @functools.lru_cache(maxsize=256)
 def _function_of(text: str) -> _Whole:
-    """For the text of a call: the function and its shapes, both as functions of the leaves."""
+    """For the string of a call: the function and its shapes, both as functions of the leaves."""
     release, path, arguments = json.loads(text)
     if release != __version__:
         raise RuntimeError(f"a graph was compiled with nvalchemiops {release}: compile it again with {__version__}")
@@ -178,9 +178,9 @@ SCHEMA = (
 """The op returns the results of a call, or a derivative of it.
 
 ``levels`` says which derivative, encoded as `_levels_of` reads it, and ``incoming`` holds its incoming gradients.
-``along`` holds indices of tensors: the gradients of the sum of the first result by these tensors follow the results.
-For a derivative by these tensors, ``first`` holds those gradients: if all entries of the incoming gradient are equal,
-the derivative is their product.
+``along`` holds indices of tensors: the gradients of the sum of the first result with respect to these tensors follow
+the results. In the derivative with respect to these tensors, ``first`` holds these gradients: if all entries of the
+incoming gradient are equal, the derivative is the product of this entry and ``first``.
 """
 
 

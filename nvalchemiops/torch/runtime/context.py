@@ -25,7 +25,7 @@ class ValuesNeededError(ValueError):
 
 @internals.only_inlined
 def may_read(*tensors: Any, wait: bool = False) -> bool:
-    """Whether values of these tensors may be read on the host, to check them or to choose shapes by them.
+    """Whether values of these tensors may be read on the host, to check them or to choose shapes.
 
     They may not be read inside a compiler or from fake tensors, which have no values; under vmap, where values differ
     between slices; and on a GPU or inside `hidden_values`, unless ``wait`` is set and no graph is being captured.
@@ -55,7 +55,7 @@ _thread = _OfThread()
 
 
 def hidden_values() -> AbstractContextManager[None]:
-    """A context in which this thread reads values only where `may_read` is asked with ``wait=True``."""
+    """A context in which `may_read` allows this thread to read values only if called with ``wait=True``."""
     return set_within(_thread, "hides_values", True)
 
 
@@ -70,7 +70,7 @@ def is_eager(*tensors: torch.Tensor | None, under_modes: bool = False) -> bool:
 
     Nothing is compiled; no function transform, forward-mode derivative or dispatch mode (tracers are such modes) is
     active; and the tensors have torch's own types, not subclasses. With ``under_modes`` dispatch modes may be active:
-    for code that calls other operations in eager mode, but hides none from a mode.
+    for code that calls other operations in eager mode, but hides no operation from a mode.
     """
     if torch.compiler.is_compiling() or derivative_asked() or (has_other_modes() and not under_modes):
         return False
@@ -152,7 +152,7 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run ``function`` eagerly also inside ``torch.compile``: a graph break, or an error with ``fullgraph=True``.
 
-    It does the same as ``torch.compiler.disable``, which however imports the whole compiler when it decorates.
+    It does the same as ``torch.compiler.disable``, but that imports the whole compiler when it decorates.
     """
     disabled: list[Callable[..., Any]] = []
 

@@ -1,19 +1,19 @@
-"""The engine decides for all operations how a call runs: as a graph of operators, by a plan, or once.
+"""The engine decides for all operations how a call runs: as a graph of operators, with a plan, or once.
 
 An operation describes its call (`Call`): how to evaluate it, and what its results depend on. `run` then takes one of
 three ways:
 
 - *graph*: operator by operator, differentiated by torch. Used under compilers and transforms, on a GPU without a plan,
-  and for gradients by tensors other than the inputs.
+  and for gradients with respect to tensors other than the inputs.
 - *plan*: the recorded steps of an earlier call of the same kind are replayed (`nvalchemiops.torch.runtime.plans`). Used
   for small systems, from the second call of a kind on. On a GPU a plan is a captured graph.
-- *once*: the normal evaluation. If energies will be differentiated, first derivatives are computed along with them.
+- *once*: the normal evaluation. If energies will be differentiated, first derivatives are computed together with them.
 
 Derivatives of any order are functions of the inputs and of incoming gradients, so they have plans, too. First
-derivatives share most of their work with the energies, so operations that can compute both at once do (`Call.along`).
-The backward pass of a plain sum of energies is then a product.
+derivatives share most of their work with the energies, so operations that can compute both at once do so
+(`Call.along`). The backward pass of a plain sum of energies is then a product.
 
-`explain` says which way the last calls took, and why they had no plan.
+`explain` says how the last calls ran, and why they had no plan.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def run_function(
     fixed: dict[str, Any],
     options: tuple[Any, ...] | str,
 ) -> Tensors:
-    """Return ``function(listed, **moving, **fixed)``, by a plan if the call repeats.
+    """Return ``function(listed, **moving, **fixed)``, with a plan if the call repeats.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def run(call: Call) -> Tensors:
 
 
 def _tracked(call: Call, kind: Kind | str, others: Sequence[torch.Tensor]) -> Tensors:
-    """The results of a call whose inputs require gradients; ``others`` are tensors that it depends on besides."""
+    """The results of a call whose inputs require gradients; ``others`` are further tensors on which it depends."""
     inputs = call.inputs
     by = tuple([t.requires_grad for t in inputs])
     needed, body = by if call.along else (), None
@@ -176,7 +176,7 @@ def _value(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence
     count = len(tensors) - len(given)
     higher = torch.is_grad_enabled()
     with torch.enable_grad():
-        # views, so that the derivative by one input does not flow into another input on which it depends
+        # views, so that the gradient of one input does not flow into another input on which it depends
         points = [t.view_as(t) if higher else t.detach() for t in tensors[:count]]
         for k in wanted:
             if not points[k].requires_grad:
@@ -201,7 +201,7 @@ def full(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence[t
 class _State(NamedTuple):
     """What a backward pass needs besides tensors.
 
-    ``body`` is None if it was not made yet; ``tracked`` says which results are differentiable.
+    ``body`` is None if it has not been made yet; ``tracked`` says which results are differentiable.
     """
 
     call: Call
@@ -261,7 +261,8 @@ def weights_of_systems(
 ) -> torch.Tensor | None:
     """The weight (n_systems,) of each system, if all its atoms and channels have the same weight; otherwise None.
 
-    ``gradient`` is by the energies of atoms (n_atoms, ...), or with ``by_system`` by those of systems (n_systems, ...).
+    ``gradient`` is the incoming gradient of the energies of atoms (n_atoms, ...), or with ``by_system`` of the energies
+    of systems (n_systems, ...).
     """
     if gradient is None or gradient.numel() == 0 or is_mapped(gradient):
         return None
@@ -290,7 +291,7 @@ def _products(
     needed: Sequence[bool],
     call: Call,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients by inputs: those of the sum of energies, multiplied by the weights of systems."""
+    """Gradients of the inputs: the gradients of the sum of energies, multiplied by the weights of systems."""
     of_atoms = weights if call.batch_idx is None else weights.index_select(0, call.batch_idx)
     found: list[torch.Tensor | None] = []
     for k, is_needed in enumerate(needed):
@@ -306,7 +307,7 @@ def _products(
 
 
 def first_derivatives(result: torch.Tensor, by: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Gradients of the sum of ``result``, the first result of a call, by these inputs; None if not computed with it."""
+    """Gradients (with respect to ``by``) of the sum of a call's first result; None if not computed together with it."""
     first = getattr(result.grad_fn, "first", None)
     if not first:
         return None
@@ -324,7 +325,7 @@ def first_derivatives(result: torch.Tensor, by: Sequence[torch.Tensor]) -> list[
 def _planned(
     call: Call, kind: Kind | str, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]
 ) -> Tensors | None:
-    """Run `full` by a plan, recording it if it is due. Return None if there is no plan. ``tensors`` as for `_value`."""
+    """Run `full` with a plan, which may be recorded first; None if there is no plan. For ``tensors`` see `_value`."""
     if isinstance(kind, str):
         return _noted(call, "once", kind, None)
     n_moving, n_inputs = kind.n_copied, len(call.inputs)
@@ -399,7 +400,7 @@ def _noted(call: Call, way: str, reason: str, results: Any) -> Any:
 
 
 def explain(owner: Any = None) -> str:
-    """Say which way the last call of each operation took and why, and which plans are kept.
+    """Say how the last call of each operation ran and why, and which plans are kept.
 
     Parameters
     ----------

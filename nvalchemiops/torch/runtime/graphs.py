@@ -9,7 +9,7 @@ from nvalchemiops.torch.runtime.cache import stream_of
 Tensors = Sequence[torch.Tensor]
 
 _failed: dict[torch.device, str] = {}
-"""Why a capture has failed, for each device. After a failure, torch and the driver may let further captures fail."""
+"""Why a capture has failed, for each device. After a failure, torch or the driver may make further captures fail."""
 
 
 class Graph:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 HUGE_PAGE = 2**21
-"""Bytes of a huge page; smaller results are left alone."""
+"""Bytes of a huge page. For smaller results nothing is requested from the system."""
 
 
 def new_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ _ENTRY = "_extra_state"
 """Torch's name for the additional entry of a module in a state dict."""
 
 _BLOCK = 256
-"""The entry is padded to a multiple of this many bytes, so that similar modules have entries of one size."""
+"""The entry is padded to a multiple of this many bytes, so that similar modules have entries of the same size."""
 
 
 class ExactModule(torch.nn.Module):
@@ -25,8 +25,8 @@ class ExactModule(torch.nn.Module):
       not rounded with the weights of a network. Results follow the dtype of the positions.
     - ``DistributedDataParallel`` and similar wrappers do not touch them. These wrappers make the buffers of all
       processes equal, but the parameters of a method belong to the systems of one process.
-    - A state dict has all of them in one entry, ``_extra_state``, a tensor of bytes that are JSON. Loading restores all
-      of them or raises.
+    - A state dict has all of them in one entry, ``_extra_state``, a tensor with the bytes of a JSON text. Loading
+      restores all of them or raises.
 
     A trained parameter (``module.alpha = torch.nn.Parameter(...)``) is an ordinary module parameter.
     """
@@ -80,7 +80,7 @@ class ExactModule(torch.nn.Module):
     # -- state dicts ------------------------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:
-        """The entry of a state dict that holds all settings but trained parameters."""
+        """The entry of a state dict that holds all settings except trained parameters."""
         settings = {name: value for name, value in self._settings().items() if name not in self._parameters}
         device = next((value.device for value in settings.values() if isinstance(value, torch.Tensor)), None)
         if device is not None and device.type == "meta":
@@ -192,7 +192,7 @@ def _tensor(value: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _exact(name: str, value: Any) -> torch.Tensor:
-    """The value of an entry of a state dict in the precision that the module computes with."""
+    """The value of an entry of a state dict, in the precision in which the module computes."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
         raise TypeError(f"`{name}` must be a tensor with values, got {_kind(value)}")
     return value.detach().to("cpu", torch.float64)

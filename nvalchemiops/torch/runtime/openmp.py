@@ -1,7 +1,7 @@
-"""Launches kernels on the threads of torch's operations, and runs these operations on one thread on busy machines.
+"""Runs kernels on the threads of torch's operations, and torch's operations on one thread on busy machines.
 
-After an operation, the threads of GNU OpenMP wait for the next one in a busy loop, for some milliseconds. Any other
-thread would have to share a core with them. So the pieces of a launch run on these threads, too.
+After an operation, the threads of GNU OpenMP wait for the next operation in a busy loop, for some milliseconds. Any
+other thread would have to share a core with them. So the pieces of a launch also run on these threads.
 
 On a machine that is busy with other work, kernels run on one thread, and so do torch's operations inside the library's
 calls. These are elementwise operations, matrix products, Fourier transforms and sums along a dimension: their bits do
@@ -98,7 +98,7 @@ class _ThreadLimit:
         self.set_products = getattr(_loaded("libtorch_cpu"), "MKL_Set_Num_Threads_Local", None)
 
     def enter(self, in_backward: bool = False) -> bool:
-        """Use one thread from now on. Return False if that was so already."""
+        """Use one thread from now on. Return False if the limit was set already."""
         if _before.state is not None or self.most() == 1:
             return False
         products = self.set_products(1) if self.set_products else None
@@ -153,7 +153,7 @@ def adapt_threads() -> int:
     """Run torch's operations in this thread on one thread while other work keeps the cores busy, and on all otherwise.
 
     Call it now and then, for example once in each step of a training loop: it takes a microsecond. The operators of
-    this library adapt by themselves. On a busy machine, threads of torch that wait for each other can take twenty times
+    this library adapt automatically. On a busy machine, threads of torch that wait for each other can take twenty times
     longer than a single thread.
 
     Returns
@@ -175,7 +175,7 @@ def adapt_threads() -> int:
 
 
 def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Return ``function(*tensors)``, run on one thread if other work needs the cores, and so its backward pass.
+    """Return ``function(*tensors)``. It and its backward pass run on one thread if other work needs the cores.
 
     Only eager calls on a CPU are limited. The result is a tensor or a tuple of tensors. ``function`` must not depend on
     other tensors that require gradients.

@@ -2,8 +2,8 @@
 
 A small sum spends most of its time in Python: checking arguments, allocating memory, describing launches. A `Plan`
 holds the launches of one call with packed arguments, and the torch operations between them with their memory. It is not
-a second implementation: its steps are those of the normal call, and its results have the same bits. A call that
-`recorder` cannot follow gets no plan.
+a second implementation: it has the steps of the normal call, and its results have the same bits. A call that `recorder`
+cannot follow gets no plan.
 
 Plans run only in plain eager mode. On a CPU the values of fixed tensors are part of the key of a plan. On a GPU, where
 values are not read, a CUDA graph is captured, and all tensors that differ between calls are copied into its memory.
@@ -81,9 +81,10 @@ class Plan:
     ) -> tuple[torch.Tensor, ...] | None:
         """Return the results for these arguments, or None if the normal call must run.
 
-        It must if the plan is in use in another thread, or if the normal call raises for these values. ``length`` is
-        the length of lists among ``used``, if the plan takes any length (see `takes`). Results are copies. With ``end``
-        they are its return value instead: it gets the plan's memory, and may keep none of it.
+        The normal call must run if the plan is in use in another thread, or if the normal call raises for these values.
+        ``length`` is the length of lists among ``used``, if the plan takes any length (see `takes`). Results are
+        copies. If ``end`` is given, its return value is the result: it gets the plan's memory, and must not keep
+        references to it.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -99,7 +100,7 @@ class Plan:
             self._lock.release()
 
     def _take(self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor], length: int) -> None:
-        """Hand these arguments to the steps."""
+        """Pass these arguments to the steps."""
         self.addresses[:] = [*(tensor.data_ptr() for tensor in used), length]
         copy_all(self.copied, copied)
 
@@ -164,7 +165,7 @@ def share_memory(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 
 
 class Followed(NamedTuple):
-    """A followed call: its plan, or None and the reason; and its results, or None if the call was not made."""
+    """A recorded call: its plan, or None and the reason; and its results, or None if the call was not made."""
 
     plan: Plan | None
     results: tuple[torch.Tensor, ...] | None
@@ -282,7 +283,7 @@ def _fault_of(recorder: Recorder, results: Sequence[torch.Tensor], arguments: Se
 
 
 def record(*arguments: Any, **options: Any) -> Followed:
-    """The plan of a call of an operation, without gradients. Arguments are those of `follow`.
+    """Make the plan of a call of an operation, without gradients. Arguments are those of `follow`.
 
     A call that warns gets no plan, since a replay would not repeat the warning.
     """

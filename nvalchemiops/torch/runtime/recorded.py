@@ -39,7 +39,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Fixed(NamedTuple):
-    """A tensor that a recorded function uses besides its arguments, with its values at the time of recording."""
+    """A tensor that a recorded function uses in addition to its arguments, with its values when it was recorded."""
 
     tensor: torch.Tensor
     address: int
@@ -98,7 +98,7 @@ class Recorded:
         self._way = "not called yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of the function, by a plan if one is kept for these arguments."""
+        """The results of the function, from a plan if one is kept for these arguments."""
         moving: list[torch.Tensor] = []
         form = _taken_apart((args, kwargs), moving)
         reason = self._obstacle(moving)
@@ -139,7 +139,7 @@ class Recorded:
         return Recorded, (self._function, self._changing, self._if_changed, self._most)
 
     def _checked(self, results: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """The results of the function, if the plan has the same: the function may do things that are not recorded."""
+        """Return the results of the function; raise a RecordingError if its plan has other ``results``."""
         expected: list[torch.Tensor] = []
         returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
         _taken_apart(returned, expected)
@@ -157,14 +157,14 @@ class Recorded:
         return getattr(self._function, "__name__", "the function")
 
     def explain(self) -> str:
-        """Say which way the last call took and why, and which plans are kept."""
+        """Say how the last call ran and why, and which plans are kept."""
         plans = [recording.plan for recording in list(self._recordings.values())]
         counts = ", ".join(f"{number} {what}" for what, number in self._counts.items())
         kept = "; ".join(f"{len(plan.steps)} steps, {plan.n_bytes / 2**20:.2f} MiB" for plan in plans)
         return f"last call: {self._way}. Calls: {counts}. Plans: {kept or 'none'}"
 
     def clear(self) -> None:
-        """Forget all plans and free their memory."""
+        """Delete all plans and free their memory."""
         self._recordings.clear()
 
     def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
@@ -238,7 +238,7 @@ def record(
 ) -> Any:
     """Record the operations of a call of ``function``, and replay them for other values.
 
-    A step of a simulation or of a training loop consists of some hundred operations, and for small systems most of its
+    A step of a simulation or of a training loop consists of hundreds of operations, and for small systems most of its
     time is spent in Python. The first call with arguments of given shapes records the operations and launches of the
     function below autograd, including those of gradients taken inside of it. Later calls replay them in the same
     memory, without the Python between them. Results have the same bits. On a CPU this does what a CUDA graph does on a
@@ -258,11 +258,11 @@ def record(
     function : callable
         Its tensor arguments (also inside tuples, lists and dictionaries) may have other values in each call. All other
         arguments must be hashable, and each combination of them gets its own recording. The function may depend on
-        other tensors (see below), but on nothing else that changes. It returns detached tensors, in the same
+        other tensors (see below), but on nothing else that changes. It returns detached tensors, also inside such
         containers, and constants.
     changing : sequence of torch.Tensor, optional
-        Tensors that ``function`` uses besides its arguments and whose values change in place between calls, such as
-        weights that are trained.
+        Tensors that ``function`` uses in addition to its arguments and whose values change in place between calls, such
+        as weights that are trained.
     if_changed : {"record", "raise"}, optional
         What to do if any other tensor that the function uses has changed: record again, or raise a `RecordingError`.
     most_plans : int, optional
@@ -271,7 +271,7 @@ def record(
     Returns
     -------
     callable
-        The function, with two methods: ``explain()`` says which way the last call took and why, ``clear()`` forgets all
+        The function, with two methods: ``explain()`` says how the last call ran and why, ``clear()`` deletes all
         recordings.
 
     Raises
@@ -289,8 +289,8 @@ def record(
 
     Plans run only in plain eager mode: under compilers, function transforms, modes and autocast the function is called
     directly. On a GPU a graph is captured for each stream; tensors that are not arguments are used in place, with the
-    values that they have at the replay. Kernels launched by ``wp.launch`` are refused; kernels of this library and of
-    operators are recorded. Python code runs only while the function is recorded, so numbers that it computes are
+    values that they have at the replay. Kernels launched by ``wp.launch`` raise an error; kernels of this library and
+    of operators are recorded. Python code runs only while the function is recorded, so numbers that it computes are
     constants. If energies are differentiated with weights that vary, gradients have the same values up to rounding.
     """
     if if_changed not in ("record", "raise"):

@@ -1,4 +1,4 @@
-"""The recorder, which follows the torch operations and kernel launches of a call below autograd.
+"""The recorder, which records the torch operations and kernel launches of a call below autograd.
 
 `nvalchemiops.torch.runtime.plans` makes a plan of them. An operation that cannot be replayed for other values, such as
 one whose shapes depend on values, ends the recording with a reason.
@@ -46,7 +46,7 @@ _COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
 
 _READS = ("numpy", "tolist", "__array__", "__dlpack__", "storage")
 _WATCHED = {getattr(torch.Tensor, name) for name in (*_READS, "data_ptr")}
-"""Methods that give values or memory of a tensor to code that is not followed. Launches use ``data_ptr``, too."""
+"""Methods that give values or memory of a tensor to code that is not recorded. Launches use ``data_ptr``, too."""
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 
@@ -64,17 +64,18 @@ class Recorder:
     before the call and belong to no argument.
 
     If lists may have any ``length``, the arrays that kernels take from foreign arguments must be rows of that length,
-    and nothing else may depend on it.
+    and nothing else may depend on the length.
 
     An operation that cannot be recorded ends the recording, but not the call. A signal handler may run any code in the
-    middle of a call; if its operations can be recorded they become part of the plan, without influence on its results.
+    middle of a call; if its operations can be recorded, they become part of the plan, but do not change its results.
 
     Parameters
     ----------
     copied, used, borrowed, length, changing
         As for `plans.follow`.
     lists : sequence of torch.Tensor, optional
-        Those of ``copied`` that are lists. The recorder notes whether anything but kernels depends on their ``length``.
+        The tensors among ``copied`` that are lists. The recorder notes whether anything other than kernels depends on
+        their ``length``.
     makes_steps : bool, optional
         If False, the recorder only refuses operations that cannot be captured, such as reads of values, even of
         constants.
@@ -82,7 +83,7 @@ class Recorder:
     Attributes
     ----------
     needs_length : bool
-        Whether anything but kernels depends on the length of ``lists``.
+        Whether anything other than kernels depends on the length of ``lists``.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class Recorder:
                 self.external.setdefault(storage, tensor)
 
     def _refuse_unwritten(self, what: Any, given: Iterable[int]) -> None:
-        """Raise if one of these storages, which are about to be read, was not written by a followed operation."""
+        """Raise if one of these storages, which are about to be read, was not written by a recorded operation."""
         if not self.uninitialised.isdisjoint(given):
             raise NoPlan(f"{what} reads memory that no recorded operation has written")
 
     def _refuse_lists(self, what: str, given: Iterable[int]) -> None:
-        """Refuse, or note, the use of a list by an operation that is not a kernel."""
+        """Raise, or note, that an operation other than a kernel uses a list."""
         if not self.foreign.keys().isdisjoint(given):
             raise NoPlan(f"{what} of a list")
         self.needs_length = self.needs_length or not self._lists.isdisjoint(given)
@@ -285,7 +286,7 @@ class Recorder:
         return found[::-1]
 
     def _lasting(self, values: Any) -> Any:
-        """The arguments, in which copies replace borrowed memory."""
+        """The arguments, with copies in place of borrowed memory."""
         if isinstance(values, torch.Tensor):
             if not tensors_in((values,)) or storage_of(values) not in self.borrowed:
                 return values
@@ -375,7 +376,7 @@ class Recorder:
 
 
 class refuse_reads(TorchFunctionMode):  # used as a context manager, named like a function
-    """A context in which tensor methods that give values to code that is not followed end the recording."""
+    """A context in which tensor methods that give values to code that is not recorded end the recording."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -445,7 +446,7 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
 
 
 _agree: dict[Any, Step | None] = {}
-"""For an operation and a kind of results: the function with ``out=`` that gives the same bits, tried at first use."""
+"""For an operation and a kind of results: the function with ``out=`` that gives the same bits, found at first use."""
 
 
 def _out(by_name: bool, names: Sequence[str], memory: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -541,7 +542,7 @@ def current_recorder() -> Recorder | None:
 
 
 def read_fault(fault: torch.Tensor) -> int:
-    """The number of a fault that kernels wrote; zero means no fault."""
+    """The number of the fault that kernels have written; zero means no fault."""
     recorder = current_recorder()
     if recorder is None:
         return int(fault)

@@ -91,17 +91,17 @@ class Plans:
         self.fit()
 
     def fit(self) -> None:
-        """Forget plans until their memory is within the limits."""
+        """Delete plans until their memory is within the limits."""
         most = {False: self.most_bytes, True: self.most_bytes_on_gpu}
         while len(self.entries) > 1 and any([self.n_bytes(on_gpu) > limit for on_gpu, limit in most.items()]):
             self.entries.drop(1)
 
     def n_bytes(self, on_gpu: bool) -> int:
-        """Memory of all plans, on a GPU or elsewhere."""
+        """Memory of all plans on a GPU, or of all plans on a CPU."""
         return sum([entry.n_bytes for entry in list(self.entries.values()) if entry.is_graph is on_gpu])
 
     def clear(self) -> None:
-        """Forget all plans."""
+        """Delete all plans."""
         self.entries.clear()
         self.counts.clear()
         self.tracked.clear()
