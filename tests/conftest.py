@@ -69,6 +69,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _no_plans_of_other_tests(request: pytest.FixtureRequest) -> None:
+    """A test that replaces parts of the library must reach them; a plan of an earlier test would not call them."""
+    tables = sys.modules.get("nvalchemiops.torch.runtime.tables")
+    if tables is not None and "monkeypatch" in request.fixturenames:
+        tables.everywhere.clear()
+
+
 @pytest.fixture(params=["cpu", "lanes", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Each device; "lanes" is the CPU with the layout of a GPU."""
