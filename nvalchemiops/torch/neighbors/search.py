@@ -476,6 +476,8 @@ def found_matrix(search: Search, fill_value: int) -> Tensors:
 
 
 def _spacious_matrix(search: Search, fill_value: int, op: Callable[[], Tensors] | None = None) -> Tensors:
+    """`neighbor_matrix` with spare columns; ``op`` as in `engine.Call`."""
+
     def filled(bins: _CellList, count: torch.Tensor, _: Any, most: int, size: int) -> Tensors:
         columns = matrix_width(search.cutoff, most) if search.n_rows else 0
         if search.n_rows * columns > faults.MAX_SLOTS:

@@ -82,8 +82,8 @@ class Call(NamedTuple):
         ``end(results, body)`` makes the return value of the call, in new memory. It runs outside of the plan, so it may
         read results. Only for calls without derivatives.
     op : callable, optional
-        ``op()`` is the whole call as an operator. It runs where compilers, transforms or modes see the operations, on a
-        GPU, and where the call has no plan.
+        ``op()`` is the whole call as an operator. It runs where the call can have no plan: if compilers, transforms or
+        modes see the operations, for instance. On a GPU it always runs.
     """
 
     name: str
@@ -170,12 +170,11 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         of_near.append(None if is_tensor else value)
         if is_tensor:
             listed.append(value)
-    for t in inputs:
-        if t.device != device:
-            return "tensors are on several devices"
-    for t in listed:
-        if t.device != device:
-            return "tensors are on several devices"
+    tensors = (*inputs, *listed)
+    if not is_unobserved(*tensors, of_inference=True):
+        return "autocast, a profiler or a tensor of another kind sees the operations"
+    if any([t.device != device for t in tensors]):
+        return "tensors are on several devices"
     if place is not None and (obstacle := graphs.obstacle(device)):
         return obstacle
     if tracked and has_saved_tensor_hooks():  # checkpointing counts saved tensors, and a plan saves other tensors
@@ -199,8 +198,8 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         _add_fixed((*of_near, *call.options), of_options, small, large, contents, SMALL)
     except _Unknown as reason:
         return str(reason)
-    if not is_unobserved(*inputs, *listed, *small, *large, of_inference=True):
-        return "autocast, a profiler or a tensor of another kind sees the operations"
+    if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large, of_inference=True):
+        return "a tensor of another kind is part of what is fixed"
     used, copied = (listed, []) if is_used or place is not None else ([], listed)
     table = tables.current()
     key = (call.name, how, place, *map(tuple, parts))

@@ -113,7 +113,7 @@ def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: f
         if atoms.pbc is not None:
             raise ValueError("`pbc` belongs to the `domain`: leave it out")
         if cutoff is None:
-            raise ValueError("with a `domain` this potential needs a cutoff: neighbors are found by it")
+            raise ValueError("with a `domain` this potential needs a cutoff, within which neighbors are found")
         cell, _, _ = _batch(atoms._replace(batch_idx=domain.batch_idx, pbc=domain.pbc), domain.n_systems, True)
         rows, _, _ = shares.rows_of_domain(domain, positions, cutoff, given)
     return PairSystem(positions, shares.replicated(domain, cell), domain.batch_idx, domain.n_systems, rows, domain)
