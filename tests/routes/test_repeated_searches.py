@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -253,3 +254,13 @@ def test_inputs_may_be_views_with_gaps(name, as_list):
     for _ in range(4):
         found = neighbor_list(cutoff=1.7, return_neighbor_list=as_list, **given)
         assert all(map(torch.equal, found, expected))
+
+
+def test_a_trace_sees_the_operator_and_not_how_calls_run():
+    x, cell = system(8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        traced = torch.jit.trace(lambda y: neighbor_list(y, 2.0, cell, return_neighbor_list=True)[0], (x,))
+    assert not [w for w in said if issubclass(w.category, torch.jit.TracerWarning) and "runtime" in w.filename]
+    moved = x + 0.3
+    assert torch.equal(traced(moved), neighbor_list(moved, 2.0, cell, return_neighbor_list=True)[0])
