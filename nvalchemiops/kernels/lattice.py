@@ -4,6 +4,8 @@ Conventions: ``cell[a]`` is lattice vector a; cells may be left-handed. Image S 
 its displacement from atom i is ``r_ij = x_j - x_i + S @ cell``. Arithmetic is in float64.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,17 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     dual = np.linalg.pinv(units, rcond=1e-14).transpose(0, 2, 1) / lengths[:, :, None]
     # exactly zero along open axes: rounding errors would look like planes at a large but finite distance
     return np.ascontiguousarray(np.where(pbc[:, :, None], dual, 0.0))
+
+
+def is_clearly_regular(cell: Sequence[Sequence[float]]) -> bool:
+    """Whether three lattice vectors are finite and far from dependent.
+
+    A quick test that spares most calls `unit_vectors`, which decides if this is False.
+    """
+    (ax, ay, az), (bx, by, bz), (cx, cy, cz) = cell
+    volume = ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx)
+    lengths = math.hypot(ax, ay, az) * math.hypot(bx, by, bz) * math.hypot(cx, cy, cz)
+    return abs(volume) > 1e-6 * lengths  # False for NaN
 
 
 def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,9 @@
 """What decides how calls run: which calls are of one kind, whose plans are whose, and what is said about it."""
 
 import copy
+import functools
 import io
+import math
 import pickle
 import warnings
 
@@ -120,6 +122,46 @@ def test_numbers_belong_to_their_names():
 
 
 ELEMENTS = torch.tensor([6, 8, 0] * 4)
+POTENTIAL = lennard_jones(3.0)
+CHANGING_CELLS = {
+    "pair potential": lambda x, cell, **near: POTENTIAL(
+        x, cell, sigma=1.0, epsilon=0.3, compute_forces=True, compute_virial=True, **near
+    ),
+    "D3": lambda x, cell, **near: d3_dispersion(
+        x, ELEMENTS.clamp(1), RationalDamping(0.4, 4.4, 0.8), D3Parameters.load(), cell, compute_forces=True, **near
+    ),
+    "Coulomb sum": lambda x, cell, **near: dsf_coulomb(
+        x, Q, 3.0, 0.2, cell, None, NEAR["neighbor_list"], NEAR["neighbor_ptr"], NEAR["neighbor_shifts"]
+    ),
+}
+
+
+@pytest.mark.parametrize("name, pbc", [*((name, None) for name in CHANGING_CELLS), ("D3", torch.tensor([True] * 3))])
+def test_one_plan_serves_all_cells(name, pbc):
+    """With a given list; also gradients by cells. Singular cells are found as before."""
+    near = NEAR if pbc is None else {**NEAR, "pbc": pbc}
+
+    def call(cell, tracked=False):
+        x, cell = X.clone().requires_grad_(tracked), cell.clone().requires_grad_(tracked)
+        found = CHANGING_CELLS[name](x, cell, **near)
+        return torch.autograd.grad(found[0].square().sum(), (x, cell)) if tracked else found
+
+    for tracked in (False, True):
+        several(functools.partial(call, CELL, tracked))
+        for scale in (1.001, torch.tensor([[1.0], [1.01], [0.98]], dtype=F64)):
+            found = call(scale * CELL, tracked)
+            assert way_of(name) == "plan (replayed)"
+            close(found, ordinary(functools.partial(call, scale * CELL, tracked)), 0.0)
+    with pytest.raises(ValueError, match="`cell` is singular"):
+        call(CELL[:, [0, 0, 2]])
+    with pytest.raises(ValueError, match="`cell` has entries that are not finite"):
+        call(math.nan * CELL)
+    flat = CELL.clone()
+    flat[:, 2] = 0.0
+    with pytest.raises(ValueError, match="images along an axis that is open" if pbc is None else "`cell`"):
+        call(flat)
+
+
 FINDING = {
     "pair potential": lambda x: lennard_jones(3.0)(x, CELL, sigma=1.0, epsilon=0.3, compute_forces=True),
     "pair potential, open": lambda x: lennard_jones(3.0)(x, sigma=1.0, epsilon=0.3, compute_virial=True),
@@ -385,8 +427,9 @@ def test_which_way_and_why():
     for expected in ("once (calls are recorded when they repeat", "plan (recorded)", "plan (replayed)"):
         potential(X, CELL)
         assert way_of("pair potential").startswith(expected)
-    for changed, part in (({"cell": 1.1 * CELL}, "cells or systems of atoms"), ({"compute_forces": True}, "options")):
-        potential(X, **{"cell": CELL} | changed)
+    one = {"batch_idx": torch.zeros(12, dtype=torch.int32)}
+    for changed, part in ((one, "cells or systems of atoms"), ({"compute_forces": True}, "options")):
+        potential(X, CELL, **changed)
         assert way_of("pair potential").endswith(f"; the call before had other {part})")
         potential(X, CELL)
     many = torch.zeros(calls.MOST_ATOMS + 1, 3, dtype=F64)

@@ -35,6 +35,8 @@ class GivenNeighbors(NamedTuple):
         The list or matrix holds each pair only once.
     shifts_name, fill_name : str
         Names of the arguments for ``shifts`` and ``fill_value``, for messages.
+    fits_cell : bool
+        The cell is known to be regular and periodic along all axes, so that its values need not be read.
     """
 
     neighbor_list: torch.Tensor | None = None
@@ -46,6 +48,7 @@ class GivenNeighbors(NamedTuple):
     half_list: bool = False
     shifts_name: str = "neighbor_shifts"
     fill_name: str = "fill_value"
+    fits_cell: bool = False
 
 
 class Rows(NamedTuple):

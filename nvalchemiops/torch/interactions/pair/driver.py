@@ -11,11 +11,11 @@ from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts, ghosts_of
-from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, fits_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.context import is_eager, may_read
 from nvalchemiops.torch.systems import System
 
 
@@ -72,13 +72,21 @@ def run(
     """
     near: GivenNeighbors | Rows = given
     ways: tuple[Any, ...] | str = options
+    cell, pbc = atoms.cell, atoms.pbc
     if atoms.domain is not None:
         ways = "ranks share it"
     elif check is not False:
         ways = "`check` is for debugging"
-    elif given.neighbor_list is None and given.neighbor_matrix is None and is_eager(atoms.positions):
-        near = system_of(atoms, given).rows
-    fixed = {"cell": atoms.cell, "batch_idx": atoms.batch_idx, "pbc": atoms.pbc, **fixed}
+    elif is_eager(atoms.positions):
+        if given.neighbor_list is None and given.neighbor_matrix is None:
+            near = system_of(atoms, given).rows
+        elif is_eager(cell, pbc) and cell is not None and may_read(cell, pbc) and fits_any_list(cell, pbc):
+            near = given._replace(fits_cell=True)
+    fixed = {"batch_idx": atoms.batch_idx, "pbc": pbc, **fixed}
+    if near is given:
+        fixed["cell"] = cell
+    else:  # no value of the cell will be read: one plan serves all cells
+        moving = {**moving, "cell": cell}
     return engine.run_function(name, evaluate, {"positions": atoms.positions, **moving}, near, fixed, ways)
 
 

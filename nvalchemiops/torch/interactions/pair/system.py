@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvalchemiops.arguments import ValuesError
+from nvalchemiops.kernels.lattice import is_clearly_regular
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import (
@@ -101,7 +102,12 @@ def pair_system(
         check_reach(name, rows, positions, cutoff, cell, searched, pbc)
     if is_padding is not None and not isinstance(given, Rows):
         rows = _without(is_padding, rows)
-    cell = _check_images(rows, is_own, cell, of_atoms, positions, n_systems)
+    if cell is None:
+        cell = cell_without_images(rows, positions, n_systems)
+    elif not may_read(cell):
+        cell = nan_if_singular(cell, may_be_open=True)
+    elif not (rows is given or (isinstance(given, GivenNeighbors) and given.fits_cell)):
+        _check_images(rows, is_own, cell, of_atoms, positions)
     return PairSystem(positions, cell, of_atoms, n_systems, rows)
 
 
@@ -191,30 +197,34 @@ def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
     return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
 
 
-def _check_images(
-    rows: Rows,
-    is_own: bool,
-    cell: torch.Tensor | None,
-    batch_idx: torch.Tensor | None,
-    positions: torch.Tensor,
-    n_systems: int,
-) -> torch.Tensor | None:
-    """The cell to which the shifts of ``rows`` refer.
+def fits_any_list(cell: torch.Tensor, pbc: torch.Tensor | None) -> bool:
+    """Whether the cells, whose values can be read, are regular and periodic along all axes.
 
-    If values can be read, a singular cell raises, and so does a zero lattice vector if a given list has images along
-    it. If values cannot be read, a singular cell becomes NaN, and the kernels give NaN for such images.
+    Raises for a singular cell. False if the shape or dtype is wrong.
     """
-    if cell is None:
-        return cell_without_images(rows, positions, n_systems)
-    shifts = rows.shifts
-    if not may_read(cell):
-        return nan_if_singular(cell, may_be_open=True)
+    if cell.shape[-2:] != (3, 3) or not cell.is_floating_point() or cell.layout is not torch.strided:
+        return False
+    if pbc is not None and not bool(pbc.all()):
+        return False
+    if cell.ndim == 2 and is_clearly_regular(cell.tolist()):  # the usual case
+        return True
+    return not _has_open_axes(cell.reshape(-1, 3, 3))
+
+
+def _has_open_axes(cell: torch.Tensor) -> bool:
     try:
-        has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # systems may share one cell
+        return check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # systems may share one cell
     except ValuesError as error:
         raise ValuesError(f"{error}; along an open axis give a vector of zeros") from None
-    if is_own or not has_open_axes or shifts is None or not may_read(shifts):
-        return cell
+
+
+def _check_images(
+    rows: Rows, is_own: bool, cell: torch.Tensor, batch_idx: torch.Tensor | None, positions: torch.Tensor
+) -> None:
+    """Raise for a singular cell, and for a zero lattice vector if a given list has images along it."""
+    shifts = rows.shifts
+    if not _has_open_axes(cell) or is_own or shifts is None or not may_read(shifts):
+        return
     is_open = (values_of(cell) == 0.0).all(-1)
     width = rows.width if rows.pointers is None else rows.pointers.diff()
     of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
@@ -224,4 +234,3 @@ def _check_images(
             "`cell`: the neighbor list contains images along an axis that is open (a zero lattice vector, or False in "
             "`pbc`)"
         )
-    return cell
