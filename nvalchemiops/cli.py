@@ -74,9 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         help="its cutoff, parameters and options; KEY:Mg=VALUE and KEY:Mg-O=VALUE by element or pair of elements, "
         "KEY:*=VALUE for all others",
     )
-    energy.add_argument("--electrostatics", metavar="METHOD", help="ewald, pme, coulomb, dsf ...")
+    energy.add_argument("--electrostatics", metavar="METHOD", help="auto, or ewald, pme, coulomb, dsf ...")
     energy.add_argument("--charges", metavar="Na=1,Cl=-1", help="by element; by default those in the file")
-    energy.add_argument("--accuracy", type=float, help="relative error of forces for ewald and pme (1e-6)")
+    energy.add_argument("--accuracy", type=float, help="relative error of forces for auto, ewald and pme (1e-6)")
     energy.add_argument(
         "--electrostatics-parameters", nargs="+", action="extend", metavar="KEY=VALUE", help="cutoff, alpha ..."
     )
@@ -116,7 +116,7 @@ _WARMUP_LEAVES = (
 
 _ENERGY_EXAMPLE = (
     "For example: nvalchemiops energy MgO.cif --potential buckingham "
-    "--parameters cutoff=9 A:Mg-O=1280 'A:*=0' rho=0.3 C=0 --electrostatics pme --charges Mg=2,O=-2"
+    "--parameters cutoff=9 A:Mg-O=1280 'A:*=0' rho=0.3 C=0 --electrostatics auto --charges Mg=2,O=-2"
 )
 
 

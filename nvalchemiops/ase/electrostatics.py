@@ -23,6 +23,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import check_accuracy, optimal_splitting
+from nvalchemiops.torch.interactions.electrostatics.accuracy.methods import method_of_one
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
@@ -35,7 +36,7 @@ from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.systems import System as ChargedAtoms
 
-LATTICE_SUMS = ("ewald", "pme")
+LATTICE_SUMS = ("auto", "ewald", "pme")
 WITHIN_CUTOFF: dict[str, Callable[..., PairPotential]] = {
     "coulomb": pair.coulomb,
     "dsf": pair.damped_shifted_force,
@@ -61,9 +62,10 @@ class Electrostatics:
     Parameters
     ----------
     method : str
-        Lattice sums over all distances, for periodic atoms: "ewald" (faster up to some thousand atoms) or "pme". Sums
-        over pairs within a cutoff: "coulomb", "dsf" (damped shifted force), "wolf", "reaction_field" or "yukawa".
-        Without a cutoff "coulomb" and "yukawa" sum over all pairs of atoms that are not periodic.
+        "auto": all distances, for an accuracy. Periodic atoms and slabs use the faster of the two lattice sums, "ewald"
+        (k-vectors) and "pme" (a mesh); atoms that are not periodic use all pairs. Sums over pairs within a cutoff:
+        "coulomb", "dsf" (damped shifted force), "wolf", "reaction_field" or "yukawa". Without a cutoff "coulomb" and
+        "yukawa" sum over all pairs of atoms that are not periodic.
     charges : dict, array or function, optional
         Charges in e: by element, ``{"Na": 1.0, "Cl": -1.0}``; an array (n_atoms,); or a function of a `System` that
         returns an array or a tensor (n_atoms,). By default the initial charges of the atoms.
@@ -72,9 +74,9 @@ class Electrostatics:
     accuracy : float, optional
         For lattice sums: target for the RMS error of the forces, relative to the RMS of the forces; 1e-6 by default.
     slab_correction : bool, optional
-        For lattice sums: allow one open axis, with vacuum along it.
+        For "ewald" and "pme": allow one open axis, with vacuum along it. "auto" always does.
     dipoles, quadrupoles : dict, array or function, optional
-        In the same forms as charges, for "ewald", "pme" and "coulomb": dipoles (3,) by element or (n_atoms, 3) in
+        In the same forms as charges, for lattice sums and "coulomb": dipoles (3,) by element or (n_atoms, 3) in
         e angstrom, and second moments (3, 3) or (n_atoms, 3, 3) in e angstrom², as for `ewald_summation`. Values that
         are not functions stay constant while atoms move.
     widths : float, dict or array, optional
@@ -107,7 +109,7 @@ class Electrostatics:
 
     Examples
     --------
-    >>> term = Electrostatics("ewald", {"Na": 1.0, "Cl": -1.0}, accuracy=1e-8)
+    >>> term = Electrostatics("auto", {"Na": 1.0, "Cl": -1.0}, accuracy=1e-8)
     >>> term = Electrostatics("dsf", cutoff=12.0, alpha=0.2)
     """
 
@@ -133,14 +135,18 @@ class Electrostatics:
         others: dict[str, Any] = {"dipoles": dipoles, "quadrupoles": quadrupoles, "widths": widths}
         others = {name: values for name, values in others.items() if values is not None}
         self._arguments: dict[str, Any] = {"cutoff": cutoff, **of_lattice_sums, **parameters, **others}
-        self._sum: LatticeSum | PairSum | SourceSum
+        self._sum: LatticeSum | PairSum | SourceSum | AnySum
         if others and method not in (*LATTICE_SUMS, "coulomb"):
-            _refuse(others, f"'{method}' is for charges; 'ewald', 'pme' and 'coulomb' have them")
+            _refuse(others, f"'{method}' is for charges; 'auto', 'ewald', 'pme' and 'coulomb' have them")
         if callable(widths):
             raise TypeError("`widths` must be a number, a dict or an array, got a function")
         if method in LATTICE_SUMS:
             _refuse({"cutoff": cutoff, **parameters}, f"'{method}' chooses its parameters for `accuracy`")
-            self._sum = LatticeSum(method, 1e-6 if accuracy is None else accuracy, slab_correction, charges is None)
+            allows_slabs = slab_correction or method == "auto"
+            lattice_sum = LatticeSum(method, 1e-6 if accuracy is None else accuracy, allows_slabs, charges is None)
+            self._sum = lattice_sum
+            if method == "auto":
+                self._sum = AnySum(lattice_sum, SourceSum(None) if others else PairSum("coulomb", None, {}))
         else:
             _refuse(of_lattice_sums, f"'{method}' is a sum over pairs")
             if others:
@@ -248,6 +254,24 @@ class SourceSum:
         return Found.of(results, (name for name in SHAPES if name in sources and name != "widths"), system.wants_virial)
 
 
+class AnySum(NamedTuple):
+    """A lattice sum for periodic atoms, and a sum over all pairs for others."""
+
+    of_periodic: "LatticeSum"
+    of_open: PairSum | SourceSum
+
+    def _of(self, atoms: ase.Atoms) -> "LatticeSum | PairSum | SourceSum":
+        return self.of_periodic if any(periodicity(atoms.pbc)) else self.of_open
+
+    def reach(self, atoms: ase.Atoms, whole: Sources) -> float | None:
+        """The cutoff; None for all pairs."""
+        return self._of(atoms).reach(atoms, whole)
+
+    def __call__(self, system: System, sources: Tensors, with_gradients: bool, whole: Sources) -> Found:
+        """As for `PairSum`."""
+        return self._of(system.atoms)(system, sources, with_gradients, whole)
+
+
 class Chosen(NamedTuple):
     """Parameters of a lattice sum, and the atoms for which they were chosen."""
 
@@ -344,7 +368,10 @@ class LatticeSum:
     def _choose(self, atoms: ase.Atoms, device: torch.device, whole: Sources, made_for: tuple[Any, ...]) -> Chosen:
         cell = torch.tensor(atoms.cell.array, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only their number matters
-        by_mesh, mesh, k_cutoff = self.method == "pme", None, None
+        method, mesh, k_cutoff = self.method, None, None
+        if method == "auto":
+            method = method_of_one(len(atoms), self.accuracy, device.type, False)
+        by_mesh = method == "pme"
         order = order_of_least_cost(self.accuracy)
         if len(whole) > 1:
             # strengths are kept, but not those of a call that fails

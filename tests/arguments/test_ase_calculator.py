@@ -55,7 +55,7 @@ MISTAKES = {
         TypeError,
         "`depth` must be a number",
     ),
-    "method": (lambda: Electrostatics("p3m"), ValueError, "`method` must be one of 'ewald', 'pme', 'coulomb'"),
+    "method": (lambda: Electrostatics("p3m"), ValueError, "`method` must be one of 'auto', 'ewald', 'pme', 'coulomb'"),
     "list of methods": (lambda: Electrostatics(["ewald"]), ValueError, "`method` must be one of"),
     "finest accuracy": (lambda: Electrostatics("ewald", accuracy=1e-30), ValueError, "`accuracy`.*beyond float64"),
     "cutoff of ewald": (lambda: Electrostatics("ewald", cutoff=8.0), TypeError, "`cutoff` does not belong"),

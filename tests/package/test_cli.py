@@ -394,7 +394,7 @@ ENERGY_MISTAKES = {
     "no such frames": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--index", "5:"], "has no frame 5:"),
     "index": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--index", "x"], "'x' is neither a number nor a slice"),
     "no such potential": (["salt.extxyz", "--potential", "lennard"], "one of 'lennard_jones', "),
-    "no such method": (["salt.extxyz", "--electrostatics", "p3m"], "`method` must be one of 'ewald', "),
+    "no such method": (["salt.extxyz", "--electrostatics", "p3m"], "`method` must be one of 'auto', 'ewald', "),
     "no cutoff": (
         ["salt.extxyz", "--potential", "lennard_jones", "--parameters", "sigma=1", "epsilon=1"],
         "`cutoff` is needed for periodic atoms",

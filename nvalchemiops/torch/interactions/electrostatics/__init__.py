@@ -1,5 +1,6 @@
 """Coulomb interactions of torch tensors, within a cutoff and over all distances."""
 
+from nvalchemiops.torch.interactions.electrostatics.automatic import Electrostatics
 from nvalchemiops.torch.interactions.electrostatics.coulomb import (
     coulomb_energy,
     coulomb_energy_forces,
@@ -58,6 +59,7 @@ from nvalchemiops.torch.interactions.electrostatics.response import InducedMomen
 from nvalchemiops.torch.interactions.electrostatics.slab import compute_slab_correction
 
 __all__ = [
+    "Electrostatics",
     "ErrorEstimate",
     "EwaldParameters",
     "EwaldSummation",

@@ -59,17 +59,22 @@ def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
     if not isinstance(positions, System):
         return System(positions, charges, cell, batch_idx)
     neighbors_beside((), {"cell": cell, "batch_idx": batch_idx, "charges": charges})
-    if positions.domain is not None:
+    return without_pbc(positions)
+
+
+def without_pbc(system: System) -> System:
+    """A system for which parameters are estimated; raise if its atoms are divided among ranks."""
+    if system.domain is not None:
         raise ValueError("`domain`: estimate parameters for all atoms, before they are divided among ranks")
-    return positions._replace(pbc=None)
+    return system._replace(pbc=None)
 
 
 def _cell_of(cell: Any) -> Any:
     return cell.cell if isinstance(cell, System) else cell
 
 
-class _ConfiguredSum(ExactModule):
-    """Base of both modules. Holds alpha, the cutoff of lists, the accuracy, the potential and data for a fixed cell."""
+class ConfiguredSum(ExactModule):
+    """Base of the modules. Holds alpha, the cutoff of lists, the accuracy, the potential and data for a fixed cell."""
 
     alpha: torch.Tensor | None
     _trainable: tuple[str, ...] = ("alpha",)
@@ -150,7 +155,7 @@ DERIVATIVES = ("forces", "charge_gradients", "dipole_gradients", "quadrupole_gra
 SOURCES = ("dipoles", "quadrupoles", "widths")
 
 
-class EwaldSummation(_ConfiguredSum):
+class EwaldSummation(ConfiguredSum):
     """A configured `ewald_summation`: for an accuracy, or with fixed parameters.
 
     Parameters
@@ -250,7 +255,7 @@ class EwaldSummation(_ConfiguredSum):
         return ewald_summation(positions, charges, cell, self.alpha, **chosen, **options)
 
 
-class ParticleMeshEwald(_ConfiguredSum):
+class ParticleMeshEwald(ConfiguredSum):
     """A configured `particle_mesh_ewald`: for an accuracy, or with fixed parameters.
 
     Parameters

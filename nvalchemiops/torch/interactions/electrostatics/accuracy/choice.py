@@ -165,7 +165,6 @@ def _choose(
 ) -> EwaldSplitting:
     """Alpha and neighbors. Uses numpy, or torch while compiling: then no values are read, and the cutoff is given."""
     compiling, device = not may_read(), system.positions.device
-    sampled = rows is None and cutoff is None and not long_range.is_given
     xp: Any = torch if compiling else np
     optimal_alpha, r_c, target, spacing, strengths, limit = optimal_splitting(system, long_range, accuracy)
     model = long_range.error_model(system) if long_range.is_given else None
@@ -199,7 +198,7 @@ def _choose(
     if compiling or may_read(system.positions, system.moments, wait=True):
         near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
         near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
-        measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=sampled)
+        measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=True)
         target = target._replace(force=measure(system, rows, near, d))
     if strengths is not None:
         strengths = strengths.with_force_of_charges(target.force, xp)

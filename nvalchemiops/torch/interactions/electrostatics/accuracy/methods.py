@@ -1,0 +1,141 @@
+"""K-vectors or a mesh: the expected times and errors of both, and the faster one."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes
+
+METHODS = ("ewald", "pme")
+"""Names of the methods: a sum over k-vectors, and a mesh."""
+
+COLUMN = 0.85
+"""Cost of spreading to, and gathering from, one of the ``order²`` columns of mesh points around an atom, in units of
+`Costs.mesh`. Measured for orders 4 to 8 as 12 to 14 ns beside 15 ns."""
+
+CALL = {"cpu": (4e4, 2e5), "cuda": (5e4, 2e5)}
+"""Times of a call, in nanoseconds, that do not depend on the size of a system: for k-vectors and for a mesh. Measured
+for 10 atoms on a CPU; estimated from the number of operations on a GPU."""
+
+
+class Way(NamedTuple):
+    """A method with its parameters, and what is expected of it.
+
+    Attributes
+    ----------
+    method : str
+        One of `METHODS`.
+    order : int
+        Of splines; 0 for k-vectors.
+    cutoff, alpha, k_cutoff : (n_systems,) arrays
+        ``k_cutoff`` is 0 for a mesh.
+    mesh : (int, int, int)
+        Zeros for k-vectors.
+    times : dict
+        Expected times of the parts, in seconds.
+    error : float
+        Expected relative error of the forces; the largest of all systems.
+    """
+
+    method: str
+    order: int
+    cutoff: np.ndarray
+    alpha: np.ndarray
+    k_cutoff: np.ndarray
+    mesh: tuple[int, int, int]
+    times: dict[str, float]
+    error: float
+
+    @property
+    def time(self) -> float:
+        """The expected time of a call."""
+        return sum(self.times.values())
+
+
+def ways(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool) -> list[Way]:
+    """Both methods with the parameters that they choose, the faster one first.
+
+    Parameters
+    ----------
+    sizes : Sizes
+        Only ratios of lengths matter for the times.
+    device : str
+        Type of the device.
+    finds_neighbors : bool
+        Whether each call searches for neighbors.
+    """
+    found = [_by_k_vectors(sizes, accuracy, device), _by_mesh(sizes, accuracy, device)]
+    if finds_neighbors:
+        for way in found:
+            way.times["neighbors"] = (core.SEARCH - 1.0) * way.times["pairs"]
+    # a mesh that cannot reach the accuracy is no choice
+    return sorted(found, key=lambda way: (way.error > core.OUT_OF_REACH * accuracy, way.time))
+
+
+def _by_k_vectors(sizes: Sizes, accuracy: float, device: str) -> Way:
+    target, costs, spacing, n_atoms = core.Target(accuracy), core.COSTS[device], sizes.spacing, sizes.n_atoms
+    alpha = core.ewald_alpha(n_atoms, sizes.volume, target, costs)
+    cutoff = core.real_cutoff(alpha, spacing, target)
+    k_cutoff = core.reciprocal_cutoff(alpha, spacing, target)
+    groups = sizes.volume * k_cutoff**3 / (48.0 * np.pi**2)
+    times = {
+        "pairs": 1e-9 * costs.pair * _pairs(sizes, cutoff),
+        "k-vectors": 1e-9 * costs.k_vectors * float((n_atoms * groups).sum()),
+        "call": 1e-9 * CALL[device][0],
+    }
+    errors = core.expected_errors(alpha, cutoff, spacing, core.Sphere(k_cutoff), target)
+    return Way("ewald", 0, cutoff, alpha, k_cutoff, (0, 0, 0), times, float(np.hypot(*errors).max()))
+
+
+def _by_mesh(sizes: Sizes, accuracy: float, device: str) -> Way:
+    target, costs, spacing, n_atoms = core.Target(accuracy), core.COSTS[device], sizes.spacing, sizes.n_atoms
+    order, one = core.order_of_least_cost(accuracy), len(sizes.n_atoms) == 1
+    sorted_sizes = sizes if one else sizes.along_longest()[0]
+    if one:
+        alpha = core.mesh_alpha(n_atoms, sizes.volume, target, order, costs)
+        cutoff = core.real_cutoff(alpha, spacing, target)
+    else:
+        cutoff = core.batch_mesh_cutoff(n_atoms, sizes.volume, sorted_sizes.lengths, target, order, costs)
+        cutoff = np.broadcast_to(cutoff, spacing.shape)
+        alpha = core.alpha_for_cutoff(cutoff, spacing, target)
+    of_derivatives = target._replace(force=target.force / sizes.skewness)
+    h = core.mesh_spacing(alpha, spacing, of_derivatives, order).clip(core.FINEST / alpha, None)
+    least = (sorted_sizes.lengths / h[:, None]).max(0)
+    x, y, z = (core.mesh_size(float(n), 1.0, order, 0.25) for n in least)
+    columns = float(n_atoms.sum()) * order**2
+    times = {
+        "pairs": 1e-9 * costs.pair * _pairs(sizes, cutoff),
+        "mesh": 1e-9 * costs.mesh * len(n_atoms) * x * y * z,
+        "splines": 1e-9 * costs.mesh * COLUMN * columns,
+        "call": 1e-9 * CALL[device][1],
+    }
+    errors = core.expected_errors(alpha, cutoff, spacing, sorted_sizes.mesh_model((x, y, z), order), target)
+    return Way("pme", order, cutoff, alpha, 0.0 * alpha, (x, y, z), times, float(np.hypot(*errors).max()))
+
+
+def _pairs(sizes: Sizes, cutoff: np.ndarray) -> float:
+    """Number of pairs, each counted twice."""
+    return float((4.0 / 3.0 * np.pi * sizes.n_atoms * (cutoff / sizes.spacing) ** 3).sum())
+
+
+@functools.lru_cache(maxsize=256)
+def method_of_one(n_atoms: int, accuracy: float, device: str, finds_neighbors: bool) -> str:
+    """The faster method for a system of this many atoms, whatever its density: the times depend on nothing else."""
+    length = float(max(n_atoms, 1)) ** (1.0 / 3.0)
+    sizes = Sizes(length * np.eye(3)[None], np.array([float(n_atoms)]), np.ones(1))
+    return ways(sizes, accuracy, device, finds_neighbors)[0].method
+
+
+def method_of_several(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool) -> str:
+    """The faster method for a batch. Cells that change a little leave it alone, except at a boundary."""
+    lengths = core.in_steps(sizes.lengths, "nearest", STEPS_OF_LENGTHS)
+    cell = lengths[:, :, None] * np.eye(3)
+    volume = lengths.prod(1)
+    rounded = Sizes(cell, sizes.n_atoms, core.average_distance(sizes.n_atoms, volume))
+    return ways(rounded, accuracy, device, finds_neighbors)[0].method
+
+
+STEPS_OF_LENGTHS = 4
+"""Steps per factor of two to which lengths of cells are rounded for the choice of a method."""

@@ -1,0 +1,206 @@
+"""Electrostatics of any system for an accuracy: the method and all of its parameters are chosen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import check_accuracy
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes, counted, sizes_of
+from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
+from nvalchemiops.torch.interactions.electrostatics.modules import (
+    ConfiguredSum,
+    EwaldSummation,
+    ParticleMeshEwald,
+    without_pbc,
+)
+from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems
+from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host
+from nvalchemiops.torch.systems import Neighbors, System
+
+_SUMS: dict[str, Any] = {"ewald": ewald_summation, "pme": particle_mesh_ewald}
+_MODULES: dict[str, Any] = {"ewald": EwaldSummation, "pme": ParticleMeshEwald}
+
+
+class Electrostatics(ConfiguredSum):
+    """Coulomb energies, forces and virials of crystals, slabs, molecules and batches of them, for an accuracy.
+
+    Each call chooses how to sum:
+
+    - Systems without any periodic axis: all pairs.
+    - Periodic systems: k-vectors (`ewald_summation`) or a mesh (`particle_mesh_ewald`), whichever takes less time, with
+      the fastest splitting parameter, cutoff and spline order. The choice depends on the number of atoms, in a batch
+      also on the cells, and not on positions.
+    - Slabs, with one open axis in ``pbc``: as periodic systems, with the slab correction.
+
+    Parameters
+    ----------
+    accuracy : float, optional
+        Target for the RMS error of the forces, relative to the RMS of the forces.
+    method : {"ewald", "pme"}, optional
+        Use this method for periodic systems.
+    cutoff : float, length, optional
+        Cutoff of the lists that calls give or build; by default the one that is fastest.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+
+    Notes
+    -----
+    Calls take a `System`, optionally `Neighbors`, and the options of `ewald_summation` that do not describe k-vectors.
+    Sources are charges, dipoles, quadrupoles and Gaussian widths. Inside ``torch.compile`` nothing can be chosen: use
+    the module that `estimate` returns.
+
+    Examples
+    --------
+    >>> electrostatics = Electrostatics(accuracy=1e-5)
+    >>> result = electrostatics(System(positions, charges, cell), compute_forces=True)
+    >>> print(electrostatics.explain(System(positions, charges, cell)))  # doctest: +SKIP
+    """
+
+    _trainable = ()
+
+    def __init__(self, accuracy: float = 1e-6, method: str | None = None, *, cutoff: float | None = None) -> None:
+        super().__init__(None, cutoff, check_accuracy(accuracy), COULOMB)
+        if method is not None:
+            checks.check_choice("method", method, methods.METHODS)
+        self.method = method
+
+    def _settings(self) -> dict[str, Any]:
+        return {"accuracy": self.accuracy, "method": self.method, "cutoff": self.cutoff}
+
+    def _restored(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        made = Electrostatics(**settings)
+        return {name: getattr(made, name) for name in settings}
+
+    def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
+        batch_idx, pbc, domain = (options.get(name) for name in ("batch_idx", "pbc", "domain"))
+        atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
+        if "slab_correction" not in options and _has_slabs(pbc):
+            options["slab_correction"] = True
+        is_listed = options.get("neighbor_list") is not None or options.get("neighbor_matrix") is not None
+        accuracy = checks.check_positive("accuracy", options["accuracy"])
+        return _SUMS[self._method_for(atoms, accuracy, is_listed)](positions, charges, cell, **options)
+
+    def _method_for(self, atoms: System, accuracy: float, is_listed: bool) -> str:
+        """The name of the method. If arguments do not fit together, any: the function raises."""
+        positions, cell, batch_idx, domain = atoms.positions, atoms.cell, atoms.batch_idx, atoms.domain
+        if self.method is not None or cell is None:
+            return self.method or "ewald"
+        if not may_read(cell, batch_idx, wait=True):
+            raise ValuesNeededError("`method` is needed where sizes of systems cannot be read, or use `estimate`")
+        one = not (isinstance(cell, torch.Tensor) and cell.ndim == 3 and cell.shape[0] > 1)
+        if one and isinstance(positions, torch.Tensor) and positions.ndim == 2:
+            n_atoms = positions.shape[0] if domain is None else domain.n_atoms
+            return methods.method_of_one(n_atoms, accuracy, positions.device.type, not is_listed)
+        sizes = _sizes(atoms)
+        if sizes is None:
+            return "ewald"
+        return methods.method_of_several(sizes, accuracy, positions.device.type, not is_listed)
+
+    @classmethod
+    def estimate(
+        cls, system: System, accuracy: float = 1e-6, *, method: str | None = None
+    ) -> EwaldSummation | ParticleMeshEwald:
+        """The faster method as a module with fixed parameters, for calls that give neighbors up to its ``cutoff``.
+
+        Parameters
+        ----------
+        system : System
+            With charges, the magnitude of the forces is estimated from the positions, as in calls.
+        accuracy : float, optional
+        method : {"ewald", "pme"}, optional
+        """
+        chosen = cls(accuracy, method)._method_for(without_pbc(system), accuracy, True)
+        return _MODULES[chosen].estimate(system, accuracy=accuracy)
+
+    def explain(self, system: System, neighbors: Neighbors | None = None) -> str:
+        """Say which method a call would use, and what is expected of it and of the alternative, as a table.
+
+        Parameters
+        ----------
+        system : System
+        neighbors : Neighbors, optional
+            If the call will give them.
+        """
+        if system.cell is None and system.pbc is None:
+            system = system._replace(pbc=torch.zeros(3, dtype=torch.bool, device="cpu"))  # as `System` documents
+        is_open = open_systems(system)
+        n_open = 0 if is_open is None else int(is_open.sum())
+        sizes = None if system.cell is None else _sizes(system)
+        lines = [f"{_counted(n_open, 'open system')}: all pairs, exactly"] * bool(n_open)
+        if sizes is None:
+            return "\n".join(lines)
+        device = system.positions.device.type
+        is_listed = neighbors is not None
+        found = methods.ways(sizes, self.accuracy, device, not is_listed)
+        chosen = self._method_for(system, self.accuracy, is_listed)
+        n_systems, n_atoms = len(sizes.n_atoms), int(sizes.n_atoms.sum())
+        lines += [f"{_counted(n_systems, 'periodic system')}, {_counted(n_atoms, 'atom')}, accuracy {self.accuracy:g}"]
+        lines += _table(sorted(found, key=lambda way: way.method != chosen))
+        lines += ["Times are estimates, for energies and forces; `nvalchemiops tune` measures this machine."]
+        return "\n".join(lines)
+
+    def extra_repr(self) -> str:
+        """The arguments, for ``repr``."""
+        return f"accuracy={self.accuracy:g}, method={self.method!r}, cutoff={self.cutoff}"
+
+
+def _has_slabs(pbc: Any) -> bool:
+    """Whether a system has open axes and others; False if values cannot be read."""
+    if not isinstance(pbc, torch.Tensor) or pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc):
+        return False
+    count = on_host(pbc).reshape(-1, 3).sum(1)
+    return bool(((count > 0) & (count < 3)).any())
+
+
+def _sizes(atoms: System) -> Sizes | None:
+    """Sizes of the systems that are not open; None if there are none, or if the arguments do not fit together."""
+    positions, batch_idx = atoms.positions, atoms.batch_idx
+    cell: Any = atoms.cell
+    if not all(isinstance(t, torch.Tensor) for t in (positions, cell)) or cell.shape[-2:] != (3, 3):
+        return None
+    cells = cell.reshape(-1, 3, 3)
+    if atoms.domain is not None:
+        count = on_host(atoms.domain.atoms_in_systems)
+    else:
+        count = counted(batch_idx, cells.shape[0], positions.shape[0])
+    if count.shape != cells.shape[:1]:
+        return None
+    is_open = open_systems(atoms)
+    kept = np.ones(len(count), dtype=bool) if is_open is None else ~is_open.numpy()
+    sizes = sizes_of(cells, count)
+    kept &= sizes.volume > 0.0
+    return Sizes(*(values[kept] for values in sizes)) if kept.any() else None
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def _table(ways: list[methods.Way]) -> list[str]:
+    """One row for each way; the first is the one that is used."""
+    rows = [["", "method", "cutoff", "alpha", "reciprocal part", "expected error", "time (ms)", "of which"]]
+    for number, way in enumerate(ways):
+        if way.method == "pme":
+            part = "mesh " + " x ".join(map(str, way.mesh)) + f", splines of order {way.order}"
+        else:
+            part = f"k-vectors up to {_span(way.k_cutoff)}"
+        times = ", ".join(f"{name} {1e3 * time:.2g}" for name, time in way.times.items())
+        row = ["used" if number == 0 else "", way.method, _span(way.cutoff), _span(way.alpha), part]
+        rows.append([*row, f"{way.error:.1e}", f"{1e3 * way.time:.2g}", times])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _span(values: np.ndarray) -> str:
+    low, high = float(values.min()), float(values.max())
+    return f"{low:.3g}" if high <= low * (1.0 + 0.1 / core.STEPS) else f"{low:.3g} to {high:.3g}"

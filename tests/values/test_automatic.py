@@ -1,0 +1,182 @@
+"""`Electrostatics`: the right sum for each kind of system, the faster method, and what it says about its choice."""
+
+import numpy as np
+import pytest
+import torch
+
+from nvalchemiops.interactions.electrostatics import error_models
+from nvalchemiops.torch import System
+from nvalchemiops.torch.interactions.electrostatics import (
+    Electrostatics,
+    EwaldSummation,
+    ParticleMeshEwald,
+    ewald_summation,
+)
+from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes
+from nvalchemiops.torch.runtime.context import ValuesNeededError
+from tests.support.comparing import close
+from tests.support.systems import ALL, crystal
+
+F64 = torch.float64
+SALT = crystal("rocksalt", 5.64, 3, 0.2)
+CRYSTAL = System(SALT.positions, SALT.charges, SALT.cell[0])
+SLAB = CRYSTAL._replace(
+    cell=CRYSTAL.cell * torch.tensor([1.0, 1.0, 3.0], dtype=F64)[:, None], pbc=torch.tensor([True, True, False])
+)
+MOLECULE = System(SALT.positions, SALT.charges)
+NAMED = {"ewald": EwaldSummation, "pme": ParticleMeshEwald}
+
+
+def cubic(n_atoms, length=None):
+    """Sizes of one cubic system."""
+    length = n_atoms ** (1.0 / 3.0) if length is None else length
+    return Sizes(length * np.eye(3)[None], np.array([float(n_atoms)]), np.array([length / n_atoms ** (1.0 / 3.0)]))
+
+
+def make_cheap(monkeypatch, method):
+    """Let the costs say that this method is far faster."""
+    costs = error_models.COSTS["cpu"]
+    changed = {"k_vectors": 1e-6} if method == "ewald" else {"k_vectors": 1e6}
+    monkeypatch.setitem(error_models.COSTS, "cpu", costs._replace(**changed))
+    methods.method_of_one.cache_clear()
+    monkeypatch.setattr(methods, "method_of_one", methods.method_of_one.__wrapped__)
+
+
+@pytest.mark.parametrize("method", NAMED)
+@pytest.mark.parametrize("accuracy", [1e-3, 1e-6])
+def test_the_cheap_method_is_used_and_is_accurate(method, accuracy, monkeypatch):
+    make_cheap(monkeypatch, method)
+    found = Electrostatics(accuracy)(CRYSTAL, **ALL)
+    close(found, NAMED[method](accuracy=accuracy)(CRYSTAL, **ALL), 0.0)
+    exact = ewald_summation(*CRYSTAL[:3], accuracy=1e-12, compute_forces=True)[1]
+    assert (found.forces - exact).norm() < 3.0 * accuracy * exact.norm()
+    other = next(name for name in NAMED if name != method)
+    close(Electrostatics(accuracy, other)(CRYSTAL, **ALL), NAMED[other](accuracy=accuracy)(CRYSTAL, **ALL), 0.0)
+
+
+def test_a_molecule_is_summed_over_all_pairs():
+    x, q = MOLECULE.positions, MOLECULE.charges
+    distance = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
+    expected = 0.5 * q * (q / distance).sum(1)
+    for system in (MOLECULE, CRYSTAL._replace(pbc=torch.zeros(3, dtype=torch.bool))):
+        close([Electrostatics()(system)[0]], [expected], 1e-12)
+
+
+def test_a_slab_is_corrected():
+    expected = ewald_summation(*SLAB[:3], pbc=SLAB.pbc, slab_correction=True, **ALL)
+    assert Electrostatics()._method_for(SLAB, 1e-6, False) == "ewald"
+    close(Electrostatics()(SLAB, **ALL), expected, 0.0)
+    with pytest.raises(ValueError, match="pbc"):
+        Electrostatics()(CRYSTAL._replace(pbc=torch.tensor([True, False, False])))
+
+
+@pytest.mark.parametrize("method", [None, "pme"])
+def test_any_batch(method):
+    """A crystal, a slab and a molecule in one call, as each alone."""
+    n = CRYSTAL.positions.shape[0]
+    parts = [CRYSTAL._replace(pbc=torch.ones(3, dtype=torch.bool)), SLAB, MOLECULE]
+    batch = System(
+        torch.cat([p.positions for p in parts]),
+        torch.cat([p.charges for p in parts]),
+        torch.stack([CRYSTAL.cell, SLAB.cell, torch.zeros(3, 3, dtype=F64)]),
+        torch.arange(3, dtype=torch.int32).repeat_interleave(n),
+        torch.tensor([[True] * 3, [True, True, False], [False] * 3]),
+    )
+    electrostatics = Electrostatics(1e-9, method)
+    found = electrostatics(batch, compute_forces=True).forces.split(n)
+    for forces, alone in zip(found, parts):
+        expected = electrostatics(alone, compute_forces=True).forces
+        assert (forces - expected).norm() < 1e-8 * expected.norm()
+    text = electrostatics.explain(batch)
+    assert text.startswith(f"1 open system: all pairs, exactly\n2 periodic systems, {2 * n} atoms, accuracy 1e-09")
+
+
+def test_small_systems_use_k_vectors_and_large_ones_a_mesh():
+    for accuracy in (1e-2, 1e-4, 1e-6):
+        found = [methods.method_of_one(n, accuracy, "cpu", False) for n in (1, 64, 512, 8192, 10**6)]
+        assert found == ["ewald", "ewald", "ewald", "pme", "pme"]
+    # no mesh reaches this accuracy
+    assert methods.method_of_one(10**6, 1e-15, "cpu", False) == "ewald"
+
+
+@pytest.mark.parametrize("n_atoms", [64, 4096])
+@pytest.mark.parametrize("length", [1e-3, 1.0, 1e4])
+def test_units_do_not_matter(n_atoms, length):
+    for accuracy in (1e-3, 1e-6):
+        found = methods.ways(cubic(n_atoms, length), accuracy, "cpu", True)
+        expected = methods.ways(cubic(n_atoms), accuracy, "cpu", True)
+        for way, other in zip(found, expected):
+            assert way.method == other.method and way.time == pytest.approx(other.time, rel=0.2)
+
+
+def test_cells_that_change_a_little_leave_the_choice_of_a_batch_alone():
+    rng = np.random.default_rng(0)
+    for n_systems in (2, 8):
+        count = rng.integers(300, 3000, n_systems).astype(float)
+        cell = 10.1 * np.eye(3) * (count[:, None, None] / 500.0) ** (1.0 / 3.0)
+        chosen = set()
+        for scale in np.linspace(0.999, 1.001, 9):
+            lengths = scale * cell
+            spacing = (np.linalg.det(lengths) / count) ** (1.0 / 3.0)
+            chosen.add(methods.method_of_several(Sizes(lengths, count, spacing), 1e-6, "cpu", True))
+        assert len(chosen) == 1
+
+
+@pytest.mark.parametrize("method", [None, *NAMED])
+def test_estimate_gives_the_choice_of_the_named_module(method):
+    found = Electrostatics.estimate(CRYSTAL, 1e-5, method=method)
+    expected = NAMED[method or "ewald"].estimate(CRYSTAL, accuracy=1e-5)
+    assert type(found) is type(expected)
+    assert torch.equal(found.alpha, expected.alpha) and found.cutoff == expected.cutoff
+    near = CRYSTAL.neighbors(found.cutoff)
+    close(found(CRYSTAL, near, **ALL), expected(CRYSTAL, near, **ALL), 0.0)
+
+
+def test_explain_shows_the_choice_and_the_alternative():
+    text = Electrostatics(1e-5).explain(CRYSTAL).splitlines()
+    assert text[0] == f"1 periodic system, {len(CRYSTAL.charges)} atoms, accuracy 1e-05"
+    used, other = text[2].split(), text[3].split()
+    assert used[:2] == ["used", "ewald"] and other[0] == "pme"
+    forced = Electrostatics(1e-5, "pme").explain(CRYSTAL, CRYSTAL.neighbors(6.0))
+    assert forced.splitlines()[2].split()[:2] == ["used", "pme"] and "neighbors" not in forced
+    assert Electrostatics().explain(MOLECULE) == "1 open system: all pairs, exactly"
+    # parameters as shown are those of `estimate`
+    estimate = EwaldSummation.estimate(CRYSTAL._replace(charges=None), accuracy=1e-5)
+    assert f"{float(estimate.alpha):.3g}" in used and f"{estimate.cutoff:.3g}" in used
+
+
+def test_further_sources_and_tensors_in_the_place_of_a_system():
+    generator = torch.Generator().manual_seed(0)
+    dipoles = torch.randn(len(CRYSTAL.charges), 3, generator=generator, dtype=F64)
+    polar = CRYSTAL._replace(dipoles=dipoles)
+    options = {"compute_forces": True, "compute_dipole_gradients": True}
+    close(Electrostatics()(polar, **options), EwaldSummation()(polar, **options), 0.0)
+    given = CRYSTAL[:3]
+    close([Electrostatics(1e-5)(*given)], [ewald_summation(*given, accuracy=1e-5)], 0.0)
+
+
+def test_settings_are_saved():
+    module = Electrostatics(1e-4, "pme", cutoff=7.0)
+    other = Electrostatics()
+    other.load_state_dict(module.state_dict())
+    assert repr(other) == repr(module) == "Electrostatics(accuracy=0.0001, method='pme', cutoff=7.0)"
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="`method` must be 'ewald' or 'pme', got 'fmm'"):
+        Electrostatics(method="fmm")
+    with pytest.raises(ValueError, match="`accuracy`"):
+        Electrostatics(2.0)
+    with pytest.raises(ValueError, match="`charges` of the system is needed"):
+        Electrostatics()(System(CRYSTAL.positions))
+    with pytest.raises(ValueError, match="`cell`"):
+        Electrostatics()(*CRYSTAL[:2], torch.eye(4, dtype=F64))
+    with pytest.raises(ValueError, match="`batch_idx`"):
+        Electrostatics()(*CRYSTAL[:2], CRYSTAL.cell.expand(2, 3, 3))
+
+
+def test_nothing_is_chosen_where_sizes_cannot_be_read():
+    compiled = torch.compile(Electrostatics(), backend="eager", fullgraph=True)
+    with pytest.raises((ValuesNeededError, torch._dynamo.exc.Unsupported), match="estimate"):
+        compiled(*CRYSTAL[:3])
