@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 
 from nvalchemiops.torch.interactions.electrostatics import (
+    Electrostatics,
     ewald_summation,
     generate_k_vectors_ewald_summation,
     generate_k_vectors_pme,
@@ -447,3 +448,10 @@ def test_one_graph_for_any_number_of_atoms_and_any_alpha():
     assert counter.frame_count == 1
     for alpha in (0.8, 0.7, 0.6):
         assert torch.equal(call(*ONE[:3], NEAR, alpha), energies(*ONE[:3], NEAR, alpha))
+
+
+def test_without_sizes_k_vectors_are_used():
+    """`Electrostatics` cannot choose where the number of atoms in each system cannot be read."""
+    positions, charges, cell, _ = triclinic(12)
+    electrostatics = torch.compile(Electrostatics(cutoff=CUTOFF), backend="eager", fullgraph=True)
+    close([electrostatics(positions, charges, cell)], [ewald_summation(positions, charges, cell, cutoff=CUTOFF)], 1e-5)

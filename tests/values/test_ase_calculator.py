@@ -15,7 +15,7 @@ import nvalchemiops.torch.interactions.pair as ready
 from nvalchemiops.ase import Calculator, Contribution, Electrostatics, Pair
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.electrostatics.costs import COSTS
-from nvalchemiops.torch.interactions.electrostatics.accuracy.methods import method_of_one
+from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
 from nvalchemiops.torch.interactions.pair import PairPotential
 from tests.support.calculators import NACL, PROPERTIES, REPULSION, argon, assert_same, salt
 from tests.support.systems import MADELUNG
@@ -146,16 +146,16 @@ def test_one_term_for_periodic_atoms_slabs_and_clusters(widths, monkeypatch):
     """By the faster method, which the costs decide."""
     cluster = salt(2)
     cluster.pbc = False
-    for k_vectors, method in ((1e-6, "ewald"), (1e6, "pme")):
-        monkeypatch.setitem(COSTS, "cpu", COSTS["cpu"]._replace(k_vectors=k_vectors))
-        method_of_one.cache_clear()
+    for costs, method in (((0.0, 1e12), "ewald"), ((1e12, 0.0), "pme")):
+        monkeypatch.setitem(methods.CALL, "cpu", costs)
+        methods.method_of_one.cache_clear()
         calculator = Calculator(Electrostatics("auto", NACL, widths=widths))
         named = (salt(2), (method, {})), (slab(), (method, {"slab_correction": True})), (cluster, ("coulomb", {}))
         for atoms, (name, options) in named:
             expected = atoms.copy()
             atoms.calc, expected.calc = calculator, Calculator(Electrostatics(name, NACL, widths=widths, **options))
             assert_same(atoms, expected, PROPERTIES if atoms.cell.rank == 3 else PROPERTIES[:3], tolerance=1e-13)
-    method_of_one.cache_clear()
+    methods.method_of_one.cache_clear()
 
 
 # -- derivatives ----------------------------------------------------------------------------------

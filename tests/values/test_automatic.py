@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.interactions.electrostatics import error_models
 from nvalchemiops.torch import System
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
@@ -14,7 +13,6 @@ from nvalchemiops.torch.interactions.electrostatics import (
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes
-from nvalchemiops.torch.runtime.context import ValuesNeededError
 from tests.support.comparing import close
 from tests.support.systems import ALL, crystal
 
@@ -36,10 +34,8 @@ def cubic(n_atoms, length=None):
 
 def make_cheap(monkeypatch, method):
     """Let the costs say that this method is far faster."""
-    costs = error_models.COSTS["cpu"]
-    changed = {"k_vectors": 1e-6} if method == "ewald" else {"k_vectors": 1e6}
-    monkeypatch.setitem(error_models.COSTS, "cpu", costs._replace(**changed))
-    methods.method_of_one.cache_clear()
+    costs = (0.0, 1e12) if method == "ewald" else (1e12, 0.0)
+    monkeypatch.setitem(methods.CALL, "cpu", costs)
     monkeypatch.setattr(methods, "method_of_one", methods.method_of_one.__wrapped__)
 
 
@@ -174,9 +170,3 @@ def test_wrong_arguments_are_named():
         Electrostatics()(*CRYSTAL[:2], torch.eye(4, dtype=F64))
     with pytest.raises(ValueError, match="`batch_idx`"):
         Electrostatics()(*CRYSTAL[:2], CRYSTAL.cell.expand(2, 3, 3))
-
-
-def test_nothing_is_chosen_where_sizes_cannot_be_read():
-    compiled = torch.compile(Electrostatics(), backend="eager", fullgraph=True)
-    with pytest.raises((ValuesNeededError, torch._dynamo.exc.Unsupported), match="estimate"):
-        compiled(*CRYSTAL[:3])

@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics.modules import (
 from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host
+from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.systems import Neighbors, System
 
 _SUMS: dict[str, Any] = {"ewald": ewald_summation, "pme": particle_mesh_ewald}
@@ -56,8 +56,10 @@ class Electrostatics(ConfiguredSum):
     Notes
     -----
     Calls take a `System`, optionally `Neighbors`, and the options of `ewald_summation` that do not describe k-vectors.
-    Sources are charges, dipoles, quadrupoles and Gaussian widths. Inside ``torch.compile`` nothing can be chosen: use
-    the module that `estimate` returns.
+    Sources are charges, dipoles, quadrupoles and Gaussian widths.
+
+    Where values cannot be read, as inside ``torch.compile``, k-vectors are used, and ``cutoff`` must be given. The module
+    that `estimate` returns also has a mesh there.
 
     Examples
     --------
@@ -96,7 +98,7 @@ class Electrostatics(ConfiguredSum):
         if self.method is not None or cell is None:
             return self.method or "ewald"
         if not may_read(cell, batch_idx, wait=True):
-            raise ValuesNeededError("`method` is needed where sizes of systems cannot be read, or use `estimate`")
+            return "ewald"
         one = not (isinstance(cell, torch.Tensor) and cell.ndim == 3 and cell.shape[0] > 1)
         if one and isinstance(positions, torch.Tensor) and positions.ndim == 2:
             n_atoms = positions.shape[0] if domain is None else domain.n_atoms
