@@ -21,6 +21,7 @@ from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
     electrostatic_potential,
+    ewald_reciprocal_space,
     ewald_summation,
     multipole_electrostatic_features,
     pack_multipole_moments,
@@ -104,6 +105,9 @@ def test_energies_and_forces_of_les(les, sigma, dl, keeps_self):
     expected = energy_of_les(x, les.cell, les.charges, **given, keeps_self=keeps_self)
     found = les.latent_energies(x, les.charges, les.cell, **given, self_interaction=keeps_self)
     close([found, slope(found, x)], [expected.view(1), slope(expected, x)], 1e-10)
+    options = les.gaussians(**given) | {"self_interaction": keeps_self, "compute_forces": True}
+    _, explicit = ewald_reciprocal_space(x, les.charges, les.cell, None, **options)
+    close([les.COULOMB * explicit], [-slope(expected, x)], 1e-10)
 
 
 def test_results_that_the_page_of_les_shows(les):
