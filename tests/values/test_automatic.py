@@ -14,7 +14,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes
-from nvalchemiops.torch.runtime.context import ValuesNeededError
+from nvalchemiops.torch.runtime.context import ValuesNeededError, hidden_values
 from tests.support.comparing import close
 from tests.support.systems import ALL, crystal
 
@@ -69,6 +69,30 @@ def test_a_slab_is_corrected():
     close(Electrostatics()(SLAB, **ALL), expected, 0.0)
     with pytest.raises(ValueError, match="pbc"):
         Electrostatics()(CRYSTAL._replace(pbc=torch.tensor([True, False, False])))
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_periodicity_in_any_form(axis):
+    """As `ewald_summation` takes it: bools in sequences and arrays, for one system or several."""
+    pbc = [k != axis for k in range(3)]
+    cell = CRYSTAL.cell * torch.tensor([1.0 if is_periodic else 3.0 for is_periodic in pbc], dtype=F64)[:, None]
+    expected = ewald_summation(*CRYSTAL[:2], cell, pbc=torch.tensor(pbc), slab_correction=True, **ALL)
+    for form in (pbc, tuple(pbc), np.array(pbc), [pbc], torch.tensor([pbc])):
+        close(Electrostatics()(*CRYSTAL[:2], cell, pbc=form, **ALL), expected, 0.0)
+        close(Electrostatics()(CRYSTAL._replace(cell=cell, pbc=form), **ALL), expected, 0.0)
+    close(Electrostatics()(*CRYSTAL[:3], pbc=True), Electrostatics()(*CRYSTAL[:3]), 0.0)
+
+
+def test_slabs_where_values_of_pbc_are_not_read():
+    """On a GPU they are read, although that waits; compiled graphs correct any system for which `pbc` is given."""
+    expected = Electrostatics()(SLAB).energies
+    with hidden_values():
+        close([Electrostatics()(SLAB).energies], [expected], 1e-6)
+    module, near = Electrostatics(method="ewald"), SLAB.neighbors(9.0)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    close([compiled(SLAB, near).energies], [module(SLAB, near).energies], 1e-9)
+    crystal_ = CRYSTAL._replace(pbc=torch.ones(3, dtype=torch.bool))
+    close([compiled(crystal_, near := CRYSTAL.neighbors(9.0)).energies], [module(CRYSTAL, near).energies], 1e-9)
 
 
 @pytest.mark.parametrize("method", [None, "pme"])
@@ -146,6 +170,36 @@ def test_explain_shows_the_choice_and_the_alternative():
     assert f"{float(estimate.alpha):.3g}" in used and f"{estimate.cutoff:.3g}" in used
 
 
+@pytest.mark.parametrize("reach", [5.0, 12.0])
+def test_explain_shows_the_parameters_for_the_given_reach(reach):
+    sizes = cubic(500, 25.0)
+    for way in methods.ways(sizes, 1e-6, "cpu", False, reach):
+        free = next(w for w in methods.ways(sizes, 1e-6, "cpu", False) if w.method == way.method)
+        assert way.cutoff == reach
+        # alpha follows a short reach; a long one only adds pairs
+        expected = error_models.alpha_for_cutoff(
+            np.minimum(reach, free.cutoff), sizes.spacing, error_models.Target(1e-6)
+        )
+        assert way.alpha == pytest.approx(expected)
+        assert 1e-7 < way.error < 2e-6
+        assert way.times["pairs"] == pytest.approx(free.times["pairs"] * (reach / free.cutoff.item()) ** 3)
+    # the row of what is used, also with a list or the cutoff of the module
+    given = Electrostatics().explain(CRYSTAL, CRYSTAL.neighbors(reach)).splitlines()[2].split()
+    chosen = Electrostatics(cutoff=reach).explain(CRYSTAL).splitlines()[2].split()
+    assert given[2] == chosen[2] == f"{reach:.3g}"
+
+
+def test_explain_raises_where_calls_do():
+    for wrong, message in (
+        ({"pbc": torch.tensor([True, False, False])}, "at most one open axis"),
+        ({"cell": CRYSTAL.cell.expand(2, 3, 3)}, "do not fit"),
+        ({"cell": torch.nan * CRYSTAL.cell}, "do not fit"),
+        ({"batch_idx": torch.full((len(CRYSTAL.charges),), -1, dtype=torch.int32)}, "do not fit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Electrostatics().explain(CRYSTAL._replace(**wrong))
+
+
 def test_further_sources_and_tensors_in_the_place_of_a_system():
     generator = torch.Generator().manual_seed(0)
     dipoles = torch.randn(len(CRYSTAL.charges), 3, generator=generator, dtype=F64)
@@ -174,6 +228,12 @@ def test_wrong_arguments_are_named():
         Electrostatics()(*CRYSTAL[:2], torch.eye(4, dtype=F64))
     with pytest.raises(ValueError, match="`batch_idx`"):
         Electrostatics()(*CRYSTAL[:2], CRYSTAL.cell.expand(2, 3, 3))
+    n = len(CRYSTAL.charges)
+    for batch_idx in (torch.full((n,), -1, dtype=torch.int32), torch.zeros(n), [0] * n):
+        with pytest.raises((ValueError, TypeError), match="`batch_idx`"):
+            Electrostatics()(*CRYSTAL[:2], CRYSTAL.cell.expand(2, 3, 3), batch_idx=batch_idx)
+    with pytest.raises(ValueError, match="`positions` is on meta"):
+        Electrostatics()(*(t.to("meta") for t in CRYSTAL[:3]))
 
 
 def test_nothing_is_chosen_where_sizes_cannot_be_read():
