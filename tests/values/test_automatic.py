@@ -10,6 +10,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
     EwaldSummation,
     ParticleMeshEwald,
+    driver,
     ewald_summation,
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
@@ -145,6 +146,33 @@ def test_cells_that_change_a_little_leave_the_choice_of_a_batch_alone():
             spacing = (np.linalg.det(lengths) / count) ** (1.0 / 3.0)
             chosen.add(methods.method_of_several(Sizes(lengths, count, spacing), 1e-6, "cpu", True))
         assert len(chosen) == 1
+
+
+def test_the_list_of_a_batch_reaches_to_its_longest_cutoff(monkeypatch):
+    """A dilute system lengthens the list of a dense one, so a mesh with a common cutoff takes less time."""
+    n = len(CRYSTAL.charges)
+    pair = System(CRYSTAL.positions[:2], CRYSTAL.charges[:2], 30.0 * torch.eye(3, dtype=F64))
+    batch = System(
+        *(torch.cat([getattr(CRYSTAL, name), getattr(pair, name)]) for name in ("positions", "charges")),
+        torch.stack([CRYSTAL.cell, pair.cell]),
+        torch.tensor([0] * n + [1] * 2, dtype=torch.int32),
+    )
+    lists = []
+    chosen = driver.choose_splitting
+
+    def noted(*arguments):
+        found = chosen(*arguments)
+        lists.append(found.rows.neighbors.shape[0])
+        return found
+
+    monkeypatch.setattr(driver, "choose_splitting", noted)
+    count = np.array([n, 2.0])
+    sizes = Sizes(batch.cell.numpy(), count, error_models.average_distance(count, batch.volume.numpy()))
+    for method in NAMED:
+        Electrostatics(method=method)(batch)
+        (way,) = [way for way in methods.ways(sizes, 1e-6, "cpu", False) if way.method == method]
+        n_pairs = way.times["pairs"] / (1e-9 * error_models.COSTS["cpu"].pair)
+        assert lists[-1] == pytest.approx(n_pairs, rel=0.3)
 
 
 @pytest.mark.parametrize("method", [None, *NAMED])

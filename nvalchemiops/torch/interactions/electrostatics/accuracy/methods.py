@@ -85,7 +85,8 @@ def _by_k_vectors(sizes: Sizes, accuracy: float, device: str, reach: float | Non
     k_cutoff = core.reciprocal_cutoff(alpha, spacing, target)
     groups = sizes.volume * k_cutoff**3 / (48.0 * np.pi**2)
     times = {
-        "pairs": 1e-9 * costs.pair * _pairs(sizes, cutoff),
+        # one list for all systems, up to the longest of their cutoffs
+        "pairs": 1e-9 * costs.pair * _pairs(sizes, np.full_like(cutoff, cutoff.max())),
         "k-vectors": 1e-9 * costs.k_vectors * float((n_atoms * groups).sum()),
         "call": 1e-9 * CALL[device][0],
     }
