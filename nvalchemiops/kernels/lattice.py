@@ -64,8 +64,10 @@ def is_clearly_regular(cell: Sequence[Sequence[float]]) -> bool:
     """
     (ax, ay, az), (bx, by, bz), (cx, cy, cz) = cell
     volume = ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx)
-    lengths = math.hypot(ax, ay, az) * math.hypot(bx, by, bz) * math.hypot(cx, cy, cz)
-    return abs(volume) > 1e-6 * lengths  # False for NaN
+    area = math.hypot(bx, by, bz) * math.hypot(cx, cy, cz)
+    lengths = math.hypot(ax, ay, az) * area
+    # products that are too small have few digits, and those that are too large none; False for NaN
+    return min(area, lengths) > 1e-290 and 1e-6 * lengths < abs(volume) < math.inf
 
 
 def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

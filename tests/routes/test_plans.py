@@ -162,6 +162,17 @@ def test_one_plan_serves_all_cells(name, pbc):
         call(flat)
 
 
+def test_singular_cells_are_found_in_any_unit():
+    """Also where the product of three lengths has few digits, or none."""
+    generator = torch.Generator().manual_seed(0)
+    for exponent in (-150, -108, -107, -106, 0, 102, 150):
+        for _ in range(20):
+            cell = torch.randn(3, 3, generator=generator, dtype=F64)
+            cell[2] = cell[0] + cell[1]
+            with pytest.raises(ValueError, match="`cell` is singular"):
+                coulomb_energy(X, Q, 10.0**exponent * cell, 3.0, **NEAR)
+
+
 FINDING = {
     "pair potential": lambda x: lennard_jones(3.0)(x, CELL, sigma=1.0, epsilon=0.3, compute_forces=True),
     "pair potential, open": lambda x: lennard_jones(3.0)(x, sigma=1.0, epsilon=0.3, compute_virial=True),

@@ -4,15 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from nvalchemiops.interactions.electrostatics import error_models
 from nvalchemiops.torch import System
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
     EwaldSummation,
     ParticleMeshEwald,
+    driver,
     ewald_summation,
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes
+from nvalchemiops.torch.runtime.context import hidden_values
 from tests.support.comparing import close
 from tests.support.systems import ALL, crystal
 
@@ -67,6 +70,30 @@ def test_a_slab_is_corrected():
         Electrostatics()(CRYSTAL._replace(pbc=torch.tensor([True, False, False])))
 
 
+@pytest.mark.parametrize("axis", range(3))
+def test_periodicity_in_any_form(axis):
+    """As `ewald_summation` takes it: bools in sequences and arrays, for one system or several."""
+    pbc = [k != axis for k in range(3)]
+    cell = CRYSTAL.cell * torch.tensor([1.0 if is_periodic else 3.0 for is_periodic in pbc], dtype=F64)[:, None]
+    expected = ewald_summation(*CRYSTAL[:2], cell, pbc=torch.tensor(pbc), slab_correction=True, **ALL)
+    for form in (pbc, tuple(pbc), np.array(pbc), [pbc], torch.tensor([pbc])):
+        close(Electrostatics()(*CRYSTAL[:2], cell, pbc=form, **ALL), expected, 0.0)
+        close(Electrostatics()(CRYSTAL._replace(cell=cell, pbc=form), **ALL), expected, 0.0)
+    close(Electrostatics()(*CRYSTAL[:3], pbc=True), Electrostatics()(*CRYSTAL[:3]), 0.0)
+
+
+def test_slabs_where_values_of_pbc_are_not_read():
+    """On a GPU they are read, although that waits; compiled graphs correct any system for which `pbc` is given."""
+    expected = Electrostatics()(SLAB).energies
+    with hidden_values():
+        close([Electrostatics()(SLAB).energies], [expected], 1e-6)
+    module, near = Electrostatics(method="ewald"), SLAB.neighbors(9.0)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    close([compiled(SLAB, near).energies], [module(SLAB, near).energies], 1e-9)
+    crystal_ = CRYSTAL._replace(pbc=torch.ones(3, dtype=torch.bool))
+    close([compiled(crystal_, near := CRYSTAL.neighbors(9.0)).energies], [module(CRYSTAL, near).energies], 1e-9)
+
+
 @pytest.mark.parametrize("method", [None, "pme"])
 def test_any_batch(method):
     """A crystal, a slab and a molecule in one call, as each alone."""
@@ -119,6 +146,33 @@ def test_cells_that_change_a_little_leave_the_choice_of_a_batch_alone():
         assert len(chosen) == 1
 
 
+def test_the_list_of_a_batch_reaches_to_its_longest_cutoff(monkeypatch):
+    """A dilute system lengthens the list of a dense one, so a mesh with a common cutoff takes less time."""
+    n = len(CRYSTAL.charges)
+    pair = System(CRYSTAL.positions[:2], CRYSTAL.charges[:2], 30.0 * torch.eye(3, dtype=F64))
+    batch = System(
+        *(torch.cat([getattr(CRYSTAL, name), getattr(pair, name)]) for name in ("positions", "charges")),
+        torch.stack([CRYSTAL.cell, pair.cell]),
+        torch.tensor([0] * n + [1] * 2, dtype=torch.int32),
+    )
+    lists = []
+    chosen = driver.choose_splitting
+
+    def noted(*arguments):
+        found = chosen(*arguments)
+        lists.append(found.rows.neighbors.shape[0])
+        return found
+
+    monkeypatch.setattr(driver, "choose_splitting", noted)
+    count = np.array([n, 2.0])
+    sizes = Sizes(batch.cell.numpy(), count, error_models.average_distance(count, batch.volume.numpy()))
+    for method in NAMED:
+        Electrostatics(method=method)(batch)
+        (way,) = [way for way in methods.ways(sizes, 1e-6, "cpu", False) if way.method == method]
+        n_pairs = way.times["pairs"] / (1e-9 * error_models.COSTS["cpu"].pair)
+        assert lists[-1] == pytest.approx(n_pairs, rel=0.3)
+
+
 @pytest.mark.parametrize("method", [None, *NAMED])
 def test_estimate_gives_the_choice_of_the_named_module(method):
     found = Electrostatics.estimate(CRYSTAL, 1e-5, method=method)
@@ -140,6 +194,36 @@ def test_explain_shows_the_choice_and_the_alternative():
     # parameters as shown are those of `estimate`
     estimate = EwaldSummation.estimate(CRYSTAL._replace(charges=None), accuracy=1e-5)
     assert f"{float(estimate.alpha):.3g}" in used and f"{estimate.cutoff:.3g}" in used
+
+
+@pytest.mark.parametrize("reach", [5.0, 12.0])
+def test_explain_shows_the_parameters_for_the_given_reach(reach):
+    sizes = cubic(500, 25.0)
+    for way in methods.ways(sizes, 1e-6, "cpu", False, reach):
+        free = next(w for w in methods.ways(sizes, 1e-6, "cpu", False) if w.method == way.method)
+        assert way.cutoff == reach
+        # alpha follows a short reach; a long one only adds pairs
+        expected = error_models.alpha_for_cutoff(
+            np.minimum(reach, free.cutoff), sizes.spacing, error_models.Target(1e-6)
+        )
+        assert way.alpha == pytest.approx(expected)
+        assert 1e-7 < way.error < 2e-6
+        assert way.times["pairs"] == pytest.approx(free.times["pairs"] * (reach / free.cutoff.item()) ** 3)
+    # the row of what is used, also with a list or the cutoff of the module
+    given = Electrostatics().explain(CRYSTAL, CRYSTAL.neighbors(reach)).splitlines()[2].split()
+    chosen = Electrostatics(cutoff=reach).explain(CRYSTAL).splitlines()[2].split()
+    assert given[2] == chosen[2] == f"{reach:.3g}"
+
+
+def test_explain_raises_where_calls_do():
+    for wrong, message in (
+        ({"pbc": torch.tensor([True, False, False])}, "at most one open axis"),
+        ({"cell": CRYSTAL.cell.expand(2, 3, 3)}, "do not fit"),
+        ({"cell": torch.nan * CRYSTAL.cell}, "do not fit"),
+        ({"batch_idx": torch.full((len(CRYSTAL.charges),), -1, dtype=torch.int32)}, "do not fit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Electrostatics().explain(CRYSTAL._replace(**wrong))
 
 
 def test_further_sources_and_tensors_in_the_place_of_a_system():
@@ -170,3 +254,9 @@ def test_wrong_arguments_are_named():
         Electrostatics()(*CRYSTAL[:2], torch.eye(4, dtype=F64))
     with pytest.raises(ValueError, match="`batch_idx`"):
         Electrostatics()(*CRYSTAL[:2], CRYSTAL.cell.expand(2, 3, 3))
+    n = len(CRYSTAL.charges)
+    for batch_idx in (torch.full((n,), -1, dtype=torch.int32), torch.zeros(n), [0] * n):
+        with pytest.raises((ValueError, TypeError), match="`batch_idx`"):
+            Electrostatics()(*CRYSTAL[:2], CRYSTAL.cell.expand(2, 3, 3), batch_idx=batch_idx)
+    with pytest.raises(ValueError, match="`positions` is on meta"):
+        Electrostatics()(*(t.to("meta") for t in CRYSTAL[:3]))

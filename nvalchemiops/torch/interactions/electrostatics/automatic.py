@@ -36,7 +36,7 @@ class Electrostatics(ConfiguredSum):
     - Systems without any periodic axis: all pairs.
     - Periodic systems: k-vectors (`ewald_summation`) or a mesh (`particle_mesh_ewald`), whichever takes less time, with
       the fastest splitting parameter, cutoff and spline order. The choice depends on the number of atoms, in a batch
-      also on the cells, and not on positions.
+      also on the cells, and not on positions or the cutoff.
     - Slabs, with one open axis in ``pbc``: as periodic systems, with the slab correction.
 
     Parameters
@@ -58,8 +58,8 @@ class Electrostatics(ConfiguredSum):
     Calls take a `System`, optionally `Neighbors`, and the options of `ewald_summation` that do not describe k-vectors.
     Sources are charges, dipoles, quadrupoles and Gaussian widths.
 
-    Where values cannot be read, as inside ``torch.compile``, k-vectors are used, and ``cutoff`` must be given. The module
-    that `estimate` returns also has a mesh there.
+    Where values cannot be read, as inside ``torch.compile``, k-vectors are used, and ``cutoff`` must be given. The
+    module that `estimate` returns also has a mesh there.
 
     Examples
     --------
@@ -86,7 +86,7 @@ class Electrostatics(ConfiguredSum):
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
         batch_idx, pbc, domain = (options.get(name) for name in ("batch_idx", "pbc", "domain"))
         atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
-        if "slab_correction" not in options and _has_slabs(pbc):
+        if "slab_correction" not in options and _may_have_slabs(pbc):
             options["slab_correction"] = True
         is_listed = options.get("neighbor_list") is not None or options.get("neighbor_matrix") is not None
         accuracy = checks.check_positive("accuracy", options["accuracy"])
@@ -95,18 +95,19 @@ class Electrostatics(ConfiguredSum):
     def _method_for(self, atoms: System, accuracy: float, is_listed: bool) -> str:
         """The name of the method. If arguments do not fit together, any: the function raises."""
         positions, cell, batch_idx, domain = atoms.positions, atoms.cell, atoms.batch_idx, atoms.domain
-        if self.method is not None or cell is None:
+        device = getattr(getattr(positions, "device", None), "type", None)
+        if self.method is not None or cell is None or device not in core.COSTS:
             return self.method or "ewald"
         if not may_read(cell, batch_idx, wait=True):
             return "ewald"
         one = not (isinstance(cell, torch.Tensor) and cell.ndim == 3 and cell.shape[0] > 1)
         if one and isinstance(positions, torch.Tensor) and positions.ndim == 2:
             n_atoms = positions.shape[0] if domain is None else domain.n_atoms
-            return methods.method_of_one(n_atoms, accuracy, positions.device.type, not is_listed)
+            return methods.method_of_one(n_atoms, accuracy, device, not is_listed)
         sizes = _sizes(atoms)
         if sizes is None:
             return "ewald"
-        return methods.method_of_several(sizes, accuracy, positions.device.type, not is_listed)
+        return methods.method_of_several(sizes, accuracy, device, not is_listed)
 
     @classmethod
     def estimate(
@@ -121,6 +122,7 @@ class Electrostatics(ConfiguredSum):
         accuracy : float, optional
         method : {"ewald", "pme"}, optional
         """
+        accuracy = check_accuracy(accuracy)
         chosen = cls(accuracy, method)._method_for(without_pbc(system), accuracy, True)
         return _MODULES[chosen].estimate(system, accuracy=accuracy)
 
@@ -132,6 +134,11 @@ class Electrostatics(ConfiguredSum):
         system : System
         neighbors : Neighbors, optional
             If the call will give them.
+
+        Raises
+        ------
+        ValueError
+            Cells, numbers of atoms and ``pbc`` do not fit together, or a system is periodic along one axis only.
         """
         if system.cell is None and system.pbc is None:
             system = system._replace(pbc=torch.zeros(3, dtype=torch.bool, device="cpu"))  # as `System` documents
@@ -140,10 +147,15 @@ class Electrostatics(ConfiguredSum):
         sizes = None if system.cell is None else _sizes(system)
         lines = [f"{_counted(n_open, 'open system')}: all pairs, exactly"] * bool(n_open)
         if sizes is None:
+            if is_open is None or not bool(is_open.all()):
+                raise ValueError("`cell`, `batch_idx` and `pbc` of the system do not fit together")
             return "\n".join(lines)
+        if system.pbc is not None and bool((on_host(checks.pbc_tensor(system.pbc)).reshape(-1, 3).sum(1) == 1).any()):
+            raise ValueError("`pbc`: the slab correction is for at most one open axis")
         device = system.positions.device.type
         is_listed = neighbors is not None
-        found = methods.ways(sizes, self.accuracy, device, not is_listed)
+        reach = self.cutoff if neighbors is None or neighbors.cutoff is None else neighbors.cutoff
+        found = methods.ways(sizes, self.accuracy, device, not is_listed, reach)
         chosen = self._method_for(system, self.accuracy, is_listed)
         n_systems, n_atoms = len(sizes.n_atoms), int(sizes.n_atoms.sum())
         lines += [f"{_counted(n_systems, 'periodic system')}, {_counted(n_atoms, 'atom')}, accuracy {self.accuracy:g}"]
@@ -156,9 +168,14 @@ class Electrostatics(ConfiguredSum):
         return f"accuracy={self.accuracy:g}, method={self.method!r}, cutoff={self.cutoff}"
 
 
-def _has_slabs(pbc: Any) -> bool:
-    """Whether a system has open axes and others; False if values cannot be read."""
-    if not isinstance(pbc, torch.Tensor) or pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc):
+def _may_have_slabs(pbc: Any) -> bool:
+    """Whether a system has open axes and others; also True if values cannot be read."""
+    if pbc is None or isinstance(pbc, bool):
+        return False
+    pbc = checks.pbc_tensor(pbc)
+    if not may_read(pbc, wait=True):
+        return True  # the correction of periodic systems is zero
+    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3:
         return False
     count = on_host(pbc).reshape(-1, 3).sum(1)
     return bool(((count > 0) & (count < 3)).any())
@@ -170,6 +187,8 @@ def _sizes(atoms: System) -> Sizes | None:
     cell: Any = atoms.cell
     if not all(isinstance(t, torch.Tensor) for t in (positions, cell)) or cell.shape[-2:] != (3, 3):
         return None
+    if batch_idx is not None and not _is_index(batch_idx):
+        return None
     cells = cell.reshape(-1, 3, 3)
     if atoms.domain is not None:
         count = on_host(atoms.domain.atoms_in_systems)
@@ -179,9 +198,16 @@ def _sizes(atoms: System) -> Sizes | None:
         return None
     is_open = open_systems(atoms)
     kept = np.ones(len(count), dtype=bool) if is_open is None else ~is_open.numpy()
-    sizes = sizes_of(cells, count)
-    kept &= sizes.volume > 0.0
+    with np.errstate(invalid="ignore"):  # the function names cells that are not finite
+        sizes = sizes_of(cells, count)
+        kept &= sizes.volume > 0.0
     return Sizes(*(values[kept] for values in sizes)) if kept.any() else None
+
+
+def _is_index(batch_idx: Any) -> bool:
+    """Whether these are systems of atoms, as far as `counted` needs it."""
+    is_int = isinstance(batch_idx, torch.Tensor) and batch_idx.dtype in (torch.int32, torch.int64)
+    return is_int and batch_idx.ndim == 1 and bool((on_host(batch_idx) >= 0).all())
 
 
 def _counted(number: int, noun: str) -> str:

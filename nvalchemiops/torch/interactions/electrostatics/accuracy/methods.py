@@ -54,7 +54,7 @@ class Way(NamedTuple):
         return sum(self.times.values())
 
 
-def ways(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool) -> list[Way]:
+def ways(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool, reach: float | None = None) -> list[Way]:
     """Both methods with the parameters that they choose, the faster one first.
 
     Parameters
@@ -65,8 +65,10 @@ def ways(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool) -> l
         Type of the device.
     finds_neighbors : bool
         Whether each call searches for neighbors.
+    reach : float, optional
+        Cutoff of the neighbors. By default each method chooses it.
     """
-    found = [_by_k_vectors(sizes, accuracy, device), _by_mesh(sizes, accuracy, device)]
+    found = [_by_k_vectors(sizes, accuracy, device, reach), _by_mesh(sizes, accuracy, device, reach)]
     if finds_neighbors:
         for way in found:
             way.times["neighbors"] = (core.SEARCH - 1.0) * way.times["pairs"]
@@ -74,14 +76,17 @@ def ways(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool) -> l
     return sorted(found, key=lambda way: (way.error > core.OUT_OF_REACH * accuracy, way.time))
 
 
-def _by_k_vectors(sizes: Sizes, accuracy: float, device: str) -> Way:
+def _by_k_vectors(sizes: Sizes, accuracy: float, device: str, reach: float | None) -> Way:
     target, costs, spacing, n_atoms = core.Target(accuracy), core.COSTS[device], sizes.spacing, sizes.n_atoms
     alpha = core.ewald_alpha(n_atoms, sizes.volume, target, costs)
     cutoff = core.real_cutoff(alpha, spacing, target)
+    if reach is not None:
+        cutoff, alpha = _for_reach(reach, cutoff, spacing, target)
     k_cutoff = core.reciprocal_cutoff(alpha, spacing, target)
     groups = sizes.volume * k_cutoff**3 / (48.0 * np.pi**2)
     times = {
-        "pairs": 1e-9 * costs.pair * _pairs(sizes, cutoff),
+        # one list for all systems, up to the longest of their cutoffs
+        "pairs": 1e-9 * costs.pair * _pairs(sizes, np.full_like(cutoff, cutoff.max())),
         "k-vectors": 1e-9 * costs.k_vectors * float((n_atoms * groups).sum()),
         "call": 1e-9 * CALL[device][0],
     }
@@ -89,7 +94,7 @@ def _by_k_vectors(sizes: Sizes, accuracy: float, device: str) -> Way:
     return Way("ewald", 0, cutoff, alpha, k_cutoff, (0, 0, 0), times, float(np.hypot(*errors).max()))
 
 
-def _by_mesh(sizes: Sizes, accuracy: float, device: str) -> Way:
+def _by_mesh(sizes: Sizes, accuracy: float, device: str, reach: float | None) -> Way:
     target, costs, spacing, n_atoms = core.Target(accuracy), core.COSTS[device], sizes.spacing, sizes.n_atoms
     order, one = core.order_of_least_cost(accuracy), len(sizes.n_atoms) == 1
     sorted_sizes = sizes if one else sizes.along_longest()[0]
@@ -100,6 +105,8 @@ def _by_mesh(sizes: Sizes, accuracy: float, device: str) -> Way:
         cutoff = core.batch_mesh_cutoff(n_atoms, sizes.volume, sorted_sizes.lengths, target, order, costs)
         cutoff = np.broadcast_to(cutoff, spacing.shape)
         alpha = core.alpha_for_cutoff(cutoff, spacing, target)
+    if reach is not None:
+        cutoff, alpha = _for_reach(reach, cutoff, spacing, target)
     of_derivatives = target._replace(force=target.force / sizes.skewness)
     h = core.mesh_spacing(alpha, spacing, of_derivatives, order).clip(core.FINEST / alpha, None)
     least = (sorted_sizes.lengths / h[:, None]).max(0)
@@ -113,6 +120,13 @@ def _by_mesh(sizes: Sizes, accuracy: float, device: str) -> Way:
     }
     errors = core.expected_errors(alpha, cutoff, spacing, sorted_sizes.mesh_model((x, y, z), order), target)
     return Way("pme", order, cutoff, alpha, 0.0 * alpha, (x, y, z), times, float(np.hypot(*errors).max()))
+
+
+def _for_reach(
+    reach: float, cutoff: np.ndarray, spacing: np.ndarray, target: core.Target
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cutoff and alpha for neighbors up to ``reach``: all are summed, and alpha is never below that of least cost."""
+    return np.full_like(cutoff, reach), core.alpha_for_cutoff(cutoff.clip(None, reach), spacing, target)
 
 
 def _pairs(sizes: Sizes, cutoff: np.ndarray) -> float:
