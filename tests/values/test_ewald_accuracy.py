@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.interactions.electrostatics import k_vectors
 from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions import electrostatics
 from tests.support.comparing import close
@@ -175,6 +176,34 @@ CHOICES = {
     "free k-vectors": functools.partial(EWALD, accuracy=1e-3),
     "free k-vectors, dipoles": functools.partial(EWALD, accuracy=1e-3, dipoles=True, widths=0.4, cutoff=8.0),
 }
+
+
+@pytest.mark.parametrize("thickness", [0.05, 0.3, 1.0, 10.0])
+def test_k_vectors_are_complete_in_thin_oblique_cells(thickness):
+    """Cells are rounded for the choice of k-vectors, by no more than a few percent of their lengths."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        oblique = np.tril(rng.normal(size=(3, 3)), -1) * 8.0 + np.diag([9.0, 7.0, thickness])
+        cell = (oblique @ np.linalg.qr(rng.normal(size=(3, 3)))[0])[None]
+        k_cutoff = np.array([6.0 / thickness ** (1.0 / 3.0)])
+
+        def indices(cell, k_cutoff):
+            points, weights, _ = k_vectors.points_within(cell, k_cutoff)
+            signs = np.array([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]])
+            return {tuple(n) for n in (points[:, None] * signs)[weights > 0].tolist()}
+
+        found = indices(k_vectors.in_steps(cell), k_cutoff)
+        assert indices(cell, 0.95 * k_cutoff) <= found <= indices(cell, 1.05 * k_cutoff)
+
+
+def test_the_accuracy_is_met_in_a_thin_oblique_cell():
+    rng = np.random.default_rng(5)
+    cell = np.array([[30.0, 0.0, 0.0], [13.0, 24.0, 0.0], [4.4, 11.1, 0.2]])
+    system = System.of(rng.uniform(size=(60, 3)) @ cell, rng.normal(size=60), cell)
+    exact = summed("ewald", system, accuracy=1e-11, compute_forces=True)[1]
+    for accuracy in (1e-3, 1e-6):
+        forces = summed("ewald", system, accuracy=accuracy, compute_forces=True)[1]
+        assert relative_error(forces, exact) < 3.0 * accuracy
 
 
 @functools.cache

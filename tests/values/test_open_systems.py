@@ -12,6 +12,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     prepare_mesh,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime.context import hidden_values
 from nvalchemiops.torch.systems import System
 from tests.support.comparing import close
 from tests.support.sums import METHODS, SUMS
@@ -71,6 +72,26 @@ def test_each_system_of_a_mixed_batch_is_as_alone(method, batch):
     # the trace of a molecule's virial is its energy, as for all sums of 1/r
     close([virial[1].trace()], [energies[1]])
     assert torch.equal(virial[3], torch.zeros(3, 3, dtype=torch.float64))
+
+
+@METHODS
+def test_open_systems_are_found_where_reading_waits(method, batch):
+    """As on a GPU: a batch with open systems, and one without cells. A change of ``pbc`` is noticed."""
+    positions, charges, cells, of_atom, pbc = batch
+    options = {"alpha": 0.7, "cutoff": 6.5, "batch_idx": of_atom, **SPLIT[method]}
+    every = torch.ones_like(pbc)
+
+    def call(pbc):
+        regular = torch.where(pbc.any(1)[:, None, None] & (cells == 0).all(-1, keepdim=True), torch.eye(3), cells)
+        return SUMS[method](positions, charges, regular.double(), pbc=pbc, **options)
+
+    known, whole = [call(pbc), call(every)], SUMS[method](positions, charges, None, pbc=pbc[1])
+    with hidden_values():
+        changing = pbc.clone()
+        for k in (0, 1, 1, 0):
+            changing.copy_((pbc, every)[k])
+            close([call(changing)], [known[k]], 1e-12)
+        close([SUMS[method](positions, charges, None, pbc=pbc[1])], [whole], 1e-12)
 
 
 @METHODS

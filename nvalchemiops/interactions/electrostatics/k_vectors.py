@@ -26,20 +26,38 @@ def bounds(cell: np.ndarray, k_cutoff: np.ndarray) -> np.ndarray:
     return np.floor(reach * (1.0 + 1e-12)).astype(np.int64)
 
 
+MOST_STRAIN = 1.5 / error_models.STEPS
+"""Largest difference of a rounded cell from the given one, as a strain. It changes the lengths of k-vectors by as
+much."""
+
+
 def in_steps(cell: np.ndarray) -> np.ndarray:
     """Cells (n_systems, 3, 3) rounded in steps, so that cells that differ little usually become equal.
 
     Each cell is rotated into a lower triangular matrix. Its diagonal entries are rounded to steps
     (`error_models.in_steps`), and its shears to multiples of 1/`error_models.STEPS` of the diagonal entry of the same
-    column, so that no length changes by more than about a step. Singular cells are not changed.
+    column, so that no length changes by more than about a step. In cells that are thin and oblique such shears would
+    still be a large strain: there steps of shears are halved until it is at most `MOST_STRAIN`. Singular cells are not
+    changed.
     """
     triangle = np.asarray(np.linalg.qr(cell.transpose(0, 2, 1), mode="r")).transpose(0, 2, 1)
     lengths = np.diagonal(triangle, axis1=1, axis2=2)
     usable = np.isfinite(triangle).all((1, 2)) & (lengths != 0.0).all(1)
-    shears = triangle / np.where(usable[:, None], lengths, 1.0)[:, None, :]
-    steps = error_models.STEPS
-    found = (shears * steps).round() / steps * error_models.in_steps(np.abs(lengths))[:, None, :]
-    return np.where(usable[:, None, None], found, cell)
+    triangle = np.where(usable[:, None, None], triangle, np.eye(3))
+    lengths = np.where(usable[:, None], lengths, 1.0)[:, None, :]
+    shears, diagonal = triangle / lengths, np.sign(lengths) * error_models.in_steps(np.abs(lengths))
+    steps = np.full((len(cell), 1, 1), float(error_models.STEPS))
+    for _ in range(MOST_HALVINGS):
+        found = (shears * steps).round() / steps * diagonal
+        with np.errstate(all="ignore"):  # a strain that is not finite is too large
+            strain = np.abs(np.linalg.solve(triangle, found) - np.eye(3)).max((1, 2))
+        if (strain <= MOST_STRAIN).all():
+            break
+        steps = np.where(strain[:, None, None] > MOST_STRAIN, 2.0 * steps, steps)
+    return np.where((usable & (strain <= MOST_STRAIN))[:, None, None], found, cell)
+
+
+MOST_HALVINGS = 30
 
 
 def half_box(bound: tuple[int, int, int]) -> np.ndarray:

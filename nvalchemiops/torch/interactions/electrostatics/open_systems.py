@@ -25,6 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
 from nvalchemiops.torch.systems import System
 
@@ -38,9 +39,14 @@ def open_systems(atoms: System) -> torch.Tensor | None:
     if pbc is None or not is_eager():
         return None
     pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc)
-    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc):
+    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc, wait=True):
         return None
-    found = torch.from_numpy(~on_host(pbc).reshape(-1, 3)).all(1)
+
+    def read() -> tuple[torch.Tensor]:
+        return (torch.from_numpy(~on_host(pbc).reshape(-1, 3)).all(1),)
+
+    # a GPU is waited for once for each tensor
+    (found,) = read() if may_read(pbc) else cached_by_identity("open systems", pbc, (), read)
     if not bool(found.any()):
         return None
     cell: Any = atoms.cell
@@ -280,7 +286,7 @@ def all_pairs(system: ChargedSystem, cutoff: float | None = None) -> Rows:
     """Pairs of each open system, all or up to a cutoff."""
     if cutoff is None:
         x = system.positions.detach()
-        if not may_read(x):
+        if not may_read(x, wait=True):
             raise ValueError("`cutoff` or neighbors are needed where positions cannot be read")
         extent = float((x.amax(0) - x.amin(0)).norm()) if x.shape[0] else 0.0
         cutoff = 1.001 * extent + 1.0
