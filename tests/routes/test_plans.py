@@ -173,6 +173,31 @@ def test_singular_cells_are_found_in_any_unit():
                 coulomb_energy(X, Q, 10.0**exponent * cell, 3.0, **NEAR)
 
 
+@pytest.mark.parametrize("form", ["list", "int64", "matrix"])
+@pytest.mark.parametrize("method", [ewald_summation, particle_mesh_ewald])
+def test_a_sum_that_chooses_alpha_for_a_given_list_has_a_plan(method, form):
+    """Also for another list, of any length."""
+    calls = []
+    for n in range(6):
+        x = X + 0.02 * n * torch.sin(3.0 * X)
+        options = (
+            {"return_neighbor_list": False, "max_neighbors": 90} if form == "matrix" else {"return_neighbor_list": True}
+        )
+        first, second, third = neighbor_list(x, 3.0, CELL, **options)
+        near = {"neighbor_list": first, "neighbor_ptr": second, "neighbor_shifts": third}
+        if form == "matrix":
+            near = {"neighbor_matrix": first, "neighbor_matrix_shifts": third}
+        elif form == "int64":
+            near["neighbor_list"] = first.long()
+        calls.append(functools.partial(method, x, Q, CELL, cutoff=3.0, accuracy=1e-2, compute_forces=True, **near))
+    for call in calls[:4]:
+        call()
+    for call in calls[4:]:
+        found = call()
+        assert way_of("sum") == "plan (replayed)"
+        close(found, ordinary(call), 0.0)
+
+
 FINDING = {
     "pair potential": lambda x: lennard_jones(3.0)(x, CELL, sigma=1.0, epsilon=0.3, compute_forces=True),
     "pair potential, open": lambda x: lennard_jones(3.0)(x, sigma=1.0, epsilon=0.3, compute_virial=True),

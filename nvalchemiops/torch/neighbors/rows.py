@@ -156,6 +156,12 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
     return _expanded(rows, n_atoms, half_list, check) if half_list or check else rows
 
 
+def parts_of(rows: Rows, given: GivenNeighbors) -> bool:
+    """Whether the rows are parts of the given list or matrix, without copies."""
+    whole = {t.untyped_storage().data_ptr() for t in given if isinstance(t, torch.Tensor)}
+    return all(t.untyped_storage().data_ptr() in whole for t in rows if isinstance(t, torch.Tensor))
+
+
 def cell_without_images(rows: Rows, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
     """Cells of zeros for rows whose shifts could not be read (neighbors in other images then give NaN); else None."""
     return None if rows.shifts is None else positions.new_zeros((n_systems, 3, 3))

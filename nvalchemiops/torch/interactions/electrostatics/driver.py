@@ -25,7 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.moments import Backgro
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair import shares
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, parts_of
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read
@@ -51,11 +51,14 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
         is_open = open_systems(asked.atoms)
         if is_open is not None:
             return _with_open_systems(asked, is_open)
-    if is_listed(asked.neighbors):
+    if is_listed(asked.neighbors) and asked.options.alpha is not None:
         return _sum("sum", _terms, asked, asked.is_constant)
+    # neighbors and alpha first, since they depend on positions; then the plan of the rest
     terms, system, rows, *chosen = _terms(asked)
     known = ("chosen", *chosen, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
-    return evaluate(terms, system, asked.request, asked.is_constant, rows, known)
+    # the list as given, whose tensors share no memory
+    near = asked.neighbors if is_listed(asked.neighbors) and parts_of(rows, asked.neighbors) else rows
+    return evaluate(terms, system, asked.request, asked.is_constant, near, known)
 
 
 def is_listed(neighbors: GivenNeighbors) -> bool:

@@ -130,10 +130,11 @@ def choose_splitting(
             raise ValuesNeededError(
                 "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
             )
-        if rows is None and cutoff is None and _may_keep_choices(system) and not long_range.is_given:
+        is_known = (rows is None or cutoff is not None) and not long_range.is_given  # the reach of the list
+        if is_known and _may_keep_choices(system):
             sizes_known = key_of_sizes(system)
             if sizes_known is not None:
-                return _choose_by_sizes(system, sizes_known, long_range, accuracy)
+                return _choose_by_sizes(system, sizes_known, long_range, cutoff, rows, accuracy)
         return _choose(system, long_range, cutoff, rows, accuracy)
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
@@ -279,32 +280,39 @@ def _may_keep_choices(system: ChargedSystem) -> bool:
 
 
 def _choose_by_sizes(
-    system: ChargedSystem, sizes_known: Hashable, long_range: LongRange, accuracy: float
+    system: ChargedSystem,
+    sizes_known: Hashable,
+    long_range: LongRange,
+    cutoff: float | None,
+    rows: Rows | None,
+    accuracy: float,
 ) -> EwaldSplitting:
-    """`_choose` without given neighbors and cutoff; only the list and the forces depend on positions."""
+    """`_choose` if the reach of the list is given or chosen; then only the list and forces depend on positions."""
     device = system.positions.device
     costs, order = core.COSTS[device.type], getattr(long_range, "spline_order", 0)
-    key = (sizes_known, system.positions.dtype, accuracy, type(long_range), order, costs)
+    key = (sizes_known, system.positions.dtype, accuracy, type(long_range), order, costs, cutoff)
     choice = _choices.get(key)
     if choice is None:
         sizes, target = sizes_of_system(system), core.Target(accuracy)
         lengths = None if system.n_systems == 1 else sizes.lengths
         optimal = long_range.optimal_alpha(sizes.n_atoms, sizes.volume, target, costs, np, lengths)
-        reach = core.real_cutoff(optimal, sizes.spacing, target)
+        reach = core.real_cutoff(optimal, sizes.spacing, target).clip(None, cutoff)
         with torch.inference_mode(False):
             values = (np.minimum(reach, core.NEARBY * sizes.spacing), sizes.spacing)
             near, distance = (torch.as_tensor(t, device=device) for t in values)
         choice = (reach, sizes.spacing, near, distance, Kept(MOST_SPLITTINGS))
         _choices.keep(key, choice)
-    cutoff, spacing, near, distance, splittings = choice
-    longest = float(cutoff.max())
-    rows = system.rows_within(longest)
+    reach, spacing, near, distance, splittings = choice
+    longest = None
+    if rows is None:
+        longest = float(reach.max()) if cutoff is None else cutoff
+        rows = system.rows_within(longest)
     force = force_on_host(system, rows, near, distance, sampled=True)
     found = splittings.get(force.tobytes())
     if found is None:
         target = core.Target(accuracy, force)
         with torch.inference_mode(False):
-            alpha = torch.as_tensor(core.alpha_for_cutoff(cutoff, spacing, target), device=device)
+            alpha = torch.as_tensor(core.alpha_for_cutoff(reach, spacing, target), device=device)
             found = given_alpha(alpha, system), target
         splittings.keep(force.tobytes(), found)
     return EwaldSplitting(found[0], rows, found[1], longest)

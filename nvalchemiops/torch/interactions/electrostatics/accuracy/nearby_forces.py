@@ -104,6 +104,7 @@ def _by_plan(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Te
     def evaluate(rows: Rows, /, **values: Any) -> tuple[torch.Tensor, ...]:
         return (_nearby_forces(system._replace(**values), rows, reach),)
 
+    rows = rows._replace(first=None)  # it shares memory with the neighbors, and the sum will check it
     moving = {"positions": system.positions, "moments": system.moments}
     fixed = {"cell": system.cell, "batch_idx": system.batch_idx}
     (forces,) = engine.run_function("forces nearby", evaluate, moving, rows, fixed, (reach,))
