@@ -29,6 +29,7 @@ Run: ``python benchmarks/engines.py [--quick] [--full] [--threads N] [--csv FILE
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import statistics
@@ -55,7 +56,7 @@ SMALL, LARGE = "4096", "32768"
 CUTOFFS = (5.0, 5.6, 6.3, 7.1, 8.0, 9.0, 10.0, 11.2, 12.5, 14.0)
 REAL_SHARE = 0.7  # of the error, for the pairs
 FAR = 1.3  # times slower than the fastest so far: the search ends
-LATE = 1e-4  # who is far slower at this error will not be the fastest at smaller ones
+LATE = 1e-4  # splines of low order that are far slower at this error will not be the fastest at smaller ones
 STEPS, ROUNDS = 10, 5
 PATIENCE = 0.3  # seconds of one time, but for few steps
 ENGINES = {"LAMMPS": "lammps", "OpenMM": "openmm"}
@@ -222,7 +223,9 @@ class Bench:
                 guess.alpha_h *= (error / last) ** (1.0 / way.get("order", 5))
                 times.append(self.over_cutoffs(contender, way, guess, error))
             if error <= LATE:
-                ways = [pair for pair, t in zip(ways, times) if t <= FAR * min(times)]
+                highest = max(way.get("order", 0) for way, _ in ways)
+                kept = [t <= FAR * min(times) or way.get("order", 0) == highest for (way, _), t in zip(ways, times)]
+                ways = list(itertools.compress(ways, kept))
             last = error
 
     def over_cutoffs(self, contender: str, way: Parameters, guess: "Guess", error: float) -> float:
@@ -357,7 +360,7 @@ def main() -> None:
     start(threads, "cpu", versions(sides))
     began = time.perf_counter()
     errors = TARGETS if quick else (START_ERROR, *TARGETS, *((1e-6,) if options.full else ()))
-    accuracies = [10.0 ** (-k / 3) for k in range(6, 19, 2 if quick else 1)]
+    accuracies = [10.0 ** (-k / 6) for k in range(12, 37, 3 if quick else 1)]
     with tempfile.TemporaryDirectory() as folder:
         benches: list[Bench] = []
         for system in (SMALL, LARGE) if options.full else (SMALL,):
