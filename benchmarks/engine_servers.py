@@ -121,10 +121,10 @@ class OpenMM:
 
 
 class Server:
-    """Answers questions about one engine."""
+    """Answers questions about one engine; of several ranks only the first writes forces."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.version = engine, engine.version
+    def __init__(self, engine: Engine, first: bool = True) -> None:
+        self.engine, self.version, self.first = engine, engine.version, first
         self.runs: dict[str, Run] = {}
 
     def ask(self, *question: Any) -> Any:
@@ -138,7 +138,8 @@ class Server:
                     forces, self.runs[name] = self.engine.make(p)
                 except Exception as error:
                     return {"failed": f"{type(error).__name__}: {error}"[:300]}
-                np.save(path, forces)
+                if self.first:
+                    np.save(path, forces)
                 return {}
             case ("time", name, steps):
                 return self.seconds(self.runs[name], steps)
@@ -190,10 +191,10 @@ def serve(name: str, threads: int) -> None:
         from mpi4py import MPI
 
         ranks = MPI.COMM_WORLD
-    server = Server(engine)
+    server = Server(engine, ranks is None or ranks.rank == 0)
     for question in questions(ranks):
         answer = server.ask(*question)
-        if ranks is None or ranks.rank == 0:
+        if server.first:
             print("answer", json.dumps(answer), flush=True)
 
 
