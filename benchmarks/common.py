@@ -17,12 +17,12 @@ PAUSE = 0.005  # before them: threads of the contender before still spin for mil
 
 
 class Peer:
-    """The 0.5.0 release in a separate interpreter, which runs ``script --serve``."""
+    """The 0.5.0 release in a separate interpreter, which runs ``script --serve``, started by ``launcher`` if given."""
 
-    def __init__(self, python: str, script: str, device: str) -> None:
+    def __init__(self, python: str, script: str, device: str, *launcher: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self.process: Any = subprocess.Popen(
-            [python, os.path.abspath(script), "--serve", "--device", device],
+            [*launcher, python, os.path.abspath(script), "--serve", "--device", device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -34,7 +34,9 @@ class Peer:
 
     def ask(self, *question: Any) -> Any:
         print(json.dumps(question), file=self.process.stdin, flush=True)
-        answer = next(line for line in self.process.stdout if line.startswith("answer "))
+        answer = next((line for line in self.process.stdout if line.startswith("answer ")), None)
+        if answer is None:
+            raise RuntimeError(f"{' '.join(self.process.args)} ended without an answer")
         return json.loads(answer.removeprefix("answer "))
 
 

@@ -26,7 +26,8 @@ import torch
 from common import seconds
 
 HERE = Path(__file__).resolve().parent
-WITH_TABLES = ("neighbors", "pair", "electrostatics", "dispersion", "in_jax")
+WITH_TABLES = ("neighbors", "pair", "electrostatics", "engines", "dispersion", "in_jax")
+WITH_PICTURES = ("engines",)  # which they draw themselves
 ALL = ("overhead", "launch_scaling", "import_time", "graphs", "batches", *WITH_TABLES)
 OURS = {
     "neighbors": ("list", "matrix", "in place"),
@@ -64,6 +65,8 @@ def run(name: str, folder: Path, full: bool) -> dict[str, float]:
     table = folder / f"{name}.csv"
     if name in WITH_TABLES:
         command += ["--csv", str(table)] + ["--quick"] * (not full)
+    if name in WITH_PICTURES:
+        command += ["--plot", str(folder / f"{name}.png")]
     before = reference()
     print(f"{name} ...", flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
@@ -78,7 +81,8 @@ def run(name: str, folder: Path, full: bool) -> dict[str, float]:
         rows = list(csv.DictReader(file))
     (folder / f"{name}.md").write_text(as_markdown(rows))
     times = {key: t for row in rows for key, t in [time_of(row)] if t > 0.0}
-    draw(name, times, folder / f"{name}.png")
+    if name not in WITH_PICTURES:
+        draw(name, times, folder / f"{name}.png")
     return {f"{name}/{'/'.join(key)}": t / unit for key, t in times.items() if is_ours(name, key[-1])}
 
 

@@ -115,7 +115,7 @@ def _sums_of_squares(vectors: torch.Tensor, system: ChargedSystem) -> np.ndarray
     """Sums (n_systems,) in float64 of the squares of vectors (n_atoms, n)."""
     values = on_host(vectors).astype(np.float64, copy=False)
     if system.batch_idx is None:
-        return np.dot(values.ravel(), values.ravel()).reshape(1)
+        return np.square(values).sum().reshape(1)  # np.dot would wake threads, which then spin
     return np.bincount(on_host(system.batch_idx), (values * values).sum(1), system.n_systems)
 
 
