@@ -565,11 +565,16 @@ def test_exclusions_follow_the_atoms():
 
 
 @pytest.mark.filterwarnings("ignore::nvalchemiops.notices.AccuracyWarning")
-def test_no_plan_where_values_of_atoms_are_read():
+def test_values_of_atoms_are_read_before_a_plan():
+    """Alpha follows the reach of the list and the forces, in each call."""
     x, q, cell, near = arguments()
-    calls = [ewald_summation(x, q, cell, k_cutoff=6.0, accuracy=1e-4, **near) for _ in range(5)]
-    plan_of(count=0)
-    same_bits(calls[-1], calls[0])
+    for n in range(8):
+        moved = x + 0.01 * (n // 4) * torch.sin(3.0 * x)
+
+        def call(moved=moved):
+            return ewald_summation(moved, q, cell, k_cutoff=6.0, accuracy=1e-4, **near)
+
+        same_bits(call(), ordinary(call))
 
 
 def test_contexts_in_which_a_plan_is_made_and_used():

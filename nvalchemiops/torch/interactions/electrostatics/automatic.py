@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics.modules import (
     ParticleMeshEwald,
     without_pbc,
 )
-from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems
+from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems, periodicity
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.runtime.context import may_read, on_host
@@ -172,12 +172,10 @@ def _may_have_slabs(pbc: Any) -> bool:
     """Whether a system has open axes and others; also True if values cannot be read."""
     if pbc is None or isinstance(pbc, bool):
         return False
-    pbc = checks.pbc_tensor(pbc)
-    if not may_read(pbc, wait=True):
+    axes = periodicity(pbc)
+    if axes is None:
         return True  # the correction of periodic systems is zero
-    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3:
-        return False
-    count = on_host(pbc).reshape(-1, 3).sum(1)
+    count = axes.sum(1)
     return bool(((count > 0) & (count < 3)).any())
 
 

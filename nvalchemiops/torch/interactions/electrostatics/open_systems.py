@@ -33,20 +33,29 @@ ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
 """Fields of a system with a value for each atom."""
 
 
-def open_systems(atoms: System) -> torch.Tensor | None:
-    """Which systems (n_systems,) have no periodic axis; None if all have one, or values cannot be read."""
-    pbc: Any = atoms.pbc
+def periodicity(pbc: Any, wait: bool = True) -> torch.Tensor | None:
+    """``pbc`` (1 or n_systems, 3) on the CPU; None if it is not given, of another shape, or cannot be read.
+
+    On a GPU, ``wait`` allows to wait for it, once for each tensor.
+    """
     if pbc is None or not is_eager():
         return None
     pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc)
-    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc, wait=True):
+    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc, wait=wait):
         return None
 
     def read() -> tuple[torch.Tensor]:
-        return (torch.from_numpy(~on_host(pbc).reshape(-1, 3)).all(1),)
+        return (torch.from_numpy(on_host(pbc)).reshape(-1, 3),)
 
-    # a GPU is waited for once for each tensor
-    (found,) = read() if may_read(pbc) else cached_by_identity("open systems", pbc, (), read)
+    return read()[0] if may_read(pbc) else cached_by_identity("periodicity", pbc, (), read)[0]
+
+
+def open_systems(atoms: System, wait: bool = True) -> torch.Tensor | None:
+    """Which systems (n_systems,) have no periodic axis; None if all have one, or values cannot be read."""
+    axes = periodicity(atoms.pbc, wait)
+    if axes is None:
+        return None
+    found = ~axes.any(1)
     if not bool(found.any()):
         return None
     cell: Any = atoms.cell

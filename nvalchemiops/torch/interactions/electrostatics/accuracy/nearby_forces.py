@@ -26,9 +26,9 @@ from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import is_eager, on_host
 
-LEAST_SAMPLE, MOST_SAMPLE = 64, 128
+LEAST_SAMPLE, MOST_SAMPLE = 64, 256
 """Smallest and largest number of atoms in a sample. For independent forces with normal components the RMS then has a
-standard error of 5 % and 3.6 %. Estimates are rounded by up to 19 % (`error_models.force_of`)."""
+standard error of 5 % and 2.5 %. Estimates are rounded by up to 19 % (`error_models.force_of`)."""
 
 SAMPLED = 8
 """One of this many atoms is in a sample between these sizes."""
