@@ -15,7 +15,7 @@ COLUMN = 0.85
 """Cost of spreading to, and gathering from, one of the ``order²`` columns of mesh points around an atom, in units of
 `Costs.mesh`. Measured for orders 4 to 8 as 12 to 14 ns beside 15 ns."""
 
-CALL = {"cpu": (4e4, 2e5), "cuda": (5e4, 2e5)}
+CALL = {"cpu": (1e5, 3e5), "cuda": (5e4, 2e5)}
 """Times of a call, in nanoseconds, that do not depend on the size of a system: for k-vectors and for a mesh. Measured
 for 10 atoms on a CPU; estimated from the number of operations on a GPU."""
 
