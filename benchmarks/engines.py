@@ -9,8 +9,9 @@ sum at an accuracy of 1e-12, for large systems our mesh of order 8 at 1e-9. Cont
 All processes are held on as many cores as threads, because OpenMM has one more thread than it is asked for.
 
 - *ours*: the default call for an accuracy, ``ParticleMeshEwald(accuracy=a)``, with the list whose cutoff
-  ``ParticleMeshEwald.estimate`` chooses, in float64; *ours, float32* with positions in float32. Each call returns the
-  energies, too. Nothing is searched but the accuracy.
+  ``ParticleMeshEwald.estimate`` chooses, in float64; *ours, kept* the module that ``estimate`` returns, as a simulation
+  would keep it; *ours, float32* the default call with positions in float32. Each call returns the energies, too.
+  Nothing is searched but the accuracy.
 - *ours, tuned*: alpha, cutoff, mesh and order of splines are searched, as they are for the engines.
 - *LAMMPS*: ``coul/long`` and ``pppm`` in double precision, splines of order 5 and 7, both ways of differentiation; on
   two threads two ranks of MPI. Its list has no skin, as ours. Energies are computed in the last step of a run alone.
@@ -70,6 +71,7 @@ WAYS: dict[str, list[tuple[Parameters, float]]] = {
 FINEST = {"ours, tuned": 2.0, "LAMMPS": 1.5, "OpenMM": 3.0}  # mesh points per angstrom; the last takes seconds for each
 STYLES = {
     "ours": ("tab:blue", "o-"),
+    "ours, kept": ("tab:purple", "s-"),
     "ours, float32": ("tab:cyan", "o--"),
     "ours, tuned": ("tab:green", "^:"),
     "LAMMPS": ("tab:orange", "s-"),
@@ -89,7 +91,11 @@ class Ours:
         dtype = getattr(torch, p.get("dtype", "float64"))
         given = {name: t.to(dtype) for name, t in tensors(self.system).items()}
         given |= {"cutoff": p["cutoff"], **neighbors(self.system, p["cutoff"], False)}
-        if "accuracy" in p:
+        if p.get("kept"):
+            module = ParticleMeshEwald.estimate(
+                given["positions"], given["cell"], accuracy=p["accuracy"], charges=given["charges"]
+            )
+        elif "accuracy" in p:
             module = ParticleMeshEwald(accuracy=p["accuracy"])
         else:
             module = ParticleMeshEwald(p["alpha"], (p["mesh"],) * 3, p["order"], p["cutoff"])
@@ -179,15 +185,14 @@ class Bench:
     def seconds(self, contender: str, name: str = "trial", steps: int = 3) -> float:
         return self.side(contender).ask("time", name, steps)
 
-    def by_accuracy(self, dtype: str, accuracies: Iterable[float]) -> None:
-        """Our default calls."""
-        contender = "ours" if dtype == "float64" else "ours, float32"
+    def by_accuracy(self, contender: str, accuracies: Iterable[float], **how: Any) -> None:
+        """Our calls for an accuracy."""
         given = tensors(self.system)
         for accuracy in accuracies:
             chosen = ParticleMeshEwald.estimate(
                 given["positions"], given["cell"], accuracy=accuracy, charges=given["charges"]
             )
-            p = {"accuracy": accuracy, "cutoff": chosen.cutoff, "dtype": dtype}
+            p = {"accuracy": accuracy, "cutoff": chosen.cutoff, **how}
             p["error"] = self.measured(contender, p)
             p["seconds"] = self.seconds(contender)
             self.found.setdefault(contender, []).append(p)
@@ -368,8 +373,9 @@ def main() -> None:
         benches: list[Bench] = []
         for system in (SMALL, LARGE) if options.full else (SMALL,):
             bench = Bench(sides, system, folder, quick)
-            for dtype in ("float64", "float32"):
-                bench.by_accuracy(dtype, accuracies)
+            bench.by_accuracy("ours", accuracies)
+            bench.by_accuracy("ours, kept", accuracies, kept=True)
+            bench.by_accuracy("ours, float32", accuracies, dtype="float32")
             if benches:
                 bench.taken_over(benches[0])
             else:
