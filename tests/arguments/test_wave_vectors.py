@@ -15,7 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     generate_k_vectors_pme,
     k_vectors_from_miller_indices,
 )
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import _kept, points_within
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import _kept, chosen_points, points_within
 from tests.support.comparing import close
 from tests.support.systems import ALL, batch, by_differences, csr, triclinic
 
@@ -147,6 +147,18 @@ def test_points_of_many_systems_are_those_of_each():
             assert torch.equal(points[here], alone) and torch.equal(weights[here], weights_alone)
             assert not points[here][0].any() and (system[here] == number).all()
         points_within(cell[:18], lengths[:18])
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-300, 1e-109, float("nan"), float("inf")])
+@pytest.mark.parametrize("huge", [0.0, 1e5, 1e150])
+def test_a_cell_without_volume_in_a_batch_has_only_the_origin(tiny, huge):
+    """As on a GPU, where cells are not checked beforehand; other systems keep their vectors, without warnings."""
+    broken = torch.tensor([[tiny, 0.0, 0.0], [huge, tiny, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    lengths = torch.tensor([K_CUTOFF, K_CUTOFF], dtype=torch.float64)
+    _, begin, _, weights = chosen_points(torch.stack([broken, SYSTEM.cell[0]]), lengths)
+    alone = chosen_points(SYSTEM.cell, lengths[:1])
+    assert begin.tolist() == [0, 1, 1 + len(alone[3])]
+    close([weights[1:]], [alone[3]], 0.0)
 
 
 # -- gradients, when they were made for another cell ----------------------------------------------

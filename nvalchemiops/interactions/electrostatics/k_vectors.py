@@ -41,21 +41,26 @@ def in_steps(cell: np.ndarray) -> np.ndarray:
     changed.
     """
     triangle = np.asarray(np.linalg.qr(cell.transpose(0, 2, 1), mode="r")).transpose(0, 2, 1)
-    lengths = np.diagonal(triangle, axis1=1, axis2=2)
-    usable = np.isfinite(triangle).all((1, 2)) & (lengths != 0.0).all(1)
-    triangle = np.where(usable[:, None, None], triangle, np.eye(3))
-    lengths = np.where(usable[:, None], lengths, 1.0)[:, None, :]
-    shears, diagonal = triangle / lengths, np.sign(lengths) * error_models.in_steps(np.abs(lengths))
-    steps = np.full((len(cell), 1, 1), float(error_models.STEPS))
-    for _ in range(MOST_HALVINGS):
-        found = (shears * steps).round() / steps * diagonal
-        with np.errstate(all="ignore"):  # a strain that is not finite is too large
-            strain = np.abs(np.linalg.solve(triangle, found) - np.eye(3)).max((1, 2))
-        if (strain <= MOST_STRAIN).all():
-            break
-        steps = np.where(strain[:, None, None] > MOST_STRAIN, 2.0 * steps, steps)
-    return np.where((usable & (strain <= MOST_STRAIN))[:, None, None], found, cell)
+    lengths = np.diagonal(triangle, axis1=1, axis2=2)[:, None, :]
+    with np.errstate(all="ignore"):  # what is not finite is larger than any bound
+        shears = triangle / lengths
+        usable = (np.abs(shears) < MOST_SHEAR).all((1, 2), keepdims=True)
+        shears, lengths = np.where(usable, shears, np.eye(3)), np.where(usable, lengths, 1.0)
+        diagonal = np.sign(lengths) * error_models.in_steps(np.abs(lengths))
+        scale = diagonal / lengths.transpose(0, 2, 1)
+        steps = np.full((len(cell), 1, 1), float(error_models.STEPS))
+        for _ in range(MOST_HALVINGS):
+            found = (shears * steps).round() / steps
+            # of triangles S D and S' D' with unit triangles S and diagonal matrices D: D⁻¹ S⁻¹ S' D' - 1
+            strain = np.abs(np.linalg.solve(shears, found) * scale - np.eye(3)).max((1, 2), keepdims=True)
+            if (strain <= MOST_STRAIN).all():
+                break
+            steps = np.where(strain > MOST_STRAIN, 2.0 * steps, steps)
+    return np.where(usable & (strain <= MOST_STRAIN), found * diagonal, cell)
 
+
+MOST_SHEAR = 1e15
+"""Larger shears, in units of the diagonal entry of the same column, are those of cells that are singular in float64."""
 
 MOST_HALVINGS = 30
 
