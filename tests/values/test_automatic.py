@@ -146,6 +146,21 @@ def test_cells_that_change_a_little_leave_the_choice_of_a_batch_alone():
         assert len(chosen) == 1
 
 
+@pytest.mark.parametrize("method", NAMED)
+def test_a_batch_of_a_slab_a_crystal_and_a_molecule_where_reading_waits(method):
+    """As on a GPU, where a given slab correction alone must not wait to look for molecules."""
+    parts = [SLAB, CRYSTAL._replace(pbc=torch.ones(3, dtype=torch.bool)), SLAB._replace(pbc=torch.zeros(3).bool())]
+    tensors = (torch.cat([getattr(part, name) for part in parts]) for name in ("positions", "charges"))
+    of_atom = torch.repeat_interleave(torch.arange(3), torch.tensor([len(part.charges) for part in parts])).int()
+    pbc = torch.stack([torch.as_tensor(part.pbc) for part in parts])
+    batch = System(*tensors, torch.stack([part.cell for part in parts]), of_atom, pbc)
+    module = Electrostatics(method=method)
+    expected = module(batch, energy_reduction="system").energies
+    with hidden_values():
+        for _ in range(3):
+            close([module(batch, energy_reduction="system").energies], [expected], 1e-6)
+
+
 def test_the_list_of_a_batch_reaches_to_its_longest_cutoff(monkeypatch):
     """A dilute system lengthens the list of a dense one, so a mesh with a common cutoff takes less time."""
     n = len(CRYSTAL.charges)

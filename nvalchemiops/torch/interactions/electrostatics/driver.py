@@ -48,7 +48,7 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
 @compiled.whole(EwaldSum.shapes, EwaldSum.along)
 def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
     if asked.atoms.pbc is not None:
-        # slabs without a wait for a GPU
+        # slabs without a wait for a GPU, where `Electrostatics` has waited if needed
         is_open = open_systems(asked.atoms, wait=asked.options.slab_correction is not True)
         if is_open is not None:
             return _with_open_systems(asked, is_open)

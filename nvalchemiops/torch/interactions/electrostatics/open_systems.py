@@ -26,7 +26,7 @@ from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.runtime.cache import cached_by_identity
-from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host
 from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
@@ -36,18 +36,23 @@ ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
 def periodicity(pbc: Any, wait: bool = True) -> torch.Tensor | None:
     """``pbc`` (1 or n_systems, 3) on the CPU; None if it is not given, of another shape, or cannot be read.
 
-    On a GPU, ``wait`` allows to wait for it, once for each tensor.
+    On a GPU, ``wait`` allows to wait for it, once for each tensor. Later calls with this tensor need not wait.
     """
     if pbc is None or not is_eager():
         return None
     pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc)
-    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc, wait=wait):
+    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc, wait=True):
         return None
 
     def read() -> tuple[torch.Tensor]:
+        if not may_read(pbc, wait=wait):
+            raise ValuesNeededError
         return (torch.from_numpy(on_host(pbc)).reshape(-1, 3),)
 
-    return read()[0] if may_read(pbc) else cached_by_identity("periodicity", pbc, (), read)[0]
+    try:
+        return read()[0] if may_read(pbc) else cached_by_identity("periodicity", pbc, (), read)[0]
+    except ValuesNeededError:
+        return None
 
 
 def open_systems(atoms: System, wait: bool = True) -> torch.Tensor | None:
