@@ -198,6 +198,33 @@ def test_a_sum_that_chooses_alpha_for_a_given_list_has_a_plan(method, form):
         close(found, ordinary(call), 0.0)
 
 
+@pytest.mark.parametrize("form", ["pointers", "part of a wide list", "matrix"])
+@pytest.mark.parametrize("method", [ewald_summation, particle_mesh_ewald])
+def test_a_plan_reads_the_pairs_of_each_call_in_short_lists(method, form):
+    """Lists with fewer pairs than atoms: only lists of the same length share a plan."""
+    listed, _, images = neighbor_list(X, 4.0, CELL, return_neighbor_list=True)
+    ascending = (listed[0] < listed[1]).nonzero()[:8, 0].tolist()
+    assert len(ascending) == 8
+    for n, place in enumerate(ascending):
+        pair, shifts = listed[:, place], torch.stack([images[place], -images[place]])
+        if form == "matrix":
+            matrix, far = torch.full((len(X), 1), len(X), dtype=torch.int32), torch.zeros(len(X), 1, 3).int()
+            matrix[pair.long(), 0], far[pair.long(), 0] = pair.flip(0), shifts
+            near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": far}
+        else:
+            wide = torch.zeros(2, 5, dtype=torch.int32)
+            wide[:, :2] = torch.stack([pair, pair.flip(0)])
+            near = {
+                "neighbor_list": wide[:, :2] if form == "part of a wide list" else wide[:, :2].contiguous(),
+                "neighbor_ptr": (torch.arange(len(X) + 1)[:, None] > pair).sum(1).int(),
+                "neighbor_shifts": shifts,
+            }
+        call = functools.partial(method, X, Q, CELL, cutoff=3.0, accuracy=1e-2, compute_forces=True, **near)
+        found = call()
+        assert n < 3 or way_of("sum") == "plan (replayed)"
+        close(found, ordinary(call), 0.0)
+
+
 FINDING = {
     "pair potential": lambda x: lennard_jones(3.0)(x, CELL, sigma=1.0, epsilon=0.3, compute_forces=True),
     "pair potential, open": lambda x: lennard_jones(3.0)(x, sigma=1.0, epsilon=0.3, compute_virial=True),

@@ -57,8 +57,11 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
     # neighbors and alpha first, since they depend on positions; then the plan of the rest
     terms, system, rows, *chosen = _terms(asked)
     known = ("chosen", *chosen, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
-    # the list as given, whose tensors share no memory
-    near = asked.neighbors if is_listed(asked.neighbors) and parts_of(rows, asked.neighbors) else rows
+    near = rows
+    if is_listed(asked.neighbors) and rows.first is not None and parts_of(rows, asked.neighbors):
+        # both rows of the list in one tensor, since lists of a plan share no memory; always as `Rows`, since the terms
+        # hold these tensors: the plan must use them in place, and no copies of them
+        near = rows._replace(neighbors=asked.neighbors.neighbor_list, first=None)
     return evaluate(terms, system, asked.request, asked.is_constant, near, known)
 
 
