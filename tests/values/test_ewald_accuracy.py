@@ -360,3 +360,16 @@ def test_a_system_without_atoms_changes_nothing_about_a_given_list(method):
     alone = summed(method, system, **near, **options)
     found = summed(method, system._replace(cell=system.cell.expand(2, 3, 3)), **near, **options)
     torch.testing.assert_close(found, torch.cat([alone, torch.zeros(1, dtype=alone.dtype)]), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("accuracy", [1e-3, 1e-4])
+def test_a_mesh_is_fine_enough_for_quadrupoles_in_a_skewed_basis(accuracy):
+    system = disordered("skewed basis")
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(len(system.charges), 3, 3, generator=generator, dtype=torch.float64)
+    random = random + random.mT
+    trace = random.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+    options = {"quadrupoles": random - trace * torch.eye(3, dtype=torch.float64) / 3.0, "compute_forces": True}
+    exact = summed("ewald", system, accuracy=1e-8, **options)[1]
+    forces = summed("pme", system, accuracy=accuracy, **options)[1]
+    assert relative_error(forces, exact) < 3.0 * accuracy

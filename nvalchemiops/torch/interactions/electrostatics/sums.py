@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics.results import (
     Contribution,
     Derivatives,
@@ -44,6 +45,8 @@ def evaluate(
         As for `engine.Call`, for a plan.
     """
     body = body_of(terms, system, request)
+    if near and not layout(system.positions.device.type).reads:
+        options = "its terms hold the lists, which a graph would copy"
     inputs = (system.positions, system.moments, system.cell)
     own = (*terms, system.widths)
     call = engine.Call(

@@ -401,8 +401,9 @@ def mesh_for(
     for _ in range(3 * SETTLED):
         if strengths is None:
             break
-        # the finer a mesh, the larger its errors for moments relative to its errors for charges
-        factor = strengths.of_mesh(target.accuracy, alpha, spacing)
+        # The finer a mesh, the larger its errors for moments relative to its errors for charges. Moments are
+        # differentiated more than once, so the heights of lattice vectors count.
+        factor = strengths.of_mesh(target.accuracy, alpha, spacing / sizes.skewness)
         spacing = core.mesh_spacing(
             alpha, sizes.spacing, of_derivatives._replace(force=of_derivatives.force / factor), order
         ).clip(core.FINEST / alpha * 0.5, None)

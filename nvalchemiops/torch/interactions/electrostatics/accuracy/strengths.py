@@ -67,7 +67,8 @@ class Strengths(NamedTuple):
 
     def mesh_model(self, model: core.Mesh, accuracy: float, alpha: Any, xp: Any) -> core.Mesh:
         """The model of a given mesh."""
-        factor = self.of_mesh(accuracy, alpha, xp.amin(model.spacings, 1)).clip(1e-300, None)
+        finest = xp.amin(model.spacings, 1) / model.skewness
+        factor = self.of_mesh(accuracy, alpha, finest).clip(1e-300, None)
         return core.Mesh(model.spacings, model.skewness * factor, model.order)
 
     def with_force_of_charges(self, force: Any, xp: Any) -> "Strengths":
