@@ -34,7 +34,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
-from nvalchemiops.torch.interactions.electrostatics.automatic import _sizes
+from nvalchemiops.torch.interactions.electrostatics.automatic import periodic_sizes
 
 FACTORS = (0.7, 0.85, 1.0, 1.2, 1.45)
 ORDERS = (5, 6, 7, 8)
@@ -103,12 +103,12 @@ def contenders(system: System, accuracy: float) -> Iterator[tuple[str, Any]]:
         cutoff = ParticleMeshEwald.estimate(system, accuracy=accuracy, spline_order=order).cutoff
         assert cutoff is not None
         reach = {"real_space_cutoff": factor * cutoff, "spline_order": order}
-        yield f"order {order}, cutoff x {factor:g}", ParticleMeshEwald.estimate(system, accuracy=accuracy, **reach)  # type: ignore[arg-type]
+        yield f"order {order}, cutoff x {factor:g}", ParticleMeshEwald.estimate(system, accuracy=accuracy, **reach)
 
 
 def by_k_vectors(system: System, accuracy: float, factor: float) -> EwaldSummation:
     """A sum over k-vectors whose cutoff differs by a factor from the one that would be chosen."""
-    chosen, sizes = EwaldSummation.estimate(system, accuracy=accuracy), _sizes(system)
+    chosen, sizes = EwaldSummation.estimate(system, accuracy=accuracy), periodic_sizes(system)
     assert sizes is not None and chosen.cutoff is not None
     # the cutoffs of systems of a batch differ
     cutoff = factor * core.real_cutoff(chosen.alpha.numpy(), sizes.spacing, core.Target(accuracy))
@@ -137,7 +137,7 @@ def shortest(call: Call, seconds: float) -> float:
 def row(name: str, n_atoms: int, accuracy: float, seconds: float) -> dict[str, Any]:
     """The chosen sum beside the best of the scan."""
     system = SYSTEMS[name](n_atoms)
-    way = methods.ways(_sizes(system), accuracy, "cpu", False)[0]  # type: ignore[arg-type]  # there is one
+    way = methods.ways(periodic_sizes(system), accuracy, "cpu", False)[0]
     fixed, cutoff = Electrostatics.estimate(system, accuracy), float(way.cutoff.max())
     assert fixed.cutoff is not None
     chosen = call_of(fixed, system, fixed.cutoff)

@@ -206,6 +206,7 @@ def test_explain_shows_the_choice_and_the_alternative():
     forced = Electrostatics(1e-5, "pme").explain(CRYSTAL, CRYSTAL.neighbors(6.0))
     assert forced.splitlines()[2].split()[:2] == ["used", "pme"] and "neighbors" not in forced
     assert Electrostatics().explain(MOLECULE) == "1 open system: all pairs, exactly"
+    assert Electrostatics(1e-5).explain(CRYSTAL._replace(pbc=True)).splitlines() == text
     # parameters as shown are those of `estimate`
     estimate = EwaldSummation.estimate(CRYSTAL._replace(charges=None), accuracy=1e-5)
     assert f"{float(estimate.alpha):.3g}" in used and f"{estimate.cutoff:.3g}" in used

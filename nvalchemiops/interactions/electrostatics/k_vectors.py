@@ -63,6 +63,7 @@ MOST_SHEAR = 1e15
 """Larger shears, in units of the diagonal entry of the same column, are those of cells that are singular in float64."""
 
 MOST_HALVINGS = 30
+"""Number of times that steps of shears are halved before a cell is left as it is."""
 
 
 def half_box(bound: tuple[int, int, int]) -> np.ndarray:

@@ -104,7 +104,7 @@ class Electrostatics(ConfiguredSum):
         if one and isinstance(positions, torch.Tensor) and positions.ndim == 2:
             n_atoms = positions.shape[0] if domain is None else domain.n_atoms
             return methods.method_of_one(n_atoms, accuracy, device, not is_listed)
-        sizes = _sizes(atoms)
+        sizes = periodic_sizes(atoms)
         if sizes is None:
             return "ewald"
         return methods.method_of_several(sizes, accuracy, device, not is_listed)
@@ -144,13 +144,14 @@ class Electrostatics(ConfiguredSum):
             system = system._replace(pbc=torch.zeros(3, dtype=torch.bool, device="cpu"))  # as `System` documents
         is_open = open_systems(system)
         n_open = 0 if is_open is None else int(is_open.sum())
-        sizes = None if system.cell is None else _sizes(system)
+        sizes = None if system.cell is None else periodic_sizes(system)
         lines = [f"{_counted(n_open, 'open system')}: all pairs, exactly"] * bool(n_open)
         if sizes is None:
             if is_open is None or not bool(is_open.all()):
                 raise ValueError("`cell`, `batch_idx` and `pbc` of the system do not fit together")
             return "\n".join(lines)
-        if system.pbc is not None and bool((on_host(checks.pbc_tensor(system.pbc)).reshape(-1, 3).sum(1) == 1).any()):
+        axes = periodicity(system.pbc)
+        if axes is not None and bool((axes.sum(1) == 1).any()):
             raise ValueError("`pbc`: the slab correction is for at most one open axis")
         device = system.positions.device.type
         is_listed = neighbors is not None
@@ -179,7 +180,7 @@ def _may_have_slabs(pbc: Any) -> bool:
     return bool(((count > 0) & (count < 3)).any())
 
 
-def _sizes(atoms: System) -> Sizes | None:
+def periodic_sizes(atoms: System) -> Sizes | None:
     """Sizes of the systems that are not open; None if there are none, or if the arguments do not fit together."""
     positions, batch_idx = atoms.positions, atoms.batch_idx
     cell: Any = atoms.cell

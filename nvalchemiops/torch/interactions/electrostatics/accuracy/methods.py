@@ -7,6 +7,8 @@ import numpy as np
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
+from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 
 METHODS = ("ewald", "pme")
 """Names of the methods: a sum over k-vectors, and a mesh."""
@@ -17,7 +19,7 @@ COLUMN = 0.85
 
 CALL = {"cpu": (1e5, 3e5), "cuda": (5e4, 2e5)}
 """Times of a call, in nanoseconds, that do not depend on the size of a system: for k-vectors and for a mesh. Measured
-for 10 atoms on a CPU; estimated from the number of operations on a GPU."""
+for 8 to 64 atoms on a CPU; estimated from the number of operations on a GPU."""
 
 
 class Way(NamedTuple):
@@ -78,7 +80,7 @@ def ways(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool, reac
 
 def _by_k_vectors(sizes: Sizes, accuracy: float, device: str, reach: float | None) -> Way:
     target, costs, spacing, n_atoms = core.Target(accuracy), core.COSTS[device], sizes.spacing, sizes.n_atoms
-    alpha = core.ewald_alpha(n_atoms, sizes.volume, target, costs)
+    alpha = KVectorSum().optimal_alpha(n_atoms, sizes.volume, target, costs, np)
     cutoff = core.real_cutoff(alpha, spacing, target)
     if reach is not None:
         cutoff, alpha = _for_reach(reach, cutoff, spacing, target)
@@ -98,13 +100,9 @@ def _by_mesh(sizes: Sizes, accuracy: float, device: str, reach: float | None) ->
     target, costs, spacing, n_atoms = core.Target(accuracy), core.COSTS[device], sizes.spacing, sizes.n_atoms
     order, one = core.order_of_least_cost(accuracy), len(sizes.n_atoms) == 1
     sorted_sizes = sizes if one else sizes.along_longest()[0]
-    if one:
-        alpha = core.mesh_alpha(n_atoms, sizes.volume, target, order, costs)
-        cutoff = core.real_cutoff(alpha, spacing, target)
-    else:
-        cutoff = core.batch_mesh_cutoff(n_atoms, sizes.volume, sorted_sizes.lengths, target, order, costs)
-        cutoff = np.broadcast_to(cutoff, spacing.shape)
-        alpha = core.alpha_for_cutoff(cutoff, spacing, target)
+    lengths = None if one else sizes.lengths
+    alpha = MeshSum(order, None).optimal_alpha(n_atoms, sizes.volume, target, costs, np, lengths)
+    cutoff = core.real_cutoff(alpha, spacing, target)
     if reach is not None:
         cutoff, alpha = _for_reach(reach, cutoff, spacing, target)
     of_derivatives = target._replace(force=target.force / sizes.skewness)
