@@ -506,4 +506,5 @@ def source(variant: Variant) -> str:
         data=data,
         evaluation=evaluation,
         results=results,
+        arithmetic="float64",  # recurrences of Coulomb functions lose digits at small distances
     )
