@@ -5,15 +5,16 @@ Warp compiles kernels for the CPU without automatic vectorisation, and calls the
 each thread evaluates one pair, all functions are those of CUDA.
 
 The C++ defines the types ``lanes`` (a value for each of several pairs), ``condition`` (the result of comparing two
-``lanes``), ``one`` (a value shared by all pairs) and ``sums`` (float64 numbers for the sums of ``lanes``), and a function ``<name>_lanes`` for each requested name.
+``lanes``), ``one`` (a value shared by all pairs) and, on a CPU, ``doubles`` (as many float64 numbers, for sums over pairs),
+and a function ``<name>_lanes`` for each requested name.
 
 ``lower_gamma(a, x)`` is ``x^-a γ(a, x)``, a form of the incomplete gamma function that is smooth at zero, for x >= 0
 and positive integers and half-integers a. It is a series of positive terms up to x = 80, and ``x^-a Γ(a)`` beyond,
 where the difference is less than rounding.
 
-Relative accuracy on the CPU, in units of 1e-16, or of 6e-8 in float32: exp 3.5; erfcx 4.5. ``erfc(x)`` is ``exp(-x^2) erfcx(x)``, in which the
-relative rounding error of x^2 is multiplied by x^2. The force needs the same exponential, so `erfc_from` and `erf_from`
-take it as an argument.
+Relative accuracy on the CPU, in units of 1e-16 (float32: 6e-8): exp 3.5; erfcx 4.5. ``erfc(x)`` is ``exp(-x^2)
+erfcx(x)``, in which the relative rounding error of x^2 is multiplied by x^2. The force needs the same exponential, so
+`erfc_from` and `erf_from` take it as an argument.
 
 Coefficients are those of Chebyshev interpolation, converted to powers (`tests/values/test_special_functions.py`
 computes them again). The variable (x - K)/(x + K), which maps all x >= 0 to a finite interval, is that of
@@ -164,7 +165,7 @@ _BY_LIBRARY = ("log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh
 _VECTOR_TYPES = """
     typedef @one@ one;
     typedef one lanes __attribute__((ext_vector_type(@lanes@)));
-    typedef double sums __attribute__((ext_vector_type(@lanes@)));
+    typedef double doubles __attribute__((ext_vector_type(@lanes@)));
     typedef decltype(lanes(0.0) < lanes(0.0)) condition;
     const auto sqrt_lanes = [](lanes x) { return __builtin_elementwise_sqrt(x); };
     const auto exp_one = [](one x) { return wp::exp(x); };

@@ -61,18 +61,23 @@ SKELETON = """
 
 #if defined(__CUDA_ARCH__)
     @scalar_functions@
+    typedef one exact;
 #else
     @vector_functions@
+    typedef double exact;  // for differences of positions, also in float32: a distance is short beside coordinates
 #endif
     const real *own = positions.data + 3LL * i;
-    const one x_i[3] = {one(own[0]), one(own[1]), one(own[2])};
+    const exact x_i[3] = {exact(own[0]), exact(own[1]), exact(own[2])};
+    @cell@
     const one cutoff = cutoff_distance, r_switch = switch_distance, cutoff_squared = cutoff * cutoff;
     @shared@
 
-    const auto displacement = [&](long long slot, one *d) {
+    const auto displacement = [&](long long slot, one *result) {
         const real *x_j = positions.data + 3LL * neighbors.data[slot];
-        for (int a = 0; a < 3; ++a) d[a] = one(x_j[a]) - x_i[a];
+        exact d[3];
+        for (int a = 0; a < 3; ++a) d[a] = exact(x_j[a]) - x_i[a];
         @image@
+        for (int a = 0; a < 3; ++a) result[a] = static_cast<one>(d[a]);
     };
     @is_nearest@
     // The neighbor in a slot; false for padding. A distance that is NaN counts as close.
@@ -174,7 +179,7 @@ SKELETON = """
                 return values;
             };
             const auto kept = [live](lanes values) {
-                return __builtin_convertvector(live ? values : lanes(0.0), sums);
+                return __builtin_convertvector(live ? values : lanes(0.0), doubles);
             };
             @take_both@
             const lanes d0 = load(block.d[0]), d1 = load(block.d[1]), d2 = load(block.d[2]);
@@ -285,19 +290,21 @@ while (slot < end && slot + @lanes@ <= n_slots && m < @block@) {{
         j = in_place;
     }}
     asm("" : "+r"(j));  // loading a number again is faster than taking it out of a vector
-    lanes d[3];
+    lanes x[3];
     #pragma unroll
     for (int l = 0; l < @lanes@; ++l) {{
         const real *const x_j = positions.data + 3LL * j[l];
-        for (int a = 0; a < 3; ++a) d[a][l] = x_j[a];
+        for (int a = 0; a < 3; ++a) x[a][l] = x_j[a];
     }}
-    for (int a = 0; a < 3; ++a) d[a] -= x_i[a];
+    doubles d[3];
+    for (int a = 0; a < 3; ++a) d[a] = __builtin_convertvector(x[a], doubles) - x_i[a];
     @image@
-    const lanes squared = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
+    for (int a = 0; a < 3; ++a) x[a] = __builtin_convertvector(d[a], lanes);
+    const lanes squared = x[0] * x[0] + x[1] * x[1] + x[2] * x[2];
     all_squared += squared;
     unsigned mask = used & as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
     *reinterpret_cast<ints *>(block.j + m) = places;
-    for (int a = 0; a < 3; ++a) *reinterpret_cast<ones *>(block.d[a] + m) = d[a];
+    for (int a = 0; a < 3; ++a) *reinterpret_cast<ones *>(block.d[a] + m) = x[a];
     @collect_all@
     for (int part = 0; part < @lanes@; part += {LANES}, mask >>= {LANES}) {{
         const auto hits = *reinterpret_cast<const bytes *>(&lanes_of[mask & 255]);
@@ -320,7 +327,7 @@ const int *shift = shifts.data + 3 * slot;
 ints some = *reinterpret_cast<const ints *>(shift) | *reinterpret_cast<const ints *>(shift + @lanes@)
     | *reinterpret_cast<const ints *>(shift + 2 * @lanes@);
 if (as_bits(__builtin_convertvector(some != 0, bools))) {
-    lanes image[3];
+    doubles image[3];
     for (int a = 0; a < 3; ++a)
         for (int l = 0; l < @lanes@; ++l) image[a][l] = shift[3 * l + a];
     for (int a = 0; a < 3; ++a) d[a] += image[0] * h[a] + image[1] * h[3 + a] + image[2] * h[6 + a];
@@ -426,9 +433,9 @@ NO_TABLES: dict[str, list[str]] = {
 """Placeholders for the lines that tables of parameters need."""
 
 
-def vector(name: str, values: Sequence[str]) -> str:
+def vector(name: str, values: Sequence[str], kind: str = "one") -> str:
     """The declaration of an array with these values."""
-    return f"const one {name}[{len(values)}] = {{{', '.join(f'one({value})' for value in values)}}};"
+    return f"const {kind} {name}[{len(values)}] = {{{', '.join(f'{kind}({value})' for value in values)}}};"
 
 
 def body(
@@ -489,11 +496,12 @@ def body(
         **tables,
         "shared": shared,
         "evaluation": [*evaluation, *(f"total_{name} += kept({value});" for name, value in totals.items())],
-        "totals": [*(f"sums total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
+        "totals": [*(f"doubles total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
         "results": results,
         "checks": _checks(form),
+        "cell": [vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)], "exact")] * form.periodic,
         "image": IMAGE.strip().splitlines() * form.periodic,
         "is_nearest": is_nearest * form.excluding,
         "look": _look(form),

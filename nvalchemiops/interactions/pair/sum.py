@@ -162,8 +162,8 @@ def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str
             "const auto take_both = [&](const real *from, long long stride) {",
             "    lanes values;",
             f"    for (int l = 0; l < {lanes}; ++l)",
-            "        values[l] = one(0.5) * (from[stride * i + species.data[j[l]]] + from[stride * j[l] + own_species]);",
-            "    return values;",
+            "        values[l] = from[stride * i + species.data[j[l]]] + from[stride * j[l] + own_species];",
+            "    return one(0.5) * values;",
             "};",
         ],
         "take_both_gpu": [
@@ -190,8 +190,6 @@ def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
     """Lines that load the data shared by all pairs of an atom."""
     formula, n = variant.formula, variant.n_parameters
     lines = []
-    if variant.periodic:
-        lines.append(loop.vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)]))
     if variant.request.weights:
         lines.append("const one w_i = weights.data[i];")
     names = [("", "", 0)] + [(f"_d{k}", "direction_", k) for k in range(len(variant.request.directions))]
