@@ -214,15 +214,16 @@ def test_functions_of_what_all_pairs_share_are_the_same():
     torch.testing.assert_close(of("r*exp(x)", x), of(EXP, x), rtol=1e-15, atol=0)
 
 
-def test_a_number_has_the_same_value_in_every_lane():
-    """Rows of one to seventeen neighbors: wherever a pair stands in a vector, its energy has the same bits."""
-    x = torch.tensor([0.7], dtype=torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_number_has_the_same_value_in_every_lane(dtype):
+    """Rows of one to 35 neighbors: wherever a pair stands in a vector, its energy has the same bits."""
+    x = torch.tensor([0.7], dtype=dtype)
     one = of(ERFC, x).item()
-    for n in range(1, 18):
-        positions = torch.zeros(n + 1, 3, dtype=torch.float64)
+    for n in range(1, 36):
+        positions = torch.zeros(n + 1, 3, dtype=dtype)
         positions[1:, 0] = 1.0
         around = torch.stack([torch.zeros(n, dtype=torch.int32), torch.arange(1, n + 1, dtype=torch.int32)])
         back = around.flip(0)
-        energies = potential(ERFC)(positions, neighbor_list=torch.cat([around, back], dim=1), x=0.7)
+        energies = potential(ERFC)(positions, neighbor_list=torch.cat([around, back], dim=1), x=x)
         assert energies[1:].tolist() == [0.5 * one] * n
-        assert energies[0].item() == pytest.approx(0.5 * n * one, rel=1e-15)
+        assert energies[0].item() == pytest.approx(0.5 * n * one, rel=torch.finfo(dtype).eps)
