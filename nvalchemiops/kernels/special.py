@@ -5,8 +5,8 @@ Warp compiles kernels for the CPU without automatic vectorisation, and calls the
 each thread evaluates one pair, all functions are those of CUDA.
 
 The C++ defines the types ``lanes`` (a value for each of several pairs), ``condition`` (the result of comparing two
-``lanes``), ``one`` (a value shared by all pairs) and, on a CPU, ``doubles`` (as many float64 numbers, for sums over pairs),
-and a function ``<name>_lanes`` for each requested name.
+``lanes``), ``one`` (a value shared by all pairs) and, on a CPU, ``doubles`` (as many float64 numbers, for sums over
+pairs), and a function ``<name>_lanes`` for each requested name.
 
 ``lower_gamma(a, x)`` is ``x^-a γ(a, x)``, a form of the incomplete gamma function that is smooth at zero, for x >= 0
 and positive integers and half-integers a. It is a series of positive terms up to x = 80, and ``x^-a Γ(a)`` beyond,

@@ -196,8 +196,9 @@ class VerletList:
             moved = flags.index_select(0, system).unsqueeze(-1)
             # pbc of the others is the same as before
             given = given._replace(positions=torch.where(moved, given.positions, old.systems.positions))
-            if given.cell is not None and given.cell.shape[0] == n_systems:
-                given = given._replace(cell=torch.where(flags.view(-1, 1, 1), given.cell, old.systems.cell))
+            cell, before = given.cell, old.systems.cell
+            if cell is not None and before is not None and cell.shape[0] == n_systems:
+                given = given._replace(cell=torch.where(flags.view(-1, 1, 1), cell, before))
         self.rebuilt, systems = flags, _each(torch.clone, given)
         result = rows
         if self.return_neighbor_list:
@@ -236,7 +237,7 @@ def _is_unchanged(
 def _after_strain(
     verlet: VerletList, kept: _BuiltList, positions: torch.Tensor, cell: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far atoms (n_atoms,) have moved from where a change of the cells took them, and how far (n_systems,) they may.
+    """How far atoms (n_atoms,) are from where a change of the cells took them, and how far (n_systems,) they may be.
 
     With E from `_strain`, a pair at ``d`` was at ``d_0 (1 + E) = d - (u_j - u_i)`` when the list was built, where
     ``u = x - x_0 (1 + E)``. So ``|d_0| <= (|d| + 2 |u|) / (1 - |E|)``, which must be within the reach for all pairs
