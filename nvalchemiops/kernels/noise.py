@@ -3,10 +3,10 @@
 So the noise of an atom does not depend on other systems in the batch, on threads, or on where a run was interrupted.
 
 The generator is Philox4x32-10: J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, in SC '11 (2011),
-doi:10.1145/2063384.2063405. Its key is the seed. Its counter is the number of the atom in its system, the lower 32 bits
-of the step, then 16 more bits of the step, 8 of the stream and 8 of the block, and the key of the system. A block is 128
-bits, of which two uniform numbers with 53 bits are made, and of these two normal numbers: G. E. P. Box and M. E. Muller,
-Ann. Math. Stat. 29, 610 (1958), doi:10.1214/aoms/1177706645.
+doi:10.1145/2063384.2063405. Its key is the seed. Its counter is the number of the atom in its system, the lower 32
+bits of the step, then 16 more bits of the step, 8 of the stream and 8 of the block, and the key of the system. A block
+is 128 bits, of which two uniform numbers with 53 bits are made, and of these two normal numbers: G. E. P. Box and M. E.
+Muller, Ann. Math. Stat. 29, 610 (1958), doi:10.1214/aoms/1177706645.
 """
 
 from typing import Any
@@ -116,4 +116,3 @@ def chi_square_numbers() -> Any:
         """Draw the number of a system."""
 
     return kernel
-
