@@ -32,9 +32,7 @@ def ase_npt(kind, atoms, **options):
     the momentum are symmetric: then the cell is kept at 1.5 times the temperature. The isotropic one counts 1, with a
     mass of the first thermostat for 9.
     """
-    dynamics = kind(
-        atoms, DT, temperature_K=KELVIN, pressure_au=PRESSURE, tdamp=20 * DT, pdamp=50 * DT, **options
-    )
+    dynamics = kind(atoms, DT, temperature_K=KELVIN, pressure_au=PRESSURE, tdamp=20 * DT, pdamp=50 * DT, **options)
     barostat, degrees = dynamics._barostat, {IsotropicMTKNPT: 1, MTKNPT: 6}.get(kind)
     if degrees is not None:
         barostat._cell_dof = degrees

@@ -12,6 +12,7 @@ from nvalchemiops.torch.dynamics.integrators import (
     stochastic_cell,
 )
 from nvalchemiops.torch.dynamics.model import Evaluation, FromEnergies, Model, SumOfTerms
+from nvalchemiops.torch.dynamics.simulate import Simulation, simulate, to_ase
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.velocities import (
     degrees_of_freedom,
@@ -29,6 +30,7 @@ __all__ = [
     "FromEnergies",
     "Integrator",
     "Model",
+    "Simulation",
     "State",
     "SumOfTerms",
     "csvr",
@@ -43,6 +45,8 @@ __all__ = [
     "nve",
     "remove_momentum",
     "remove_rotation",
+    "simulate",
     "stochastic_cell",
     "temperature",
+    "to_ase",
 ]
