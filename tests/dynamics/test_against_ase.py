@@ -3,7 +3,7 @@
 import ase.units
 import pytest
 import torch
-from ase.md.nose_hoover_chain import IsotropicMTKNPT, MaskedMTKNPT, MTKNPT, NoseHooverChainNVT
+from ase.md.nose_hoover_chain import MTKNPT, IsotropicMTKNPT, MaskedMTKNPT, NoseHooverChainNVT
 from ase.md.verlet import VelocityVerlet
 
 from nvalchemiops.ase import Calculator, Pair

@@ -93,21 +93,26 @@ def test_verlet_conserves_the_shadow_energy_of_an_oscillator():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_conserved_quantities_are_of_second_order(name):
-    """Half the step, a quarter of the error, over the same time; noise is another one for another step."""
+    """Half the step, a quarter of the error, over the same time.
+
+    With noise on average over 64 systems, since it is another noise for another step. The energy that a cell takes up by
+    noise is known to first order: its steps are as sqrt(h), and the stress before and after misses their third power.
+    """
     errors, model = [], wells()
     for dt in (0.04, 0.02):
         integrator = every(dt)[name]
-        trials = []
-        for seed in range(1 if integrator.is_reversible else 6):
-            state = started(integrator, model, seed=seed)
-            first, values = integrator.conserved(state), []
-            for _ in range(round(4.0 / dt)):
-                state = integrator.step(state, model)
-                values.append(integrator.conserved(state) - first)
-            trials.append(torch.stack(values))
-        errors.append(torch.stack(trials).square().mean().sqrt().item())
+        system, masses, velocities = few_atoms()
+        n = 1 if integrator.is_reversible else 64
+        state = integrator.start(
+            joined([system] * n), model, masses=masses.repeat(n), velocities=velocities.repeat(n, 1), removed=0
+        )
+        first, values = integrator.conserved(state), []
+        for _ in range(round(2.0 / dt)):
+            state = integrator.step(state, model)
+            values.append(integrator.conserved(state) - first)
+        errors.append(torch.stack(values).square().mean().sqrt().item())
     assert errors[0] > 1e-7  # not zero because nothing moves
-    low, high = (3.8, 4.2) if integrator.is_reversible else (2.8, 5.6)
+    low, high = (3.8, 4.2) if integrator.is_reversible else (1.7, 4.6) if "stochastic" in name else (3.4, 4.6)
     assert low < errors[0] / errors[1] < high
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
+from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
 
 
@@ -169,12 +170,6 @@ class Rescale(Flow):
         return -state.extra[f"heat{self.stream}"]
 
 
-_OUTER = 1.0 / (2.0 - 2.0 ** (1.0 / 3.0))
-SUZUKI_YOSHIDA = (_OUTER, 1.0 - 2.0 * _OUTER, _OUTER)
-"""Three steps of second order that make one of fourth order. Source: H. Yoshida, Phys. Lett. A 150, 262 (1990),
-doi:10.1016/0375-9601(90)90092-3."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Chain(Flow):
     """A Nosé-Hoover chain, which exchanges energy with the velocities of the atoms or of the cell.
@@ -222,33 +217,13 @@ class Chain(Flow):
         """Change the chain, and scale the velocities."""
         extra, name = state.extra, self.name
         g, rate = self._count(state), extra[self.parameters[1]] ** -2
-        u = list(extra[f"{name}_velocities"].split(1, 1))
-        # T / (g kT) and what it would be in equilibrium: 1, or 0 without degrees of freedom
         ratio = self._twice_energy(state) / (g * extra["temperature"])
-        wanted = self._target(state) / g
-        moved, log_scale = extra[f"{name}_positions"], 0.0
-        last = self.length - 1
-
-        def push(k: int, time: torch.Tensor) -> None:
-            """Half a step of the velocity of thermostat k."""
-            force = (ratio - wanted) * rate if k == 0 else (g if k == 1 else 1.0) * u[k - 1] * u[k - 1] - rate
-            if k == last:
-                u[k] = u[k] + 0.5 * time * force
-            else:
-                damping = torch.exp(-0.25 * time * u[k + 1])
-                u[k] = (u[k] * damping + 0.5 * time * force) * damping
-
-        for weight in SUZUKI_YOSHIDA * self.loops:
-            time = h * (weight / self.loops)
-            for k in range(last, -1, -1):
-                push(k, time)
-            moved = moved + time * torch.cat(u, 1)
-            exponent = -time * u[0]
-            log_scale, ratio = log_scale + exponent, ratio * torch.exp(2.0 * exponent)
-            for k in range(self.length):
-                push(k, time)
-        state = self._scaled(state, torch.exp(log_scale))  # type: ignore[arg-type]  # a tensor after the loop
-        return state.having(**{f"{name}_positions": moved, f"{name}_velocities": torch.cat(u, 1)})
+        columns = (column.squeeze(1) for column in (ratio, self._target(state) / g, g, rate, h))
+        moved, pushed, log_scales = move_chains(
+            extra[f"{name}_positions"], extra[f"{name}_velocities"], *columns, self.loops
+        )
+        state = self._scaled(state, torch.exp(log_scales).unsqueeze(1))
+        return state.having(**{f"{name}_positions": moved, f"{name}_velocities": pushed})
 
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """A chain at rest."""
@@ -544,9 +519,9 @@ def of_matrices(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     part = x * 0.5**_DOUBLINGS
     quotient = one + part * (1.0 / (_ORDER + 1))
     for k in range(_ORDER, 1, -1):
-        quotient = one + (part @ quotient) * (1.0 / k)
-    difference = part @ quotient
+        quotient = one + torch.bmm(part, quotient) * (1.0 / k)
+    difference = torch.bmm(part, quotient)
     for _ in range(_DOUBLINGS):
-        quotient = quotient + 0.5 * (quotient @ difference)
-        difference = difference @ difference + 2.0 * difference
+        quotient = quotient + 0.5 * torch.bmm(quotient, difference)
+        difference = torch.bmm(difference, difference) + 2.0 * difference
     return one + difference, quotient

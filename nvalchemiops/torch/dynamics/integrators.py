@@ -1,6 +1,7 @@
 """Integrators: sequences of flows, and the ready-made ones."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,22 +73,23 @@ class Integrator:
     def __post_init__(self) -> None:
         if sum(flow is FORCES for flow in self.flows) != 1:
             raise ValueError("`flows` must have FORCES once")
-        for name in ("dt", *(name for flow in self._distinct() for name in flow.parameters)):
+        for name in ("dt", *(name for flow in self._distinct for name in flow.parameters)):
             if name not in self.parameters:
                 raise ValueError(f"`parameters`: '{name}' is missing")
 
-    def _distinct(self) -> list[Flow]:
-        return list(dict.fromkeys(entry[0] for entry in self.flows if entry is not None))
+    @functools.cached_property
+    def _distinct(self) -> tuple[Flow, ...]:
+        return tuple(dict.fromkeys(entry[0] for entry in self.flows if entry is not None))
 
     @property
     def conserves_momentum(self) -> bool:
         """Whether no flow changes the total momentum, beyond forces."""
-        return all(flow.conserves_momentum for flow in self._distinct())
+        return all(flow.conserves_momentum for flow in self._distinct)
 
     @property
     def is_reversible(self) -> bool:
         """Whether steps from `reversed` lead back."""
-        return all(flow.reversible for flow in self._distinct())
+        return all(flow.reversible for flow in self._distinct)
 
     def start(
         self,
@@ -158,17 +160,17 @@ class Integrator:
         if self.parameters.get("temperature", 0.0) is None:
             kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems)
             extra["temperature"] = (2.0 * kinetic / degrees.clamp(min=1.0)).unsqueeze(1)
-        _check_values(extra, self._distinct())
+        _check_values(extra, self._distinct)
         inverse = (1.0 / masses).unsqueeze(1)
         extra |= {"degrees_of_freedom": degrees.unsqueeze(1), "seed": seeds, "key": system_keys}
         extra |= {"inertia": inertia_of(masses), "inverse_masses": inverse}
         if batch_idx is not None:
             extra["place"] = places_in_systems(batch_idx, n_systems)
-        _check_cells(system, self._distinct())
-        evaluation = _checked(model(system), system, n_systems, any(flow.needs_stress for flow in self._distinct()))
+        _check_cells(system, self._distinct)
+        evaluation = _checked(model(system), system, n_systems, any(flow.needs_stress for flow in self._distinct))
         step = torch.zeros((), dtype=torch.int64, device=positions.device)
         state = State(system, velocities, masses, evaluation, step, extra)
-        for flow in self._distinct():
+        for flow in self._distinct:
             state = state.having(**flow.start(state))
         return state
 
@@ -193,7 +195,7 @@ class Integrator:
 
     def first_half(self, state: State) -> State:
         """The flows before FORCES: positions and cell are those of the end of the step."""
-        return self._run(state, self.flows[: self._forces])
+        return self._run(state, self._halves[0])
 
     def evaluated(self, state: State, model: Model) -> State:
         """The state with energies, forces and stress at its positions."""
@@ -201,23 +203,23 @@ class Integrator:
 
     def second_half(self, state: State) -> State:
         """The flows after FORCES, which end the step."""
-        state = self._run(state, self.flows[self._forces + 1 :])
+        state = self._run(state, self._halves[1])
         return state._replace(step=state.step + 1)
 
-    @property
-    def _forces(self) -> int:
-        return list(self.flows).index(FORCES)
+    @functools.cached_property
+    def _halves(self) -> tuple[tuple[tuple[Flow, float], ...], ...]:
+        """The flows before and after FORCES."""
+        place = list(self.flows).index(FORCES)
+        return tuple(tuple(e for e in half if e is not None) for half in (self.flows[:place], self.flows[place:]))
 
     @staticmethod
-    def _run(state: State, flows: Sequence[tuple[Flow, float] | None]) -> State:
+    def _run(state: State, flows: Sequence[tuple[Flow, float]]) -> State:
         dt = state.extra["dt"]
         times = {1.0: dt}
-        for entry in flows:
-            if entry is not None:
-                flow, fraction = entry
-                if fraction not in times:
-                    times[fraction] = fraction * dt
-                state = flow(state, times[fraction])
+        for flow, fraction in flows:
+            if fraction not in times:
+                times[fraction] = fraction * dt
+            state = flow(state, times[fraction])
         return state
 
     def conserved(self, state: State) -> torch.Tensor:
@@ -226,7 +228,7 @@ class Integrator:
         It is constant up to the error of the time step. Heat from noise is subtracted.
         """
         total: Any = 0.0
-        for flow in self._distinct():
+        for flow in self._distinct:
             total = total + flow.energy(state)
         return total.squeeze(1)
 
@@ -234,7 +236,7 @@ class Integrator:
         """The state in which time runs backwards; raises ValueError if the integrator draws random numbers."""
         if not self.is_reversible:
             raise ValueError("steps with random numbers cannot be reversed")
-        odd = {name: -state.extra[name] for flow in self._distinct() for name in flow.odd()}
+        odd = {name: -state.extra[name] for flow in self._distinct for name in flow.odd()}
         return state._replace(velocities=-state.velocities).having(**odd)
 
 
