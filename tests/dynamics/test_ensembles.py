@@ -33,7 +33,7 @@ def five_errors(found, mean, variance, independent):
 
 @pytest.mark.parametrize("h", (0.3, 1.5))
 def test_baoab_samples_positions_of_oscillators_exactly_at_any_step(h):
-    """``<x²> = kT / k`` for h of up to 2; and ``<v²> = kT/m (1 - k h²/4m)``. Verlet at 1.5 would be off by 2.3 times."""
+    """``<x²> = kT / k`` for h of up to 2; and ``<v²> = kT/m (1 - k h²/4m)``. At 1.5 Verlet is off by 2.3 times."""
     n, kt, stiffness = 6000, 0.7, 1.0
     integrator, model = langevin(h, kt, friction=0.8), springs(stiffness)
     state = integrator.start(

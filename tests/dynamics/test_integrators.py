@@ -104,8 +104,8 @@ def test_verlet_conserves_the_shadow_energy_of_an_oscillator():
 def test_conserved_quantities_are_of_second_order(name):
     """Half the step, a quarter of the error, over the same time.
 
-    With noise on average over 64 systems, since it is another noise for another step. The energy that a cell takes up by
-    noise is known to first order: its steps are as sqrt(h), and the stress before and after misses their third power.
+    With noise on average over 64 systems, since it is another noise for another step. The energy that a cell takes up
+    by noise is known to first order: its steps are as sqrt(h), and the stress before and after misses their cube.
     """
     errors, model = [], wells()
     for dt in (0.04, 0.02):

@@ -1,14 +1,15 @@
 """`simulate`: many steps, with records, hooks and trajectories."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model
 from nvalchemiops.torch.dynamics.state import State
@@ -92,8 +93,8 @@ def simulate(
     gradients : bool, optional
         Keep the graph of all steps. By default if ``start`` requires gradients, or with ``checkpoint_every``.
     checkpoint_every : int, optional
-        For gradients of long runs: keep the states after every so many steps alone, and compute the steps between them
-        again in the backward pass. Hooks are then called again, too.
+        For gradients of long runs, of first order: keep the states after every so many steps alone, and compute the
+        steps between them again in the backward pass. Hooks are then called again, too.
     **options
         ``masses``, ``velocities``, ``seed``, ``keys``, ``removed``: see `Integrator.start`. Only with a system.
 
@@ -152,12 +153,13 @@ def simulate(
         kept.append({name: measure(state) for name, measure in measures.items()})
         after(state, 0)
         length = checkpoint_every or max(steps, 1)
+        parameters = [] if checkpoint_every is None else parameters_of(model, state.system)
         for first in range(0, steps, length):
-            arguments = state, first, min(first + length, steps)
+            last = min(first + length, steps)
             if checkpoint_every is None:
-                state, found = run(*arguments)
+                state, found = run(state, first, last)
             else:
-                state, found = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+                state, found = run_segment(functools.partial(run, first=first, last=last), state, parameters)
             kept += found
     records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
     begin = int(first_step)
@@ -171,8 +173,8 @@ def _count(name: str, value: int) -> int:
 
 
 def _requires_grad(start: System | State, options: Mapping[str, Any]) -> bool:
-    leaves = torch.utils._pytree.tree_leaves([start, dict(options)])
-    return torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    tensors = [*tensors_of(start).values()] if isinstance(start, State) else [*start, *options.values()]
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 def _measures(
