@@ -31,6 +31,7 @@ def five_errors(found, mean, variance, independent):
 # -- Langevin -------------------------------------------------------------------------------------
 
 
+@pytest.mark.later_cases("0.3")
 @pytest.mark.parametrize("h", (0.3, 1.5))
 def test_baoab_samples_positions_of_oscillators_exactly_at_any_step(h):
     """``<x²> = kT / k`` for h of up to 2; and ``<v²> = kT/m (1 - k h²/4m)``. At 1.5 Verlet is off by 2.3 times."""
@@ -121,6 +122,7 @@ CELLS = {
 }
 
 
+@pytest.mark.everyday_cases("isotropic-False", "axes of a slab-True", "full-True")
 @pytest.mark.parametrize("at_rest", (False, True))
 @pytest.mark.parametrize("name", CELLS)
 def test_npt_leaves_the_distribution_of_an_ideal_gas_as_it_is(name, at_rest):
@@ -176,6 +178,7 @@ def check_gamma(values, shape):
     assert scipy.stats.kstest(values, "gamma", args=(shape,)).pvalue > 1e-3
 
 
+@pytest.mark.everyday_cases("mask0-True", "mask1-False")
 @pytest.mark.parametrize("frozen", (False, True))
 @pytest.mark.parametrize("mask", ((True, True, True), (True, True, False)))
 def test_stochastic_cells_find_the_volumes_of_an_ideal_gas(mask, frozen):

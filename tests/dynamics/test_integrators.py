@@ -100,6 +100,7 @@ def test_verlet_conserves_the_shadow_energy_of_an_oscillator():
     assert (shadow(run(integrator, state, model, 500)) - before).abs().max() < 1e-12 * before.max()
 
 
+@pytest.mark.everyday_cases("nve", "chain of 3", "npt axes", "npt full slab", "langevin", "csvr", "stochastic cell")
 @pytest.mark.parametrize("name", NAMES)
 def test_conserved_quantities_are_of_second_order(name):
     """Half the step, a quarter of the error, over the same time.
@@ -157,6 +158,7 @@ def test_rock_salt_does_not_drift():
 # -- reversal, volume -----------------------------------------------------------------------------
 
 
+@pytest.mark.later_cases("chain of 2", "chain of 3", "npt", "npt axes", "npt slab", "npt full")
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_steps_back_lead_to_the_start(name):
     integrator, model = deterministic(0.1)[name], wells()
@@ -302,6 +304,7 @@ def test_exponentials_of_strains(scale):
 # -- batches --------------------------------------------------------------------------------------
 
 
+@pytest.mark.later_cases("chain of 2", "chain of 4", "chain of 5", "npt slab", "npt full slab", "npt axes slab")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_system_in_a_batch_does_what_it_does_alone_bit_for_bit(name):
     """With its own step, temperature, pressure and times; sizes differ, one system is empty."""
@@ -349,6 +352,7 @@ def test_a_system_in_a_batch_does_what_it_does_alone_bit_for_bit(name):
             assert (start.velocities - state.velocities).abs().max() > 1e-4
 
 
+@pytest.mark.later_cases("chain of 2", "chain of 4", "chain of 5", "npt slab", "npt full slab", "npt axes slab")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_atoms_at_all(name):
     system = System(torch.zeros(0, 3, dtype=float64), cell=4.0 * torch.eye(3, dtype=float64))
@@ -361,6 +365,7 @@ def test_no_atoms_at_all(name):
 # -- frozen atoms, momentum -----------------------------------------------------------------------
 
 
+@pytest.mark.later_cases("chain of 2", "chain of 4", "chain of 5", "npt slab", "npt full slab", "npt axes slab")
 @pytest.mark.parametrize("name", NAMES)
 def test_frozen_atoms_stay_or_move_with_the_cell(name):
     integrator, model = every(0.1)[name], wells()
@@ -401,6 +406,7 @@ def test_a_moving_centre_of_mass_counts_as_degrees_of_freedom():
 # -- derivatives ----------------------------------------------------------------------------------
 
 
+@pytest.mark.everyday_cases("nve", "chain of 2", "nph full", "langevin", "csvr", "stochastic slab")
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_through_five_steps(name):
     """With respect to positions, velocities, cell and temperature, against finite differences."""
