@@ -150,7 +150,8 @@ def test_npt_leaves_the_distribution_of_an_ideal_gas_as_it_is(name, at_rest):
     rate = torch.randn(state.extra["strain_rate"].shape, generator=generator, dtype=float64)
     # a projection of normal numbers is normal in the subspace
     state = state.having(
-        strain_rate=flow._project(rate) * (kt / state.extra["cell_mass"]).sqrt().reshape(-1, *[1] * (rate.ndim - 1)),
+        strain_rate=flow._project(state, rate)
+        * (kt / state.extra["cell_mass"]).sqrt().reshape(-1, *[1] * (rate.ndim - 1)),
         chain_velocities=with_chain(state, "chain", 3 * n, 1.0),
         cell_chain_velocities=with_chain(state, "cell_chain", dimension, 2.0),
     )

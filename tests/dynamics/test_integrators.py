@@ -27,6 +27,7 @@ from nvalchemiops.torch.dynamics import (
 from nvalchemiops.torch.dynamics.flows import Drift, Kick, of_matrices, of_numbers
 from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 from nvalchemiops.torch.interactions.pair import born_mayer_huggins
+from nvalchemiops.torch.operators.noise import normal_noise
 from nvalchemiops.torch.systems import System
 
 from .systems import argon, crystal, few_atoms, float64, joined, run, springs, wells
@@ -266,6 +267,23 @@ def test_without_friction_langevin_is_verlet_bit_for_bit():
     assert torch.equal(states[0].velocities, states[1].velocities)
 
 
+def test_a_step_of_langevin_is_the_exact_solution_for_its_noise():
+    """``v' = c v + sqrt((1 - c²) kT / m) ξ`` with ``c = exp(-γ h)``, and ``r' = r + h/2 (v + v')``."""
+    h, friction, kt = 0.7, 0.4, 0.3
+    integrator, model = langevin(h, kt, friction=friction), springs(0.0)
+    system, masses, velocities = few_atoms()
+    state = integrator.start(system, model, masses=masses, velocities=velocities, seed=5)
+    after = integrator.step(state, model)
+    noise = normal_noise(state.extra["seed"], state.extra["key"], state.step, None, None, 0, 4, 3)
+    c = math.exp(-friction * h)
+    expected = c * velocities + (kt * (1.0 - c * c) / masses.unsqueeze(1)).sqrt() * noise
+    assert (after.velocities - expected).abs().max() < 1e-14
+    assert (after.system.positions - system.positions - 0.5 * h * (velocities + expected)).abs().max() < 1e-14
+    heat = 0.5 * (masses.unsqueeze(1) * (expected**2 - velocities**2)).sum()
+    assert abs(integrator.conserved(after) - integrator.conserved(state)) < 1e-14
+    assert abs(after.extra["heat0"].item() - heat) < 1e-14
+
+
 def test_integrators_of_ones_own_flows():
     """A kick after the drift, as in leapfrog, has the same positions as Verlet half a step later."""
     drifts = Integrator([(Drift(), 0.5), FORCES, (Kick(), 1.0), (Drift(), 0.5)], {"dt": 0.1})
@@ -297,6 +315,10 @@ def test_exponentials_of_strains(scale):
         assert (found - reference).abs().max() < 4e-15 * math.exp(2 * scale)
     for found, reference in zip(of_numbers(values), (values.exp(), quotient)):
         assert (found / reference - 1.0).abs().max() < 1e-15
+    if 0.0 < scale < 0.01:  # (e^x - 1) / x is sum x^k / (k + 1)!, whose derivative is
+        (slopes,) = torch.autograd.grad(of_numbers(values.requires_grad_())[1].sum(), values)
+        series = sum(k * values.detach() ** (k - 1) / math.factorial(k + 1) for k in range(1, 9))
+        assert (slopes - series).abs().max() < 3e-13  # rounding divided by x beyond the series
     assert torch.autograd.gradcheck(of_matrices, matrices.requires_grad_(), atol=1e-7)
     assert torch.autograd.gradgradcheck(of_numbers, values.requires_grad_(), atol=1e-6)
 

@@ -271,12 +271,20 @@ class Cell(Flow):
         n = self.n_axes
         return {"isotropic": 1, "axes": n, "full": n * (n + 1) // 2}[self.shape]
 
-    def _project(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _axes(self, state: State) -> torch.Tensor:
+        """Ones (n_systems, 3) for the axes that may change, zeros for the others."""
+        axes = torch.ones_like(state.extra["dt"]).repeat(1, 3)
+        for axis, moves in enumerate(self.mask):
+            if not moves:
+                axes[:, axis] = 0.0
+        return axes
+
+    def _project(self, state: State, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor of forces (n_systems, 3) or (n_systems, 3, 3) that is in the subspace."""
-        axes = tensor.new_tensor(self.mask) if not all(self.mask) else None
+        axes = None if all(self.mask) else state.extra["axes"]
         if self.shape == "full":
             tensor = 0.5 * (tensor + tensor.mT)
-            return tensor if axes is None else tensor * axes * axes.unsqueeze(1)
+            return tensor if axes is None else tensor * axes.unsqueeze(-1) * axes.unsqueeze(-2)
         if axes is not None:
             tensor = tensor * axes
         if self.shape == "axes":
@@ -342,7 +350,7 @@ class Press(Cell):
             isotropic = trace(motion) / extra["degrees_of_freedom"].clamp(min=1.0)
             force = motion - volume * diagonal(stress) + (isotropic - extra["pressure"] * volume)
         factor = h / extra["cell_mass"]
-        change = self._project(force) * (factor.unsqueeze(-1) if self.shape == "full" else factor)
+        change = self._project(state, force) * (factor.unsqueeze(-1) if self.shape == "full" else factor)
         return state.having(strain_rate=extra["strain_rate"] + change)
 
     def start(self, state: State) -> dict[str, torch.Tensor]:
@@ -352,7 +360,7 @@ class Press(Cell):
         rate = extra["dt"].new_zeros(extra["dt"].shape[0], *size)
         kt = extra["temperature"]
         mass = (extra["degrees_of_freedom"] + 3.0) / 3.0 * kt * extra["barostat_time"] ** 2
-        return {"strain_rate": rate, "cell_mass": mass}
+        return {"strain_rate": rate, "cell_mass": mass, "axes": self._axes(state)}
 
     def energy(self, state: State) -> torch.Tensor:
         """``P V + W Σ ε_ij² / 2``."""
@@ -445,14 +453,11 @@ class CellNoise(Cell):
         stress = state.evaluation.stress
         if stress is None:
             raise ValueError("the model gave no stress, which this integrator needs")
-        return state.volumes.unsqueeze(1) * self._mean(diagonal(stress))
+        return state.volumes.unsqueeze(1) * self._mean(state, diagonal(stress))
 
-    def _mean(self, along: torch.Tensor) -> torch.Tensor:
+    def _mean(self, state: State, along: torch.Tensor) -> torch.Tensor:
         """The mean (n_systems, 1) over the axes that may change."""
-        return trace(self._axes(along) * along) / self.n_axes
-
-    def _axes(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_tensor(self.mask)
+        return trace(state.extra["axes"] * along) / self.n_axes
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Change positions, velocities and the cell."""
@@ -467,11 +472,11 @@ class CellNoise(Cell):
         )
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
-        excess = (self._mean(motion) - slope + 0.5 * kt) / volume - extra["pressure"]
+        excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
         noise = normal_noise(extra["seed"], extra["key"], state.step, None, None, self.stream, len(h), 1, True)
         grown = root + mobility * root * excess * h + (kt * mobility * h).sqrt() * noise
         strain = 2.0 * torch.log(grown / root)
-        scale = torch.exp(strain / self.n_axes * self._axes(motion))
+        scale = torch.exp(strain / self.n_axes * extra["axes"])
         added = 0.5 * trace(motion * (scale**-2 - 1.0)) + extra["pressure"] * (grown * grown - volume)
         added = added + 0.5 * slope * (
             strain + extra["strain"]
@@ -485,7 +490,7 @@ class CellNoise(Cell):
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """No heat, no strain."""
         zero = torch.zeros_like(state.extra["dt"])
-        return {f"heat{self.stream}": zero, "strain": zero.clone()}
+        return {f"heat{self.stream}": zero, "strain": zero.clone(), "axes": self._axes(state)}
 
     def energy(self, state: State) -> torch.Tensor:
         """``P V``, less the energy that came in."""
