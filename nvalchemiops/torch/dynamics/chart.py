@@ -22,8 +22,8 @@ from nvalchemiops.torch.systems import System
 VOIGT = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))
 """Components of a symmetric matrix in Voigt's order."""
 
-DEGREE, SQUARINGS = 12, 4
-"""Of the exponential: its error is below 2e-14 for matrices up to a norm of 8, which no cell that relaxes comes near."""
+DEGREE, SQUARINGS = 12, 3
+"""Of the exponential: its error is below 2e-14 for matrices up to a norm of 4, which no cell that relaxes comes near."""
 
 
 class CellFilter(NamedTuple):
@@ -140,6 +140,7 @@ class Chart:
         self._free = None if fixed is None else _free(fixed, positions)
         self._lattice: torch.Tensor | None = None
         self._per_system: dict[str, torch.Tensor] = {}
+        self._latest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._options = cell if isinstance(cell, CellFilter) else CellFilter()
         if not isinstance(cell, CellFilter) and not checks.check_flag("cell", cell):
             return
@@ -202,7 +203,7 @@ class Chart:
         # -dE/dF = virial F^-T, then the adjoint of the derivative of the exponential
         of_deformation = _product(self._virial(determinant, evaluation), cofactors / determinant[:, None, None])
         of_deformation = torch.where(self._per_system["mask"], of_deformation, 0.0)
-        of_logarithm = self._allowed(_derivative_of_exp(self._logarithm(x).mT, of_deformation))
+        of_logarithm = self._allowed(_exp_minus_one(self._logarithm(x).mT, of_deformation)[:, :, 3:])
         of_logarithm = of_logarithm / self._per_system["factor"][:, None, None]
         of_cell = torch.where(self._per_system["relaxes"][:, None, None], of_logarithm, 0.0)
         return torch.cat([forces, of_cell.reshape(-1, 3)])
@@ -249,6 +250,7 @@ class Chart:
         found._free = None if self._free is None else self._free[atoms]
         found._lattice = None if self._lattice is None else self._lattice[systems]
         found._per_system = {name: value[systems] for name, value in self._per_system.items()}
+        found._latest = None
         return found, atoms, rows
 
     # -- parts ------------------------------------------------------------------------------------
@@ -262,8 +264,10 @@ class Chart:
 
     def _deformation(self, x: torch.Tensor) -> torch.Tensor:
         """F (n_systems, 3, 3), in which components outside of the mask are those of the identity."""
-        change = _exp_minus_one(self._logarithm(x))
-        return torch.where(self._per_system["mask"], change, 0.0) + _identity(change)
+        if self._latest is None or self._latest[0] is not x:  # coordinates are not changed in place
+            change = _exp_minus_one(self._logarithm(x))
+            self._latest = x, torch.where(self._per_system["mask"], change, 0.0) + _identity(change)
+        return self._latest[1]
 
     def _virial(self, determinant: torch.Tensor, evaluation: Evaluation) -> torch.Tensor:
         """Minus the derivative (n_systems, 3, 3) of the enthalpy with respect to a strain."""
@@ -353,7 +357,7 @@ def _added(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products (n, k, k) of matrices."""
+    """Products (n, 3, k) of matrices (n, 3, 3) and (n, 3, k)."""
     return _added((a.unsqueeze(-1) * b.unsqueeze(-3)).unbind(-2))
 
 
@@ -368,33 +372,43 @@ def _cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(rows, 1), _added((matrices[:, 0] * rows[0]).unbind(-1))
 
 
-def _exp_minus_one(matrices: torch.Tensor) -> torch.Tensor:
-    """``exp(A) - 1`` of matrices (n, k, k), exact also for small A: Taylor's polynomial and repeated squaring."""
-    one = _identity(matrices)
-    a = matrices * 0.5**SQUARINGS
-    square = _product(a, a)
-    cube = _product(square, a)
-    factors = [1.0 / math.factorial(k) for k in range(DEGREE + 1)]
-    polynomial = factors[DEGREE] * cube
-    for k in range(DEGREE - 3, -1, -3):
-        part = factors[k + 1] * a + factors[k + 2] * square
-        if k:
-            polynomial = _product(cube, polynomial + part + factors[k] * one)
-        else:
-            polynomial = polynomial + part
-    for _ in range(SQUARINGS):
-        polynomial = 2.0 * polynomial + _product(polynomial, polynomial)
-    return polynomial
+def _exp_minus_one(matrices: torch.Tensor, directions: torch.Tensor | None = None) -> torch.Tensor:
+    """``exp(A) - 1``, exact also for small A, and the derivative of ``exp(A + t G)`` with respect to t at zero.
 
+    By Taylor's polynomial and repeated squaring, of matrices with a derivative beside them: ``[A, G]`` stands for
+    ``A + t G``, whose square is ``[A², A G + G A]``.
 
-def _derivative_of_exp(matrices: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """The derivative of ``exp(A + t G)`` at t = 0 for matrices A and directions G (n, 3, 3).
+    Parameters
+    ----------
+    matrices : (n, 3, 3) tensor
+        A.
+    directions : (n, 3, 3) tensor, optional
+        G.
 
-    It is the block beside the diagonal of the exponential of ``[[A, G], [0, A]]``. Source: R. Mathias, SIAM J. Matrix
-    Anal. Appl. 17, 610 (1996), doi:10.1137/S0895479895283409.
+    Returns
+    -------
+    (n, 3, 3) tensor, or (n, 3, 6) with the derivative
+
+    Source: A. H. Al-Mohy and N. J. Higham, SIAM J. Matrix Anal. Appl. 30, 1639 (2009), doi:10.1137/080716426.
     """
-    upper = torch.cat([matrices, directions], 2)
-    lower = torch.cat([torch.zeros_like(matrices), matrices], 2)
-    return _exp_minus_one(torch.cat([upper, lower], 1))[:, :3, 3:]
+    a = matrices if directions is None else torch.cat([matrices, directions], 2)
 
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found = _product(left[:, :, :3], right)
+        if directions is not None:
+            found[:, :, 3:] += _product(left[:, :, 3:], right[:, :, :3])
+        return found
 
+    one = torch.eye(3, a.shape[-1], dtype=a.dtype, device=a.device)
+    a = a * 0.5**SQUARINGS
+    square = product(a, a)
+    cube = product(square, a)
+    factors = [1.0 / math.factorial(k) for k in range(DEGREE + 1)]
+    result = factors[DEGREE] * cube
+    for k in range(DEGREE - 3, -1, -3):
+        result = result + factors[k + 1] * a + factors[k + 2] * square
+        if k:
+            result = product(cube, result + factors[k] * one)
+    for _ in range(SQUARINGS):
+        result = 2.0 * result + product(result, result)
+    return result

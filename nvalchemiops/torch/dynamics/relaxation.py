@@ -262,10 +262,8 @@ class _Record(NamedTuple):
         """The record of all systems, with these numbers of these systems; without it these are all systems."""
         if whole is None:
             return self
-        for (value, at), into in zip(self._with(places), whole):
-            if value is not None and into is not None:
-                into[at] = value
-        return whole
+        parts = zip(whole, self._with(places))
+        return _Record(*(value if into is None else into.index_copy(0, at, value) for into, (value, at) in parts))
 
     def _with(self, index: _Places) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
         return list(zip(self, (index.rows, index.atoms, *[index.systems] * (len(self) - 2))))
