@@ -67,30 +67,30 @@ class Rows(NamedTuple):
     n_systems: int
     system_of: torch.Tensor | None
 
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums (n_systems, k) of values (n_rows, k)."""
+        return system_sums(values, self.system_of, self.n_systems)
+
     def dots(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The scalar product (n_systems,) of each pair of tensors (n_rows, 3)."""
-        products = torch.cat([a * b for a, b in pairs], 1)
         # sums over three columns are spelled out: torch chooses their order by the shape
-        sums = system_sums(products, self.system_of, self.n_systems).unbind(1)
+        sums = self.sums(torch.cat([a * b for a, b in pairs], 1)).unbind(1)
         return tuple(sums[k] + sums[k + 1] + sums[k + 2] for k in range(0, len(sums), 3))
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """For each row the values (k, n_rows) of its system, from (k, n_systems)."""
+        return values if self.system_of is None else values.index_select(1, self.system_of)
 
     def of_rows(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """For each row the values (n_rows, 1) of its system, from tensors (n_systems,)."""
-        return torch.stack(values, 1).index_select(0, self._places()).split(1, 1) if self._several() else values
+        return self.spread(torch.stack(values))[:, :, None].unbind(0)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
         """The largest norm (n_systems,) of a row (3,): zero without rows, NaN if there is a NaN."""
         squares = (x * x).unbind(1)
         norms = (squares[0] + squares[1] + squares[2]).sqrt()
-        places = self._places() if self._several() else torch.zeros_like(norms, dtype=torch.int64)
+        places = torch.zeros(norms.shape, dtype=torch.int64, device=x.device) if self.system_of is None else self.system_of
         return norms.new_zeros(self.n_systems).scatter_reduce(0, places.to(torch.int64), norms, "amax")
-
-    def _several(self) -> bool:
-        return self.system_of is not None
-
-    def _places(self) -> torch.Tensor:
-        assert self.system_of is not None
-        return self.system_of
 
 
 class Chart:

@@ -6,7 +6,7 @@ that it takes alone, to the last bit. Nothing is read on the host.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,8 +14,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.chart import Rows
 
 OptimizerState = dict[str, Any]
-"""What an optimizer remembers: tensors, or tuples of tensors. Those in `Optimizer.of_rows` have a row for each row of
-coordinates, all others one for each system."""
+"""What an optimizer remembers, by name."""
 
 
 class Move(NamedTuple):
@@ -36,21 +35,16 @@ class Move(NamedTuple):
 
 
 class Optimizer(Protocol):
-    """From forces to the next coordinates.
-
-    Attributes
-    ----------
-    of_rows : tuple of str
-        Entries of the state that belong to rows, not to systems.
-    """
-
-    of_rows: ClassVar[tuple[str, ...]]
+    """From forces to the next coordinates."""
 
     def start(self, rows: Rows, x: torch.Tensor) -> OptimizerState:
         """The state before the first step."""
 
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems, from the forces (n_rows, 3) at x."""
+
+    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
+        """The state of some systems, with the numbers of their rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +80,16 @@ class FIRE:
     astart: float = 0.1
     fa: float = 0.99
 
-    of_rows: ClassVar[tuple[str, ...]] = ("velocities",)
-
     def __post_init__(self) -> None:
         _check(self)
 
     def start(self, rows: Rows, x: torch.Tensor) -> OptimizerState:
         """The state at rest."""
         return _at_rest(self, rows, x)
+
+    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
+        """The state of some systems, with the numbers of their rows."""
+        return _select(state, systems, rows)
 
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems."""
@@ -151,14 +147,16 @@ class FIRE2:
     fa: float = 0.99
     use_abc: bool = False
 
-    of_rows: ClassVar[tuple[str, ...]] = ("velocities",)
-
     def __post_init__(self) -> None:
         _check(self)
 
     def start(self, rows: Rows, x: torch.Tensor) -> OptimizerState:
         """The state at rest."""
         return _at_rest(self, rows, x)
+
+    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
+        """The state of some systems, with the numbers of their rows."""
+        return _select(state, systems, rows)
 
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems, or half a step back."""
@@ -212,7 +210,9 @@ class LBFGS:
     alpha : float, energy / length²
         Curvature before it is known.
 
-    Source: J. Nocedal, Math. Comput. 35, 773 (1980), doi:10.1090/S0025-5718-1980-0572855-7.
+    The steps are those of the two loops of J. Nocedal, Math. Comput. 35, 773 (1980),
+    doi:10.1090/S0025-5718-1980-0572855-7, computed by products with the whole history: R. H. Byrd, J. Nocedal and
+    R. B. Schnabel, Math. Program. 63, 129 (1994), doi:10.1007/BF01582063, eq. 3.1.
     """
 
     memory: int = 100
@@ -220,39 +220,69 @@ class LBFGS:
     damping: float = 1.0
     alpha: float = 70.0
 
-    of_rows: ClassVar[tuple[str, ...]] = ("x", "forces", "steps", "changes")
-
     def __post_init__(self) -> None:
         _check(self)
 
     def start(self, rows: Rows, x: torch.Tensor) -> OptimizerState:
-        """The state without a history."""
-        return {"x": None, "forces": None, "steps": (), "changes": (), "weights": ()}
+        """The state without a history. Steps write into it: it belongs to one relaxation."""
+        none = x.new_zeros((0, 3, x.shape[0]))
+        return {
+            "x": None,
+            "forces": None,
+            "count": 0,  # number of steps that entered the history; the latest ones are kept, in turns
+            "steps": none,  # (m, 3, n_rows), S of the source
+            "changes": none,  # (m, 3, n_rows), Y
+            "curvatures": x.new_zeros((0, rows.n_systems)),  # (m, n_systems), D: the diagonal of Sᵀ Y
+            "inverse": x.new_zeros((0, 0, rows.n_systems)),  # (m, m, n_systems), of R: the upper triangle of Sᵀ Y
+            "work": x.new_zeros(0),  # for products: new memory of this size would take longer than they do
+        }
 
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems."""
-        steps, changes, weights = state["steps"], state["changes"], state["weights"]
         if state["x"] is not None:
-            step, change = x - state["x"], state["forces"] - forces
-            (curvature,) = rows.dots((step, change))
-            # systems that stay have no change, and no pair in their history
-            weight = torch.where(curvature == 0.0, 0.0, 1.0 / curvature)
-            kept = slice(max(0, len(steps) + 1 - self.memory), None)
-            steps, changes, weights = (*steps, step)[kept], (*changes, change)[kept], (*weights, weight)[kept]
-        gradient = -forces
-        shares = []
-        for step, change, weight in zip(reversed(steps), reversed(changes), reversed(weights)):
-            share = weight * rows.dots((step, gradient))[0]
-            gradient = gradient - rows.of_rows(share)[0] * change
-            shares.append(share)
-        direction = gradient * (1.0 / self.alpha)
-        for step, change, weight, share in zip(steps, changes, weights, reversed(shares)):
-            part = share - weight * rows.dots((change, direction))[0]
-            direction = direction + rows.of_rows(part)[0] * step
+            state = self._extended(rows, state, x, forces)
+        size = min(state["count"], self.memory)
+        steps, changes, inverse = state["steps"][:size], state["changes"][:size], state["inverse"][:size, :size]
+        # H g = q / α + S b with q = g - Y a: the coefficients of the two loops, each for the whole history at once
+        gradient, scale = -forces.mT, 1.0 / self.alpha
+        work = state["work"]
+        a = _sum_of_products(inverse, _dots(rows, steps, gradient, work), 1, work)
+        q = gradient - _sum_of_products(changes, rows.spread(a)[:, None], 0, work)
+        b = state["curvatures"][:size] * a - scale * _dots(rows, changes, q, work)
+        b = _sum_of_products(inverse, b[:, None], 0, work)
+        direction = (scale * q + _sum_of_products(steps, rows.spread(b)[:, None], 0, work)).mT
         longest = rows.largest(direction)
-        (scale,) = rows.of_rows(-self.damping * torch.where(longest >= self.maxstep, self.maxstep / longest, 1.0))
-        new = {"x": x, "forces": forces, "steps": steps, "changes": changes, "weights": weights}
-        return Move(x + scale * direction, new, torch.ones_like(longest, dtype=torch.bool))
+        (factor,) = rows.of_rows(-self.damping * torch.where(longest >= self.maxstep, self.maxstep / longest, 1.0))
+        return Move(
+            x + factor * direction, state | {"x": x, "forces": forces}, torch.ones_like(longest, dtype=torch.bool)
+        )
+
+    def _extended(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> OptimizerState:
+        """The state with the latest step in its history, in the place of the oldest one if it is full."""
+        place, size = state["count"] % self.memory, min(state["count"] + 1, self.memory)
+        if size > state["steps"].shape[0]:
+            state = _with_room(state, min(max(8, 2 * size), self.memory))
+        change = (state["forces"] - forces).mT
+        state["steps"][place], state["changes"][place] = (x - state["x"]).mT, change
+        upper = _dots(rows, state["steps"][:size], change, state["work"])
+        # systems that stay have no change, and nothing in their history
+        state["curvatures"][place] = upper[place]
+        reciprocal = torch.where(upper[place] == 0.0, 0.0, 1.0 / upper[place])
+        # R loses a row and a column, and so does its inverse; then it gains a column
+        inverse = state["inverse"][:size, :size]
+        inverse[place], inverse[:, place] = 0.0, 0.0
+        column = -reciprocal * _sum_of_products(inverse, upper, 1, state["work"])
+        column[place] = reciprocal
+        inverse[:, place] = column
+        return state | {"count": state["count"] + 1}
+
+    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
+        """The state of some systems, with the numbers of their rows."""
+        of = {"x": (0, rows), "forces": (0, rows), "steps": (2, rows), "changes": (2, rows)}
+        of |= {"curvatures": (1, systems), "inverse": (2, systems)}
+        return state | {
+            name: state[name].index_select(*where) for name, where in of.items() if state[name] is not None
+        }
 
 
 OPTIMIZERS: dict[str, type[FIRE | FIRE2 | LBFGS]] = {"fire": FIRE, "fire2": FIRE2, "lbfgs": LBFGS}
@@ -283,12 +313,45 @@ def _at_rest(optimizer: FIRE | FIRE2, rows: Rows, x: torch.Tensor) -> OptimizerS
     }
 
 
-def selected(optimizer: Optimizer, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
-    """The state of some systems, whose rows these are."""
+def _select(state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
+    return {
+        name: value.index_select(0, rows if name == "velocities" else systems) for name, value in state.items()
+    }
 
-    def of(value: Any, index: torch.Tensor) -> Any:
-        if isinstance(value, tuple):
-            return tuple(of(v, index) for v in value)
-        return value if value is None else value.index_select(0, index)
 
-    return {name: of(value, rows if name in optimizer.of_rows else systems) for name, value in state.items()}
+# -- products with a history, in an order of sums that depends on its length only ----------------------------------
+
+
+def _product_in(work: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a * b``, of the shape of a, in this memory."""
+    return torch.mul(a, b, out=work[: a.numel()].view(a.shape))
+
+
+def _sum_of_products(a: torch.Tensor, b: torch.Tensor, axis: int, work: torch.Tensor) -> torch.Tensor:
+    """The sum of ``a * b``, of the shape of a, over an axis."""
+    terms = _product_in(work, a, b).movedim(axis, 0)
+    n = terms.shape[0]
+    while n > 1:
+        half = (n + 1) // 2
+        terms[: n - half] += terms[half:n]
+        n = half
+    return terms[0].clone() if n else terms.sum(0)
+
+
+def _dots(rows: Rows, history: torch.Tensor, vectors: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+    """Scalar products (m, n_systems) of a history (m, 3, n_rows) and vectors (3, n_rows)."""
+    products = _product_in(work, history, vectors)
+    products[:, 0] += products[:, 1]
+    products[:, 0] += products[:, 2]
+    return rows.sums(products[:, 0].mT.contiguous()).mT
+
+
+def _with_room(state: OptimizerState, size: int) -> OptimizerState:
+    """The state with room for a history of this length."""
+    new = dict(state)
+    for name, axes in (("steps", 1), ("changes", 1), ("curvatures", 1), ("inverse", 2)):
+        old = state[name]
+        new[name] = old.new_zeros((*[size] * axes, *old.shape[axes:]))
+        new[name][tuple(slice(n) for n in old.shape)] = old
+    new["work"] = old.new_empty(max(new["steps"].numel(), new["inverse"].numel()))
+    return new

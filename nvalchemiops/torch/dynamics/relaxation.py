@@ -11,7 +11,7 @@ from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.model import Evaluation, Model
-from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer, selected
+from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.systems import System
 
 ASK_EVERY = 10
@@ -196,7 +196,7 @@ def relax(
                     left = torch.nonzero(known.active).squeeze(1)
                     chart, atoms, rows = chart.select(left)
                     index = _Places(left, atoms, rows)
-                    state, known, is_step = selected(optimizer, state, left, rows), known.select(index), is_step[left]
+                    state, known, is_step = optimizer.select(state, left, rows), known.select(index), is_step[left]
                     x, forces, places = x[rows], forces[rows], _Places(*(of[at] for of, at in zip(places, index)))
             with torch.no_grad():
                 moved, state, is_step = optimizer.step(chart.rows, state, x, forces)
