@@ -31,7 +31,6 @@ from nvalchemiops.torch.dynamics import (
     relax,
 )
 from nvalchemiops.torch.dynamics.chart import _exp_minus_one
-
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.systems import System
 
@@ -109,7 +108,9 @@ def test_steps_equal_those_of_ase(name: str, mode: str) -> None:
     atoms.calc = Calculator(Pair("lennard_jones", **SMOOTH, **LJ))
     filtered = atoms if options is None else FrechetCellFilter(atoms, **options)
     count = 0
-    for (positions, lattice, fmax), _ in zip(path, theirs(filtered, logfile=None).irun(fmax=0.0, steps=50), strict=True):
+    for (positions, lattice, fmax), _ in zip(
+        path, theirs(filtered, logfile=None).irun(fmax=0.0, steps=50), strict=True
+    ):
         assert np.abs(positions.numpy() - atoms.positions).max() < 1e-10
         assert np.abs(lattice.numpy() - atoms.cell.array).max() < 1e-10
         assert abs(fmax - np.linalg.norm(filtered.get_forces(), axis=1).max()) < 1e-9
@@ -411,7 +412,9 @@ def test_torch_models_whose_forces_come_from_autograd() -> None:
 
 @pytest.mark.parametrize("of", ["forces", "energies"])
 def test_results_that_are_not_finite_are_named(of: str) -> None:
-    system = System(torch.ones((6, 3), dtype=torch.float64), batch_idx=torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32))
+    system = System(
+        torch.ones((6, 3), dtype=torch.float64), batch_idx=torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
+    )
     system = system._replace(numbers=torch.tensor([1, 1, 1, 1, 1, 1]))
     calls = []
 

@@ -89,7 +89,9 @@ class Rows(NamedTuple):
         """The largest norm (n_systems,) of a row (3,): zero without rows, NaN if there is a NaN."""
         squares = (x * x).unbind(1)
         norms = (squares[0] + squares[1] + squares[2]).sqrt()
-        places = torch.zeros(norms.shape, dtype=torch.int64, device=x.device) if self.system_of is None else self.system_of
+        places = (
+            torch.zeros(norms.shape, dtype=torch.int64, device=x.device) if self.system_of is None else self.system_of
+        )
         return norms.new_zeros(self.n_systems).scatter_reduce(0, places.to(torch.int64), norms, "amax")
 
 
@@ -120,9 +122,7 @@ class Chart:
         with which no deformation has a constant volume.
     """
 
-    def __init__(
-        self, system: System, *, cell: bool | CellFilter = False, fixed: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, system: System, *, cell: bool | CellFilter = False, fixed: torch.Tensor | None = None) -> None:
         if not isinstance(system, System):
             raise TypeError(f"`system` must be a System, got {type(system).__name__}")
         if system.domain is not None:
@@ -165,7 +165,9 @@ class Chart:
             return tensor.expand(n)
 
         options = self._options
-        factor = counts.clamp(min=1.0) if options.cell_factor is None else of_systems("cell_factor", options.cell_factor)
+        factor = (
+            counts.clamp(min=1.0) if options.cell_factor is None else of_systems("cell_factor", options.cell_factor)
+        )
         axes = torch.ones_like(counts, dtype=torch.bool) if pbc is None else pbc.reshape(-1, 3).any(1)
         self._per_system = {
             "mask": _mask(options, n, device),

@@ -99,7 +99,9 @@ class FIRE:
         of_v = torch.where(downhill, 1.0 - a, 0.0)
         of_f = torch.where(downhill, a * (vv / ff).sqrt(), 0.0)
         grows = downhill & (downhill_steps > self.Nmin)
-        dt = torch.where(grows, (dt * self.finc).clamp(max=self.dtmax), torch.where(downhill | fresh, dt, dt * self.fdec))
+        dt = torch.where(
+            grows, (dt * self.finc).clamp(max=self.dtmax), torch.where(downhill | fresh, dt, dt * self.fdec)
+        )
         a = torch.where(grows, a * self.fa, torch.where(downhill | fresh, a, self.astart))
         of_f = of_f + dt
         # the norm of a combination of velocities and forces; without cancellation, since vf > 0 or of_v = 0
@@ -280,9 +282,7 @@ class LBFGS:
         """The state of some systems, with the numbers of their rows."""
         of = {"x": (0, rows), "forces": (0, rows), "steps": (2, rows), "changes": (2, rows)}
         of |= {"curvatures": (1, systems), "inverse": (2, systems)}
-        return state | {
-            name: state[name].index_select(*where) for name, where in of.items() if state[name] is not None
-        }
+        return state | {name: state[name].index_select(*where) for name, where in of.items() if state[name] is not None}
 
 
 OPTIMIZERS: dict[str, type[FIRE | FIRE2 | LBFGS]] = {"fire": FIRE, "fire2": FIRE2, "lbfgs": LBFGS}
@@ -314,9 +314,7 @@ def _at_rest(optimizer: FIRE | FIRE2, rows: Rows, x: torch.Tensor) -> OptimizerS
 
 
 def _select(state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
-    return {
-        name: value.index_select(0, rows if name == "velocities" else systems) for name, value in state.items()
-    }
+    return {name: value.index_select(0, rows if name == "velocities" else systems) for name, value in state.items()}
 
 
 # -- products with a history, in an order of sums that depends on its length only ----------------------------------
