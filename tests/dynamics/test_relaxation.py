@@ -316,6 +316,12 @@ def test_systems_that_converged_are_not_evaluated_any_more() -> None:
     assert result.converged.all()
 
 
+def test_a_bar_counts_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    system = System(torch.ones((2, 3), dtype=torch.float64), batch_idx=torch.tensor([0, 1], dtype=torch.int32))
+    relax(system._replace(numbers=torch.ones(2)), springs, progress=True)
+    assert "2/2" in capsys.readouterr().err
+
+
 def test_a_minimum_has_converged_whatever_the_tolerance() -> None:
     system = System(torch.zeros((2, 3), dtype=torch.float64), numbers=torch.tensor([1, 2]))
     result = relax(system, springs, fmax=0.0)
@@ -470,6 +476,7 @@ def test_models_that_hold_values_of_atoms_say_so() -> None:
         ({"max_steps": -1}, "`max_steps` must not be negative"),
         ({"compact_every": 0}, "`compact_every` must be positive"),
         ({"fmax": -1.0}, "`fmax`"),
+        ({"smax": 0.1}, "`smax` is for cells"),
         ({"model": springs, "cell": True}, "`model` gives no stress"),
         ({"model": lambda s: Evaluation(torch.zeros(3), s.positions)}, "`energies` of the model must have shape"),
     ],

@@ -23,7 +23,7 @@ VOIGT = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))
 """Components of a symmetric matrix in Voigt's order."""
 
 DEGREE, SQUARINGS = 12, 3
-"""Of the exponential: its error is below 2e-14 for matrices up to a norm of 4, which no cell that relaxes comes near."""
+"""Of the exponential: its error is below 2e-14 for matrices up to a norm of 4; cells that relax come nowhere near."""
 
 
 class CellFilter(NamedTuple):
@@ -118,8 +118,8 @@ class Chart:
     Raises
     ------
     ValueError, TypeError
-        A cell is to relax, but there is none; an argument of a wrong shape; a system that is divided among ranks; a mask
-        with which no deformation has a constant volume.
+        A cell is to relax, but there is none; an argument of a wrong shape; a system that is divided among ranks; a
+        mask that cannot keep the volume.
     """
 
     def __init__(self, system: System, *, cell: bool | CellFilter = False, fixed: torch.Tensor | None = None) -> None:
@@ -299,7 +299,8 @@ def _free(fixed: Any, positions: torch.Tensor) -> torch.Tensor:
     n = positions.shape[0]
     if fixed.dtype != torch.bool or fixed.shape not in ((n,), (n, 3)):
         raise ValueError(
-            f"`fixed` must be bool of shape (n_atoms,) = ({n},) or (n_atoms, 3), got {fixed.dtype} of {tuple(fixed.shape)}"
+            f"`fixed` must be bool of shape (n_atoms,) = ({n},) or (n_atoms, 3), got {fixed.dtype} of "
+            f"{tuple(fixed.shape)}"
         )
     return ~fixed.to(positions.device).reshape(n, -1) if n else ~fixed.reshape(0, 1)
 
@@ -319,7 +320,8 @@ def _mask(options: CellFilter, n_systems: int, device: torch.device) -> torch.Te
         of_products = (mask.double() @ mask.double()) > 0
         if bool((of_products & ~mask).any()):
             raise ValueError(
-                "`constant_volume` needs a `mask` that has yy and zz if it has yz, and so on, and xz if it has xy and yz"
+                "`constant_volume` needs a `mask` that has yy and zz if it has yz, and so on, and xz if it has xy and "
+                "yz"
             )
     # the strain acts on row vectors, F on column vectors
     return mask.to(device).mT.expand(n_systems, 3, 3)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,7 +62,7 @@ class RelaxationProgress(NamedTuple):
     fmax : (k,) tensor
     active : (k,) bool tensor
         Systems that will take another step.
-    count : int
+    number : int
         Number of evaluations before this one.
     """
 
@@ -72,7 +72,7 @@ class RelaxationProgress(NamedTuple):
     steps: torch.Tensor
     fmax: torch.Tensor
     active: torch.Tensor
-    count: int
+    number: int
 
 
 def relax(
@@ -123,7 +123,7 @@ def relax(
     hooks : sequence of callable, optional
         Called with a `RelaxationProgress` after each evaluation.
     progress : bool, optional
-        Whether to show a bar of converged systems, with tqdm.
+        Whether to show a bar of systems that are done, if tqdm is installed.
 
     Returns
     -------
@@ -154,7 +154,10 @@ def relax(
         checks.check_choice("optimizer", optimizer, OPTIMIZERS)
         optimizer = OPTIMIZERS[optimizer]()
     fmax = checks.check_not_negative("fmax", fmax)
-    smax = None if smax is None else checks.check_not_negative("smax", smax)
+    if smax is not None:
+        smax = checks.check_not_negative("smax", smax)
+        if cell is False:
+            raise ValueError("`smax` is for cells that relax: see `cell`")
     max_steps = checks.check_count("max_steps", max_steps)
     if compact_every is not None and checks.check_count("compact_every", compact_every) == 0:
         raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
@@ -220,8 +223,8 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
     except Exception as error:
         if chart.n_systems < n_systems:
             error.add_note(
-                f"The model was called with the {chart.n_systems} of {n_systems} systems that have not converged. If it "
-                "holds values for each atom or system of the whole batch, give `compact_every=None`."
+                f"The model was called with the {chart.n_systems} of {n_systems} systems that have not converged. If "
+                "it holds values for each atom or system of the whole batch, give `compact_every=None`."
             )
         raise
     shapes: dict[str, tuple[int, ...]] = {"energies": (chart.n_systems,), "forces": (chart.n_atoms, 3)}
@@ -230,7 +233,8 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
     for name, shape in shapes.items():
         if getattr(found, name).shape != shape:
             raise ValueError(f"`{name}` of the model must have shape {shape}, got {tuple(getattr(found, name).shape)}")
-    return Evaluation(*(None if value is None else value.detach() for value in found))
+    stress = None if found.stress is None else found.stress.detach()
+    return Evaluation(found.energies.detach(), found.forces.detach(), stress)
 
 
 class _Places(NamedTuple):
@@ -256,14 +260,16 @@ class _Record(NamedTuple):
     evaluations: torch.Tensor
 
     def select(self, index: _Places) -> "_Record":
-        return _Record(*(None if value is None else value[at] for value, at in self._with(index)))  # type: ignore[arg-type]
+        chosen = [None if value is None else value[at] for value, at in self._with(index)]
+        return _Record(*chosen)  # type: ignore[arg-type]
 
     def put_into(self, whole: "_Record | None", places: _Places) -> "_Record":
         """The record of all systems, with these numbers of these systems; without it these are all systems."""
         if whole is None:
             return self
         parts = zip(whole, self._with(places))
-        return _Record(*(value if into is None else into.index_copy(0, at, value) for into, (value, at) in parts))
+        merged = [None if a is None or b is None else a.index_copy(0, at, b) for a, (b, at) in parts]
+        return _Record(*merged)  # type: ignore[arg-type]
 
     def _with(self, index: _Places) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
         return list(zip(self, (index.rows, index.atoms, *[index.systems] * (len(self) - 2))))
@@ -317,14 +323,12 @@ def _judged(
 @contextlib.contextmanager
 def _bar(n_systems: int, progress: bool) -> Iterator[Callable[[int], None]]:
     """A function that shows how many systems are done."""
-    if not progress:
+    tqdm: Any = None
+    if checks.check_flag("progress", progress):
+        with contextlib.suppress(ImportError):
+            from tqdm.auto import tqdm
+    if tqdm is None:
         yield lambda _: None
         return
-    from tqdm.auto import tqdm
-
     with tqdm(total=n_systems, desc="relax", unit="system") as bar:
-
-        def show(done: int) -> None:
-            bar.update(done - bar.n)
-
-        yield show
+        yield lambda done: bar.update(done - bar.n)
