@@ -34,7 +34,7 @@ from nvalchemiops.torch.dynamics import SumOfTerms, relax
 from nvalchemiops.torch.interactions.pair import morse
 from nvalchemiops.torch.systems import System
 
-FMAX, MAX_STEPS = 0.01, 1000
+FMAX, MAX_STEPS = 0.01, 500
 BONDS = {"depth": 0.3429, "steepness": 1.3588, "r0": 2.866}  # Girifalco and Weizer, Phys. Rev. 114, 687 (1959)
 RANGE = {"cutoff": 6.0, "r_switch": 4.5}
 ASE_OPTIMIZERS = {"fire": FIRE, "fire2": FIRE2, "lbfgs": LBFGS}

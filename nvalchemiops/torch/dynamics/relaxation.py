@@ -1,6 +1,7 @@
 """Relaxation of batches of systems: `relax`."""
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -147,8 +148,13 @@ def relax(
 
     Examples
     --------
-    >>> result = relax(system, model, "lbfgs", fmax=0.01, cell=CellFilter(scalar_pressure=0.1))
-    >>> result.system.positions, result.converged
+    >>> from functools import partial
+    >>> from nvalchemiops.torch.dynamics import SumOfTerms
+    >>> from nvalchemiops.torch.interactions.pair import lennard_jones
+    >>> model = SumOfTerms(partial(lennard_jones(6.0), sigma=2.5, epsilon=0.1))
+    >>> result = relax(System.from_ase(atoms), model, "lbfgs", cell=CellFilter(scalar_pressure=0.01))
+    >>> bool(result.converged)
+    True
     """
     if isinstance(optimizer, str):
         checks.check_choice("optimizer", optimizer, OPTIMIZERS)
@@ -326,7 +332,7 @@ def _bar(n_systems: int, progress: bool) -> Iterator[Callable[[int], None]]:
     tqdm: Any = None
     if checks.check_flag("progress", progress):
         with contextlib.suppress(ImportError):
-            from tqdm.auto import tqdm
+            tqdm = importlib.import_module("tqdm.auto").tqdm
     if tqdm is None:
         yield lambda _: None
         return
