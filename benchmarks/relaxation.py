@@ -11,7 +11,7 @@ calculator for one crystal. Contenders:
 
 An evaluation is one of one system. Asked: at most 1.1 times ASE's. Times are those of one run of each.
 
-Run: ``python benchmarks/relaxation.py [--quick] [--csv FILE]``.
+Run: ``python benchmarks/relaxation.py [--quick] [--crystals N] [--csv FILE]``.
 """
 
 import time
@@ -164,10 +164,11 @@ def in_torch_sim(structures: list[Atoms]) -> Row | None:
 
 def main() -> None:
     parser = common.parser_for(__doc__, "20 crystals instead of 200")
+    parser.add_argument("--crystals", type=int, default=200)
     options = parser.parse_args()
     common.start(1, "cpu", "beside ASE and torch-sim")
     warnings.simplefilter("ignore")
-    structures = list(crystals(20 if options.quick else 200))
+    structures = list(crystals(20 if options.quick else options.crystals))
     n_atoms = [len(structure) for structure in structures]
     print(f"{len(structures)} crystals of {min(n_atoms)} to {max(n_atoms)} atoms, {sum(n_atoms)} in all")
     rows = []

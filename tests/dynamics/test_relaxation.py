@@ -235,6 +235,8 @@ def test_modes_keep_what_they_promise() -> None:
     strain = torch.linalg.solve(system.cell, relaxed(mask=IN_PLANE).cell) - torch.eye(3)
     assert strain[:, 2].abs().max() < 1e-14 and strain[:, :, 2].abs().max() < 1e-14
     assert strain[:, :2, :2].abs().min() > 1e-5
+    strain = torch.linalg.solve(system.cell, relaxed(mask=np.tril(np.ones((3, 3)))).cell) - torch.eye(3)
+    assert strain.triu(1).abs().max() < 1e-14 and strain.tril(-1).abs().max() > 1e-4
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -468,6 +470,7 @@ def test_models_that_hold_values_of_atoms_say_so() -> None:
     ("options", "message"),
     [
         ({"optimizer": "newton"}, "`optimizer` must be 'fire' or 'fire2' or 'lbfgs'"),
+        ({"optimizer": FIRE}, "`optimizer` must be a name or an Optimizer"),
         ({"cell": 1}, "`cell` must be True or False"),
         ({"cell": CellFilter(mask=[1, 1])}, r"`mask` must have shape \(6,\)"),
         ({"cell": CellFilter(mask=[1, 1, 1, 1, 1, 0], constant_volume=True)}, "`constant_volume` needs a `mask`"),

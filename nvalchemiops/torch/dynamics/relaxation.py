@@ -159,6 +159,8 @@ def relax(
     if isinstance(optimizer, str):
         checks.check_choice("optimizer", optimizer, OPTIMIZERS)
         optimizer = OPTIMIZERS[optimizer]()
+    elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "select")):
+        raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
     fmax = checks.check_not_negative("fmax", fmax)
     if smax is not None:
         smax = checks.check_not_negative("smax", smax)
