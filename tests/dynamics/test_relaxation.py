@@ -74,7 +74,10 @@ OPTIMIZERS = {
     "fire": (FIRE(), AseFIRE),
     "fire2": (FIRE2(), AseFIRE2),
     "abc": (FIRE2(use_abc=True), partial(AseFIRE2, use_abc=True)),
-    "lbfgs": (LBFGS(memory=12, damping=0.9), partial(AseLBFGS, memory=12, damping=0.9)),
+    "lbfgs": (
+        LBFGS(memory=12, damping=0.9, maxstep=0.03),
+        partial(AseLBFGS, memory=12, damping=0.9, maxstep=0.03),
+    ),
 }
 MODES: dict[str, dict[str, Any] | None] = {
     "positions": None,
@@ -316,6 +319,15 @@ def test_systems_that_converged_are_not_evaluated_any_more() -> None:
     assert torch.equal(result.evaluations, result.steps + 1)
     assert torch.equal(result.system.positions[:3], at_rest) and torch.equal(result.system.positions[5:], near)
     assert result.converged.all()
+
+
+@unconverged
+def test_forces_without_curvature_leave_no_history() -> None:
+    """A slope, down which L-BFGS takes the step of its first guess again and again."""
+    force = torch.tensor([[1.0, 0.5, 0.0]], dtype=torch.float64)
+    model = FromEnergies(lambda s: -(s.positions * force).sum().reshape(1))
+    result = relax(System(torch.zeros((1, 3), dtype=torch.float64)), model, "lbfgs", max_steps=5)
+    assert torch.allclose(result.system.positions, 5 * force / LBFGS().alpha, rtol=1e-12)
 
 
 def test_a_bar_counts_systems(capsys: pytest.CaptureFixture[str]) -> None:
