@@ -1,5 +1,6 @@
-"""Molecular dynamics of batches of systems: models, states, flows and integrators (docs/dynamics.md)."""
+"""Molecular dynamics and relaxation of batches of systems (docs/dynamics.md, docs/relaxation.md)."""
 
+from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.integrators import (
     FORCES,
     Integrator,
@@ -12,6 +13,8 @@ from nvalchemiops.torch.dynamics.integrators import (
     stochastic_cell,
 )
 from nvalchemiops.torch.dynamics.model import Evaluation, FromEnergies, Model, SumOfTerms
+from nvalchemiops.torch.dynamics.optimizers import FIRE, FIRE2, LBFGS, Move, Optimizer, Rows
+from nvalchemiops.torch.dynamics.relaxation import ConvergenceWarning, Relaxation, RelaxationProgress, relax
 from nvalchemiops.torch.dynamics.simulate import Simulation, simulate, to_ase
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.velocities import (
@@ -25,11 +28,22 @@ from nvalchemiops.torch.dynamics.velocities import (
 )
 
 __all__ = [
+    "FIRE",
+    "FIRE2",
     "FORCES",
+    "LBFGS",
+    "CellFilter",
+    "Chart",
+    "ConvergenceWarning",
     "Evaluation",
     "FromEnergies",
     "Integrator",
     "Model",
+    "Move",
+    "Optimizer",
+    "Relaxation",
+    "RelaxationProgress",
+    "Rows",
     "Simulation",
     "State",
     "SumOfTerms",
@@ -43,6 +57,7 @@ __all__ = [
     "nph",
     "npt",
     "nve",
+    "relax",
     "remove_momentum",
     "remove_rotation",
     "simulate",

@@ -1,0 +1,418 @@
+"""Coordinates of relaxation: positions and cells of a batch as rows of numbers, and the forces on them.
+
+A system has a row for each atom and, if its cell relaxes, three more. With the deformation gradient F from the initial
+cell to the present one, rows of atoms are positions in the initial cell, ``y = F⁻¹ r``; the others are ``c log F``,
+where the cell factor c makes steps of cells and of atoms alike. So an optimizer is a function of rows, which does not
+know what they are. `nvalchemiops.torch.dynamics.relax` puts both together.
+
+Source: the logarithm of F as coordinate, with exact forces, is the choice of JuLIP (C. Ortner) and of ASE's
+``FrechetCellFilter``; E. B. Tadmor et al., Phys. Rev. B 59, 235 (1999), doi:10.1103/PhysRevB.59.235, for F itself.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.dynamics.model import Evaluation
+from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.systems import System
+
+VOIGT = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))
+"""Components of a symmetric matrix in Voigt's order."""
+
+DEGREE, SQUARINGS = 12, 3
+"""Of the exponential: its error is below 2e-14 for matrices up to a norm of 4; cells that relax come nowhere near."""
+
+
+class CellFilter(NamedTuple):
+    """Which deformations of cells are relaxed, and under which pressure.
+
+    The names are those of ASE's ``FrechetCellFilter``.
+
+    Attributes
+    ----------
+    mask : (6,) or (3, 3) or (n_systems, 3, 3) sequence or tensor of bool, optional
+        Components of the deformation that may change: xx, yy, zz, yz, xz, xy, or a matrix, as for the strain ε in
+        ``cell @ (1 + ε)``. By default all.
+    hydrostatic_strain : bool, optional
+        Whether cells only scale, by the same factor along all axes of the mask.
+    constant_volume : bool, optional
+        Whether volumes stay as they are.
+    scalar_pressure : float or (n_systems,) tensor, energy / length³, optional
+        The enthalpy ``E + pressure * volume`` is relaxed.
+    cell_factor : float or (n_systems,) tensor, optional
+        Factor c of the rows of cells, by default the number of atoms.
+    """
+
+    mask: Any = None
+    hydrostatic_strain: bool = False
+    constant_volume: bool = False
+    scalar_pressure: float | torch.Tensor = 0.0
+    cell_factor: float | torch.Tensor | None = None
+
+
+class Rows(NamedTuple):
+    """To which system rows of numbers belong, and sums over the rows of a system.
+
+    Sums have the same bits for a system alone and in a batch.
+
+    Attributes
+    ----------
+    n_systems : int
+    system_of : (n_rows,) int32 tensor, or None for one system
+    """
+
+    n_systems: int
+    system_of: torch.Tensor | None
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums (n_systems, k) of values (n_rows, k)."""
+        return system_sums(values, self.system_of, self.n_systems)
+
+    def dots(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The scalar product (n_systems,) of each pair of tensors (n_rows, 3)."""
+        # sums over three columns are spelled out: torch chooses their order by the shape
+        sums = self.sums(torch.cat([a * b for a, b in pairs], 1)).unbind(1)
+        return tuple(sums[k] + sums[k + 1] + sums[k + 2] for k in range(0, len(sums), 3))
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """For each row the values (k, n_rows) of its system, from (k, n_systems)."""
+        return values if self.system_of is None else values.index_select(1, self.system_of)
+
+    def of_rows(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """For each row the values (n_rows, 1) of its system, from tensors (n_systems,)."""
+        return self.spread(torch.stack(values))[:, :, None].unbind(0)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest norm (n_systems,) of a row (3,): zero without rows, NaN if there is a NaN."""
+        squares = (x * x).unbind(1)
+        norms = (squares[0] + squares[1] + squares[2]).sqrt()
+        places = (
+            torch.zeros(norms.shape, dtype=torch.int64, device=x.device) if self.system_of is None else self.system_of
+        )
+        return norms.new_zeros(self.n_systems).scatter_reduce(0, places.to(torch.int64), norms, "amax")
+
+
+class Chart:
+    """Positions and cells of a batch as coordinates x (n_rows, 3), float64: see the text of this module.
+
+    Parameters
+    ----------
+    system : System
+        The systems at the start. One that has no atoms or no periodic axis keeps its cell.
+    cell : bool or CellFilter, optional
+        Whether, or how, cells relax. By default only positions do.
+    fixed : (n_atoms,) or (n_atoms, 3) bool tensor, optional
+        Atoms, or components, that stay. In a cell that relaxes they keep their fractional coordinates.
+
+    Attributes
+    ----------
+    start : (n_rows, 3) tensor
+        Coordinates of ``system``.
+    rows : Rows
+        Atoms come first, then three rows for each system.
+    n_systems, n_atoms : int
+
+    Raises
+    ------
+    ValueError, TypeError
+        A cell is to relax, but there is none; an argument of a wrong shape; a system that is divided among ranks; a
+        mask that cannot keep the volume.
+    """
+
+    def __init__(self, system: System, *, cell: bool | CellFilter = False, fixed: torch.Tensor | None = None) -> None:
+        if not isinstance(system, System):
+            raise TypeError(f"`system` must be a System, got {type(system).__name__}")
+        if system.domain is not None:
+            raise ValueError("`system` is divided among ranks, which cannot relax it yet: leave out its `domain`")
+        positions = system.positions
+        checks.check_positions(positions, finite=False)
+        lattice, pbc, _ = checks.check_systems(positions, system.cell, system.pbc, system.batch_idx, None)
+        shaped = [t.shape[0] for t, ndim in ((lattice, 3), (pbc, 2)) if t is not None and t.ndim == ndim]
+        batch_idx, found = checks.check_batch(system.batch_idx, positions, shaped[0] if shaped else None, wait=True)
+        assert found is not None
+        self.n_systems, self.n_atoms = found, positions.shape[0]
+        self.system = system._replace(positions=positions.detach(), batch_idx=batch_idx)
+        self.start = positions.detach().to(torch.float64)
+        self.rows = self.rows_of_atoms = Rows(self.n_systems, batch_idx)
+        self._free = None if fixed is None else _free(fixed, positions)
+        self._lattice: torch.Tensor | None = None
+        self._per_system: dict[str, torch.Tensor] = {}
+        self._latest: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._options = cell if isinstance(cell, CellFilter) else CellFilter()
+        if not isinstance(cell, CellFilter) and not checks.check_flag("cell", cell):
+            return
+        if lattice is None:
+            raise ValueError("`cell` is to relax, but the system has none")
+        n, device = self.n_systems, positions.device
+        self._lattice = lattice.detach().to(torch.float64).reshape(-1, 3, 3).expand(n, 3, 3)
+        systems = torch.arange(n, dtype=torch.int32, device=device)
+        if batch_idx is not None:
+            self.rows = Rows(n, torch.cat([batch_idx, systems.repeat_interleave(3)]))
+            counts = torch.zeros(n, dtype=torch.float64, device=device).index_add(
+                0, batch_idx, torch.ones(self.n_atoms, dtype=torch.float64, device=device)
+            )
+        else:
+            counts = torch.full((1,), float(self.n_atoms), dtype=torch.float64, device=device)
+        self.start = torch.cat([self.start, self.start.new_zeros((3 * n, 3))])
+
+        def of_systems(name: str, value: Any) -> torch.Tensor:
+            tensor = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+            if tensor.shape not in ((), (1,), (n,)):
+                raise ValueError(f"`{name}` must be a number or have shape (n_systems,) = ({n},), got {tensor.shape}")
+            return tensor.expand(n)
+
+        options = self._options
+        factor = (
+            counts.clamp(min=1.0) if options.cell_factor is None else of_systems("cell_factor", options.cell_factor)
+        )
+        axes = torch.ones_like(counts, dtype=torch.bool) if pbc is None else pbc.reshape(-1, 3).any(1)
+        self._per_system = {
+            "mask": _mask(options, n, device),
+            "factor": factor,
+            "pressure": of_systems("scalar_pressure", options.scalar_pressure),
+            "relaxes": (counts > 0) & axes,
+            "volume": _cofactors(self._lattice)[1].abs(),
+        }
+
+    # -- coordinates ------------------------------------------------------------------------------
+
+    def at(self, x: torch.Tensor) -> System:
+        """The systems at coordinates x, in the precision of the initial positions."""
+        system, dtype = self.system, self.system.positions.dtype
+        if self._lattice is None:
+            return system._replace(positions=x.to(dtype))
+        transposed = self._deformation(x).mT
+        positions = _times(x[: self.n_atoms], self._of_atoms(transposed))
+        cell = _product(self._lattice, transposed).to(dtype)
+        given = system.cell
+        return system._replace(
+            positions=positions.to(dtype), cell=cell.reshape(given.shape) if given is not None else cell
+        )
+
+    def forces(self, x: torch.Tensor, evaluation: Evaluation) -> torch.Tensor:
+        """Minus the gradient (n_rows, 3) of the enthalpy, within the deformations that are allowed."""
+        forces = evaluation.forces.to(torch.float64)
+        if self._lattice is None:
+            return forces if self._free is None else torch.where(self._free, forces, 0.0)
+        deformation = self._deformation(x)
+        forces = _times(forces, self._of_atoms(deformation))
+        if self._free is not None:
+            forces = torch.where(self._free, forces, 0.0)
+        cofactors, determinant = _cofactors(deformation)
+        # -dE/dF = virial F^-T, then the adjoint of the derivative of the exponential
+        of_deformation = _product(self._virial(determinant, evaluation), cofactors / determinant[:, None, None])
+        of_deformation = torch.where(self._per_system["mask"], of_deformation, 0.0)
+        of_logarithm = self._allowed(_exp_minus_one(self._logarithm(x).mT, of_deformation)[:, :, 3:])
+        of_logarithm = of_logarithm / self._per_system["factor"][:, None, None]
+        of_cell = torch.where(self._per_system["relaxes"][:, None, None], of_logarithm, 0.0)
+        return torch.cat([forces, of_cell.reshape(-1, 3)])
+
+    def largest_stress(self, x: torch.Tensor, evaluation: Evaluation) -> torch.Tensor:
+        """The largest component (n_systems,) of the stress that is to vanish, the pressure included."""
+        if self._lattice is None:
+            return self.start.new_zeros(self.n_systems)
+        determinant = _cofactors(self._deformation(x))[1]
+        virial = self._allowed(torch.where(self._per_system["mask"].mT, self._virial(determinant, evaluation), 0.0))
+        largest = virial.abs().flatten(1).amax(1) / (self._per_system["volume"] * determinant)
+        return torch.where(self._per_system["relaxes"], largest, 0.0)
+
+    def enthalpy(self, x: torch.Tensor, evaluation: Evaluation) -> torch.Tensor:
+        """Energies plus pressure times volume (n_systems,)."""
+        if self._lattice is None:
+            return evaluation.energies
+        volume = self._per_system["volume"] * _cofactors(self._deformation(x))[1]
+        return evaluation.energies + self._per_system["pressure"] * volume
+
+    def select(self, systems: torch.Tensor) -> tuple["Chart", torch.Tensor, torch.Tensor]:
+        """The chart of some systems, and the numbers of their atoms and rows.
+
+        Parameters
+        ----------
+        systems : (k,) int64 tensor
+            Numbers of systems in ascending order.
+        """
+        k, device = systems.shape[0], systems.device
+        if self.system.batch_idx is None:
+            assert k == 1, "the only system"
+            return self, torch.arange(self.n_atoms, device=device), torch.arange(self.start.shape[0], device=device)
+        renumbered = torch.full((self.n_systems,), -1, dtype=torch.int32, device=device)
+        renumbered[systems] = torch.arange(k, dtype=torch.int32, device=device)
+        assert self.rows.system_of is not None
+        of_rows = renumbered[self.rows.system_of]
+        rows = torch.nonzero(of_rows >= 0).squeeze(1)
+        atoms = rows[rows < self.n_atoms]
+        found = object.__new__(Chart)
+        found.n_systems, found.n_atoms, found._options = k, atoms.shape[0], self._options
+        found.system = _selected(self.system, atoms, systems, of_rows[atoms])
+        found.start = self.start[rows]
+        found.rows, found.rows_of_atoms = Rows(k, of_rows[rows]), Rows(k, of_rows[atoms])
+        found._free = None if self._free is None else self._free[atoms]
+        found._lattice = None if self._lattice is None else self._lattice[systems]
+        found._per_system = {name: value[systems] for name, value in self._per_system.items()}
+        found._latest = None
+        return found, atoms, rows
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _of_atoms(self, matrices: torch.Tensor) -> torch.Tensor:
+        idx = self.system.batch_idx
+        return matrices if idx is None else matrices.index_select(0, idx)
+
+    def _logarithm(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.n_atoms :].reshape(-1, 3, 3) / self._per_system["factor"][:, None, None]
+
+    def _deformation(self, x: torch.Tensor) -> torch.Tensor:
+        """F (n_systems, 3, 3), in which components outside of the mask are those of the identity."""
+        if self._latest is None or self._latest[0] is not x:  # coordinates are not changed in place
+            change = _exp_minus_one(self._logarithm(x))
+            self._latest = x, torch.where(self._per_system["mask"], change, 0.0) + _identity(change)
+        return self._latest[1]
+
+    def _virial(self, determinant: torch.Tensor, evaluation: Evaluation) -> torch.Tensor:
+        """Minus the derivative (n_systems, 3, 3) of the enthalpy with respect to a strain."""
+        if evaluation.stress is None:
+            raise ValueError("`model` gives no stress, which a cell needs to relax")
+        stress = evaluation.stress.to(torch.float64)
+        stress = 0.5 * (stress + stress.mT)
+        stress = stress + self._per_system["pressure"][:, None, None] * _identity(stress)
+        return -(self._per_system["volume"] * determinant)[:, None, None] * stress
+
+    def _allowed(self, matrices: torch.Tensor) -> torch.Tensor:
+        """Projection of matrices (n_systems, 3, 3) on the deformations that the options allow."""
+        options = self._options
+        if not (options.hydrostatic_strain or options.constant_volume):
+            return matrices
+        diagonal = torch.where(self._per_system["mask"], _identity(matrices), 0.0)
+        on, parts = diagonal.flatten(1).unbind(1), (matrices * diagonal).flatten(1).unbind(1)
+        mean = (parts[0] + parts[4] + parts[8]) / (on[0] + on[4] + on[8]).clamp(min=1.0)
+        isotropic = mean[:, None, None] * diagonal
+        kept = isotropic if options.hydrostatic_strain else matrices
+        return kept - isotropic if options.constant_volume else kept
+
+
+def _free(fixed: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Which components may move, (n_atoms, 1) or (n_atoms, 3)."""
+    checks.check_tensor("fixed", fixed)
+    n = positions.shape[0]
+    if fixed.dtype != torch.bool or fixed.shape not in ((n,), (n, 3)):
+        raise ValueError(
+            f"`fixed` must be bool of shape (n_atoms,) = ({n},) or (n_atoms, 3), got {fixed.dtype} of "
+            f"{tuple(fixed.shape)}"
+        )
+    return ~fixed.to(positions.device).reshape(n, -1) if n else ~fixed.reshape(0, 1)
+
+
+def _mask(options: CellFilter, n_systems: int, device: torch.device) -> torch.Tensor:
+    """Components of F that may change (n_systems, 3, 3)."""
+    mask = torch.ones((3, 3), dtype=torch.bool) if options.mask is None else torch.as_tensor(options.mask) != 0
+    if mask.shape == (6,):
+        full = torch.zeros((3, 3), dtype=torch.bool)
+        for (i, j), value in zip(VOIGT, mask.tolist()):
+            full[i, j] = full[j, i] = value
+        mask = full
+    if mask.shape not in ((3, 3), (n_systems, 3, 3)):
+        raise ValueError(f"`mask` must have shape (6,), (3, 3) or (n_systems, 3, 3), got {tuple(mask.shape)}")
+    if options.constant_volume:
+        # the determinant of F is the exponential of the trace only if the mask removes nothing from the exponential
+        of_products = (mask.double() @ mask.double()) > 0
+        if bool((of_products & ~mask).any()):
+            raise ValueError(
+                "`constant_volume` needs a `mask` that has yy and zz if it has yz, and so on, and xz if it has xy and "
+                "yz"
+            )
+    # the strain acts on row vectors, F on column vectors
+    return mask.to(device).mT.expand(n_systems, 3, 3)
+
+
+def _selected(system: System, atoms: torch.Tensor, systems: torch.Tensor, batch_idx: torch.Tensor) -> System:
+    """The system that has these atoms and systems only."""
+
+    def of(value: Any, index: torch.Tensor, ndim: int) -> Any:
+        return value[index] if isinstance(value, torch.Tensor) and value.ndim >= ndim else value
+
+    return system._replace(
+        positions=system.positions[atoms],
+        charges=of(system.charges, atoms, 1),
+        cell=of(system.cell, systems, 3),
+        batch_idx=batch_idx,
+        pbc=of(system.pbc, systems, 2),
+        numbers=of(system.numbers, atoms, 1),
+        dipoles=of(system.dipoles, atoms, 1),
+        quadrupoles=of(system.quadrupoles, atoms, 1),
+        widths=of(system.widths, atoms, 1),
+    )
+
+
+# -- small matrices, by operations whose bits do not depend on the size of the batch ---------------------------------
+
+
+def _identity(like: torch.Tensor) -> torch.Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
+def _added(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Products (n, 3, k) of matrices (n, 3, 3) and (n, 3, k)."""
+    return _added((a.unsqueeze(-1) * b.unsqueeze(-3)).unbind(-2))
+
+
+def _times(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Row vectors (n, 3) times matrices (n, 3, 3) or (1, 3, 3)."""
+    return _added((vectors.unsqueeze(-1) * matrices).unbind(-2))
+
+
+def _cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cofactors (n, 3, 3), which are the transposed inverse times the determinant, and determinants (n,)."""
+    rows = [torch.linalg.cross(matrices[:, (i + 1) % 3], matrices[:, (i + 2) % 3]) for i in range(3)]
+    return torch.stack(rows, 1), _added((matrices[:, 0] * rows[0]).unbind(-1))
+
+
+def _exp_minus_one(matrices: torch.Tensor, directions: torch.Tensor | None = None) -> torch.Tensor:
+    """``exp(A) - 1``, exact also for small A, and the derivative of ``exp(A + t G)`` with respect to t at zero.
+
+    By Taylor's polynomial and repeated squaring, of matrices with a derivative beside them: ``[A, G]`` stands for
+    ``A + t G``, whose square is ``[A², A G + G A]``.
+
+    Parameters
+    ----------
+    matrices : (n, 3, 3) tensor
+        A.
+    directions : (n, 3, 3) tensor, optional
+        G.
+
+    Returns
+    -------
+    (n, 3, 3) tensor, or (n, 3, 6) with the derivative
+
+    Source: A. H. Al-Mohy and N. J. Higham, SIAM J. Matrix Anal. Appl. 30, 1639 (2009), doi:10.1137/080716426.
+    """
+    a = matrices if directions is None else torch.cat([matrices, directions], 2)
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found = _product(left[:, :, :3], right)
+        if directions is not None:
+            found[:, :, 3:] += _product(left[:, :, 3:], right[:, :, :3])
+        return found
+
+    one = torch.eye(3, a.shape[-1], dtype=a.dtype, device=a.device)
+    a = a * 0.5**SQUARINGS
+    square = product(a, a)
+    cube = product(square, a)
+    factors = [1.0 / math.factorial(k) for k in range(DEGREE + 1)]
+    result = factors[DEGREE] * cube
+    for k in range(DEGREE - 3, -1, -3):
+        result = result + factors[k + 1] * a + factors[k + 2] * square
+        if k:
+            result = product(cube, result + factors[k] * one)
+    for _ in range(SQUARINGS):
+        result = 2.0 * result + product(result, result)
+    return result
