@@ -1,0 +1,15 @@
+"""Cells, velocities and temperatures on Warp arrays, under the path that clients import."""
+
+from nvalchemiops.compat.paths import forwarded
+
+__all__ = [
+    "align_cell",
+    "compute_cell_inverse",
+    "compute_kinetic_energy",
+    "compute_temperature",
+    "initialize_velocities",
+    "remove_com_motion",
+    "stress_to_cell_force",
+    "wrap_positions_to_cell",
+]
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", __all__)

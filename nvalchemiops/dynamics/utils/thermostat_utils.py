@@ -1,0 +1,6 @@
+"""Velocities and temperatures, under the path that clients import."""
+
+from nvalchemiops.compat.paths import forwarded
+
+__all__ = ["compute_kinetic_energy", "compute_temperature", "initialize_velocities", "remove_com_motion"]
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", __all__)
