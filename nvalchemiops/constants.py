@@ -91,3 +91,14 @@ DEBYE_IN_E_ANGSTROM: Final = (
     1e-21 / SPEED_OF_LIGHT_IN_METRE_PER_SECOND / ELEMENTARY_CHARGE_IN_COULOMB * 1e10
 )  # 1 D = 1e-18 statC cm
 """Debye, in e angstrom."""
+
+# -- units of dynamics in eV, angstrom and u ------------------------------------------------------
+
+FEMTOSECOND: Final = FEMTOSECOND_IN_ASE_TIME
+"""Femtosecond, in units of angstrom sqrt(u/eV): ``dt=1.0 * FEMTOSECOND``."""
+
+KELVIN: Final = BOLTZMANN_EV_PER_KELVIN
+"""The energy kT of one kelvin, in eV: ``temperature=300.0 * KELVIN``."""
+
+GIGAPASCAL: Final = 1.0 / EV_PER_ANGSTROM3_IN_GPA
+"""Gigapascal, in eV/angstrom³: ``pressure=0.1 * GIGAPASCAL``."""

@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.systems import System as System
 
 _SUBMODULES = frozenset(
-    {"autograd", "interactions", "kernel", "neighbors", "ops", "plans", "segment_ops", "spline", "systems", "types"}
+    {
+        "autograd",
+        "dynamics",
+        "interactions",
+        "kernel",
+        "neighbors",
+        "ops",
+        "plans",
+        "segment_ops",
+        "spline",
+        "systems",
+        "types",
+    }
 )
 _NAMES = {
     "Neighbors": "systems",

@@ -36,7 +36,9 @@ from nvalchemiops.torch.neighbors import rows, search
 from nvalchemiops.torch.neighbors.formats import full_to_half, get_neighbor_matrix_from_neighbor_list
 from nvalchemiops.torch.neighbors.pairs import list_geometry, matrix_geometry
 from nvalchemiops.torch.operators import fourier, mesh
+from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.lattice import shortest_vectors
+from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.checker.launches import Fault
 from tests.checker.session import checked
@@ -259,6 +261,20 @@ def segments_program() -> None:
                     system_sums(values, None, 1)
 
 
+def dynamics_program() -> None:
+    """Chains of systems, and noise of atoms and systems."""
+    for sizes in (SIZES, (0, 1, 0, 300), (1,)):
+        n = len(sizes)
+        system_of = torch.repeat_interleave(torch.arange(n, dtype=torch.int32), torch.tensor(sizes))
+        seeds = (torch.arange(n), torch.arange(n), torch.tensor(3))
+        normal_noise(*seeds, system_of, places_in_systems(system_of, n), 0, sum(sizes), 3)
+        normal_noise(*seeds, None, None, 0, n, 1, True)
+        chi_square_noise(*seeds, torch.full((n,), 0.7, dtype=torch.float64), 0)
+        for length in (1, 4):
+            zeros, ones = torch.zeros(n, length, dtype=torch.float64), torch.ones(n, dtype=torch.float64)
+            move_chains(zeros, zeros, *[ones] * 5, 2)
+
+
 def fourier_program() -> None:
     """Sums at k-vectors, with derivatives, of all systems."""
     rng = torch.Generator().manual_seed(3)
@@ -382,6 +398,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "potentials": potentials_program,
     "moments": moments_program,
     "segments": segments_program,
+    "dynamics": dynamics_program,
     "fourier": fourier_program,
     "mesh": mesh_program,
     "charges": charges_program,

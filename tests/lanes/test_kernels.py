@@ -25,9 +25,11 @@ from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.pairs import measure_pairs
 from nvalchemiops.torch.neighbors.rows import _inspect as inspect_rows
+from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import shortest_vectors
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
+from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.lanes.fibers import ORDERS, gpu_layout
 from tests.routes.test_pair_on_gpu import VARIANTS
@@ -295,6 +297,29 @@ def lattices() -> Problem:
     return lambda: [shortest_vectors(cells).to(F64)]
 
 
+# -- dynamics -------------------------------------------------------------------------------------
+
+
+def chains() -> Problem:
+    """Of one, three and five thermostats."""
+    n = 130
+    states = [random(2, n, length, seed=length) for length in (1, 3, 5)]
+    others = [*random(4, n).abs(), 0.1 * random(n).abs()]
+    return lambda: [found for state in states for found in move_chains(*state, *others, 2)]
+
+
+def noise() -> Problem:
+    """Of atoms of all systems, and of systems."""
+    n_systems, places = len(LENGTHS), places_in_systems(IN_SYSTEMS, len(LENGTHS))
+    seeds = (torch.arange(n_systems), 5 * torch.arange(n_systems), torch.tensor(1 << 40))
+    degrees = torch.tensor([0.0, 0.5, 1.0, 2.0, 3.0, 50.0, 51.5], dtype=F64)
+    return lambda: [
+        normal_noise(*seeds, IN_SYSTEMS, places, 0, len(places), 5),
+        normal_noise(*seeds, None, None, 1, n_systems, 1, True),
+        chi_square_noise(*seeds, degrees, 2),
+    ]
+
+
 # -- sums -----------------------------------------------------------------------------------------
 
 
@@ -363,6 +388,9 @@ RUNS: dict[str, Callable[..., Problem]] = {
     "spline_spread": splines,
     "spline_gather": splines,
     "sum_rows": system_totals,
+    "chain_kernel": chains,
+    "normal_numbers": noise,
+    "chi_square_numbers": noise,
 }
 """What runs the variants of each kernel."""
 

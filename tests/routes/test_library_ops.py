@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.pair.moments import pair_moments
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import pairs as geometry
 from nvalchemiops.torch.neighbors import rows, search
-from nvalchemiops.torch.operators import fourier, mesh, mesh_transform, segments
+from nvalchemiops.torch.operators import chains, fourier, mesh, mesh_transform, noise, segments
 from nvalchemiops.torch.operators.lattice import shortest_vectors
 from tests.support.processes import python_says
 from tests.support.systems import ALL, SYSTEMS, System, batch, crystal, triclinic
@@ -59,6 +59,7 @@ def op_calls(system: System):
     sizes = (system_of, n_systems)
     columns = mesh.mesh_columns(x, *sizes, (6, 5, 7), 5)
     stencils = (*sizes, *columns, (6, 5, 7), 5)
+    seeds = (torch.arange(n_systems), 3 * torch.arange(n_systems), torch.tensor(7))
     return {
         search.neighbor_pairs: query,
         search.neighbor_matrix: (*query, -1, 90),
@@ -84,6 +85,9 @@ def op_calls(system: System):
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),
         three_body_energies: triples,
         three_body_derivatives: (*triples, torch.randn_like(q)),
+        chains.move_chains: (*torch.randn(2, n_systems, 3, dtype=torch.float64), *torch.rand(5, n_systems).double(), 2),
+        noise.normal_noise: (*seeds, system_of, system_of, 3, x.shape[0], 3),
+        noise.chi_square_noise: (*seeds, torch.full((n_systems,), 5.5, dtype=torch.float64), 3),
         segments.system_sums: (x, system_of, n_systems),
         segments.spread_systems: (cell, system_of, x.shape[0]),
         fourier.fourier_spread: (moments, x, *plan, 1),

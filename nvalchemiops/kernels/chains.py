@@ -1,0 +1,70 @@
+"""Nosé-Hoover chains: the flow of the thermostats of each system (`nvalchemiops.torch.operators.chains`)."""
+
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.launch import kernel_variants
+
+_OUTER = 1.0 / (2.0 - 2.0 ** (1.0 / 3.0))
+SUZUKI_YOSHIDA = (_OUTER, 1.0 - 2.0 * _OUTER, _OUTER)
+"""Three steps of second order that make one of fourth order. Source: H. Yoshida, Phys. Lett. A 150, 262 (1990),
+doi:10.1016/0375-9601(90)90092-3."""
+
+_CHAIN = f"""
+    const double weights[3] = {{{", ".join(map(repr, SUZUKI_YOSHIDA))}}};
+"""
+_CHAIN += """
+    const int length = velocities.shape[1];
+    const double g = degrees.data[thread], rate = rates.data[thread], wanted = targets.data[thread];
+    double ratio = ratios.data[thread], log_scale = 0.0;
+    double *x = moved.data + thread * length, *u = pushed.data + thread * length;
+    for (int k = 0; k < length; ++k) {
+        x[k] = positions.data[thread * length + k];
+        u[k] = velocities.data[thread * length + k];
+    }
+    const auto push = [&](int k, double time) {
+        const double before = k ? u[k - 1] * u[k - 1] : 0.0;
+        const double force = k == 0 ? (ratio - wanted) * rate : (k == 1 ? g * before : before) - rate;
+        if (k == length - 1) {
+            u[k] += 0.5 * time * force;
+        } else {
+            const double damping = wp::exp(-0.25 * time * u[k + 1]);
+            u[k] = (u[k] * damping + 0.5 * time * force) * damping;
+        }
+    };
+    for (int n = 0; n < 3 * loops; ++n) {
+        const double time = times.data[thread] * weights[n % 3] / loops;
+        for (int k = length - 1; k >= 0; --k) push(k, time);
+        for (int k = 0; k < length; ++k) x[k] += time * u[k];
+        log_scale -= time * u[0];
+        ratio *= wp::exp(-2.0 * time * u[0]);
+        for (int k = 0; k < length; ++k) push(k, time);
+    }
+    log_scales.data[thread] = log_scale;
+"""
+
+
+@kernel_variants(())
+def chain_kernel() -> Any:
+    """The kernel that moves the chain of each system."""
+
+    @native_kernel("nose_hoover_chains", _CHAIN)
+    def kernel(
+        thread: wp.int32,
+        positions: wp.array2d(dtype=wp.float64),  # (n_systems, length)
+        velocities: wp.array2d(dtype=wp.float64),  # (n_systems, length)
+        ratios: wp.array(dtype=wp.float64),  # (n_systems,), Σ m v² / (g kT)
+        targets: wp.array(dtype=wp.float64),  # (n_systems,), its mean
+        degrees: wp.array(dtype=wp.float64),  # (n_systems,), g
+        rates: wp.array(dtype=wp.float64),  # (n_systems,), 1 / τ²
+        times: wp.array(dtype=wp.float64),  # (n_systems,)
+        loops: wp.int32,  # repetitions
+        moved: wp.array2d(dtype=wp.float64),  # (n_systems, length), positions
+        pushed: wp.array2d(dtype=wp.float64),  # (n_systems, length), velocities
+        log_scales: wp.array(dtype=wp.float64),  # (n_systems,), logarithm of the factor of v
+    ):
+        """Move the chain of a system."""
+
+    return kernel

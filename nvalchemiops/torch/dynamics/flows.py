@@ -1,0 +1,527 @@
+"""Flows: the terms of the equations of motion, each solved exactly for a time h. Integrators are sequences of flows.
+
+A flow is a function of a state and of h, a column (n_systems, 1). It reads its parameters and its variables from
+``State.extra``. It declares what it adds to the conserved quantity, so that of an integrator is a sum. Nothing is read
+from a device, and every operation gives a system alone the same bits as in a batch.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from nvalchemiops.torch.dynamics.state import State, diagonal, trace
+from nvalchemiops.torch.operators.chains import move_chains
+from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
+
+
+class Flow:
+    """Base of the flows.
+
+    Attributes
+    ----------
+    parameters : tuple of str
+        Parameters that the flow reads from ``State.extra``.
+    reversible : bool
+        Whether the flow for -h undoes the flow for h; not if it draws random numbers.
+    needs_stress : bool
+        Whether the model must give the stress.
+    conserves_momentum : bool
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ()
+    reversible: ClassVar[bool] = True
+    needs_stress: ClassVar[bool] = False
+    conserves_momentum: ClassVar[bool] = True
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """The state after the time h (n_systems, 1) of this term alone."""
+        raise NotImplementedError
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """The variables of the flow at the start of a run, for a state that has the parameters."""
+        return {}
+
+    def odd(self) -> tuple[str, ...]:
+        """Names of the variables in ``State.extra`` that change sign when time is reversed."""
+        return ()
+
+    def energy(self, state: State) -> torch.Tensor | float:
+        """What the flow adds to the conserved quantity: (n_systems, 1), or 0."""
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kick(Flow):
+    """Forces: ``dv/dt = F / m``."""
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change the velocities."""
+        weights = state.of_atoms(h) * state.extra["inverse_masses"]
+        return state._replace(velocities=state.velocities + weights * state.evaluation.forces)
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The potential energy."""
+        return state.evaluation.energies.to(torch.float64).unsqueeze(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift(Flow):
+    """Free motion: ``dr/dt = v``."""
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change the positions."""
+        return state.at(state.system.positions + state.of_atoms(h) * state.velocities)
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The kinetic energy."""
+        return 0.5 * trace(state.twice_kinetic())
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyDrift(Drift):
+    """Half a drift, friction and noise, half a drift: the middle "AOA" of BAOAB.
+
+    Friction and noise ``dv = -γ v dt + sqrt(2 γ kT / m) dW`` are an Ornstein-Uhlenbeck process, solved exactly:
+    ``v' = c v + sqrt((1 - c²) kT / m) ξ`` with ``c = exp(-γ h)``. The two halves of the drift are one product,
+    ``r' = r + h/2 (v + v')``, so without friction this is a drift, bit for bit. The energy that the noise adds is
+    counted, and is subtracted from the conserved quantity.
+
+    Source: B. Leimkuhler and C. Matthews, J. Chem. Phys. 138, 174102 (2013), doi:10.1063/1.4802990; the conserved
+    quantity is that of G. Bussi and M. Parrinello, Phys. Rev. E 75, 056707 (2007), doi:10.1103/PhysRevE.75.056707.
+    """
+
+    stream: int = 0
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "friction")
+    reversible: ClassVar[bool] = False
+    conserves_momentum: ClassVar[bool] = False
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change positions and velocities."""
+        extra, old = state.extra, state.velocities
+        exponent = h * extra["friction"]
+        spread = (-torch.expm1(-2.0 * exponent) * extra["temperature"]).sqrt()
+        noise = normal_noise(
+            extra["seed"],
+            extra["key"],
+            state.step,
+            state.system.batch_idx,
+            extra.get("place"),
+            self.stream,
+            len(old),
+            3,
+        )
+        scale = state.of_atoms(spread) * extra["inverse_masses"].sqrt()
+        new = state.of_atoms(torch.exp(-exponent)) * old + scale * noise.to(old.dtype)
+        added = state.of_systems((new - old) * (new + old) * extra["inertia"])
+        heat = f"heat{self.stream}"
+        state = state.at(state.system.positions + state.of_atoms(0.5 * h) * (old + new), velocities=new)
+        return state.having(**{heat: extra[heat] + 0.5 * trace(added)})
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """No heat."""
+        return {f"heat{self.stream}": torch.zeros_like(state.extra["dt"])}
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The kinetic energy, less the heat that came in."""
+        return super().energy(state) - state.extra[f"heat{self.stream}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rescale(Flow):
+    """Stochastic velocity rescaling (CSVR): the kinetic energy relaxes to a canonical distribution.
+
+    The exact solution for a time h multiplies all velocities by α with
+    ``α² = (√c + q R)² + q² S``, ``c = exp(-h/τ)``, ``q² = (1 - c) kT / Σ m v²``, where R is a normal number and S a sum
+    of squares of f - 1 normal numbers, for f degrees of freedom. The sign of α is that of ``√c + q R``. Systems at rest
+    stay at rest.
+
+    Source: G. Bussi, D. Donadio and M. Parrinello, J. Chem. Phys. 126, 014101 (2007), doi:10.1063/1.2408420, appendix.
+    """
+
+    stream: int
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "thermostat_time")
+    reversible: ClassVar[bool] = False
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Scale the velocities."""
+        extra = state.extra
+        twice = trace(state.twice_kinetic())
+        moves = twice > 0.0
+        exponent = -h / extra["thermostat_time"]
+        q = (-torch.expm1(exponent) * extra["temperature"] / torch.where(moves, twice, 1.0)).sqrt()
+        numbers = extra["seed"], extra["key"], state.step
+        normal = normal_noise(*numbers, None, None, self.stream, len(q), 1, True)
+        squares = chi_square_noise(*numbers, extra["degrees_of_freedom"].squeeze(1) - 1.0, self.stream).unsqueeze(1)
+        along = torch.exp(0.5 * exponent) + q * normal
+        squared = along * along + q * q * squares
+        scale = torch.where(moves, torch.copysign(squared.sqrt(), along), 1.0)
+        heat = f"heat{self.stream}"
+        added = torch.where(moves, 0.5 * twice * (squared - 1.0), 0.0)
+        state = state._replace(velocities=state.of_atoms(scale) * state.velocities)
+        return state.having(**{heat: extra[heat] + added})
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """No heat."""
+        return {f"heat{self.stream}": torch.zeros_like(state.extra["dt"])}
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The heat that came in, with a minus."""
+        return -state.extra[f"heat{self.stream}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Flow):
+    """A Nosé-Hoover chain, which exchanges energy with the velocities of the atoms or of the cell.
+
+    With positions η and velocities u of M thermostats, g degrees of freedom whose ``Σ m v²`` is T, and the masses
+    ``Q_1 = g kT τ²`` and ``Q_k = kT τ²``::
+
+        dv/dt   = -u_1 v
+        dη/dt   = u
+        du_1/dt = (T / (g kT) - 1) / τ² - u_2 u_1
+        du_2/dt = g u_1² - 1/τ² - u_3 u_2
+        du_k/dt = u_{k-1}² - 1/τ² - u_{k+1} u_k
+
+    without the last term for the last thermostat. The step is split as in the source and repeated ``loops`` times, each
+    with three steps of Suzuki and Yoshida.
+
+    Source: G. J. Martyna, M. E. Tuckerman, D. J. Tobias and M. L. Klein, Mol. Phys. 87, 1117 (1996),
+    doi:10.1080/00268979600100761.
+    """
+
+    length: int = 3
+    loops: int = 1
+    name: ClassVar[str] = "chain"
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "thermostat_time")
+
+    def odd(self) -> tuple[str, ...]:
+        """The velocities of the chain."""
+        return (f"{self.name}_velocities",)
+
+    def _count(self, state: State) -> torch.Tensor:
+        """Degrees of freedom (n_systems, 1), at least 1: without any there is nothing to exchange."""
+        return state.extra["degrees_of_freedom"].clamp(min=1.0)
+
+    def _target(self, state: State) -> torch.Tensor:
+        """Degrees of freedom (n_systems, 1) that are there."""
+        return state.extra["degrees_of_freedom"]
+
+    def _twice_energy(self, state: State) -> torch.Tensor:
+        return trace(state.twice_kinetic())
+
+    def _scaled(self, state: State, scale: torch.Tensor) -> State:
+        return state._replace(velocities=state.of_atoms(scale) * state.velocities)
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change the chain, and scale the velocities."""
+        extra, name = state.extra, self.name
+        g, rate = self._count(state), extra[self.parameters[1]] ** -2
+        ratio = self._twice_energy(state) / (g * extra["temperature"])
+        columns = (column.squeeze(1) for column in (ratio, self._target(state) / g, g, rate, h))
+        moved, pushed, log_scales = move_chains(
+            extra[f"{name}_positions"], extra[f"{name}_velocities"], *columns, self.loops
+        )
+        state = self._scaled(state, torch.exp(log_scales).unsqueeze(1))
+        return state.having(**{f"{name}_positions": moved, f"{name}_velocities": pushed})
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """A chain at rest."""
+        zeros = torch.zeros_like(state.extra["dt"]).repeat(1, self.length)
+        return {f"{self.name}_positions": zeros, f"{self.name}_velocities": zeros.clone()}
+
+    def energy(self, state: State) -> torch.Tensor:
+        """``g kT η_1 + kT Σ η_k + Σ Q u² / 2``."""
+        extra = state.extra
+        eta, u = extra[f"{self.name}_positions"], extra[f"{self.name}_velocities"]
+        masses = extra[self.parameters[1]] ** 2
+        per_mode = eta + 0.5 * masses * u * u
+        first = self._target(state) * eta[:, :1] + 0.5 * self._count(state) * masses * u[:, :1] ** 2
+        return extra["temperature"] * (first + per_mode[:, 1:].sum(1, keepdim=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell(Flow):
+    """Base of the flows of a cell whose strain rate is a variable (Martyna, Tobias and Klein).
+
+    The strain rate ε is a symmetric matrix, by which positions and lattice vectors change: ``dr/dt = v + r ε`` and
+    ``dh/dt = h ε``. It is confined to a subspace: ``shape`` says to which.
+
+    Attributes
+    ----------
+    shape : {"isotropic", "axes", "full"}
+        One number along all axes that may change; a number along each of them; or a symmetric matrix. The first two are
+        kept as (n_systems, 3), the third as (n_systems, 3, 3).
+    mask : (bool, bool, bool)
+        Which Cartesian axes may change.
+    """
+
+    shape: str
+    mask: tuple[bool, bool, bool] = (True, True, True)
+    needs_stress: ClassVar[bool] = True
+
+    @property
+    def n_axes(self) -> int:
+        """Number of axes that may change."""
+        return sum(self.mask)
+
+    @property
+    def dimension(self) -> int:
+        """Number of independent components of the strain rate."""
+        n = self.n_axes
+        return {"isotropic": 1, "axes": n, "full": n * (n + 1) // 2}[self.shape]
+
+    def _project(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor of forces (n_systems, 3) or (n_systems, 3, 3) that is in the subspace."""
+        axes = tensor.new_tensor(self.mask) if not all(self.mask) else None
+        if self.shape == "full":
+            tensor = 0.5 * (tensor + tensor.mT)
+            return tensor if axes is None else tensor * axes * axes.unsqueeze(1)
+        if axes is not None:
+            tensor = tensor * axes
+        if self.shape == "axes":
+            return tensor
+        mean = trace(tensor) / self.n_axes
+        return mean.expand(-1, 3) if axes is None else mean * axes
+
+    def _trace(self, rate: torch.Tensor) -> torch.Tensor:
+        return trace(diagonal(rate) if self.shape == "full" else rate)
+
+    def _square(self, rate: torch.Tensor) -> torch.Tensor:
+        """``Σ ε_ij²`` (n_systems, 1)."""
+        squares = rate * rate
+        return trace(squares[:, 0] + squares[:, 1] + squares[:, 2] if self.shape == "full" else squares)
+
+    def _dilution(self, state: State) -> torch.Tensor:
+        """``Tr ε / f`` (n_systems, 1), which makes the ensemble right (f degrees of freedom)."""
+        return self._trace(state.extra["strain_rate"]) / state.extra["degrees_of_freedom"].clamp(min=1.0)
+
+    def _exponentials(self, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return of_matrices(exponent) if self.shape == "full" else of_numbers(exponent)
+
+    def _times(self, state: State, vectors: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Vectors (n_atoms, 3) times the factors (n_systems, 3), or matrices (n_systems, 3, 3), of their system."""
+        factors = state.of_atoms(factors)
+        if self.shape != "full":
+            return vectors * factors
+        x, y, z = vectors.split(1, 1)
+        return x * factors[:, 0] + y * factors[:, 1] + z * factors[:, 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Press(Cell):
+    """The pressure accelerates the strain: ``W dε/dt = Σ m v v - V σ - P V + Σ m v² / f``, projected.
+
+    With f degrees of freedom, W = (f + 3) kT τ² / 3 for a strain rate whose kinetic energy is ``W Σ ε_ij² / 2``; for
+    isotropic strains this is the mass (f + 3) kT τ² of the source.
+
+    Source: G. J. Martyna, D. J. Tobias and M. L. Klein, J. Chem. Phys. 101, 4177 (1994), doi:10.1063/1.467468.
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "pressure", "barostat_time")
+
+    def odd(self) -> tuple[str, ...]:
+        """The strain rate."""
+        return ("strain_rate",)
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change the strain rate."""
+        extra, stress = state.extra, state.evaluation.stress
+        if stress is None:
+            raise ValueError("the model gave no stress, which this integrator needs")
+        volume = state.volumes.unsqueeze(1)
+        if self.shape == "full":
+            momenta = state.velocities * extra["inertia"]
+            motion = state.of_systems(momenta.unsqueeze(-1) * state.velocities.unsqueeze(-2))
+            isotropic = trace(diagonal(motion)) / extra["degrees_of_freedom"].clamp(min=1.0)
+            one = torch.eye(3, dtype=motion.dtype, device=motion.device)
+            outside = (isotropic - extra["pressure"] * volume).unsqueeze(-1) * one
+            force = motion - volume.unsqueeze(-1) * stress + outside
+        else:
+            motion = state.twice_kinetic()
+            isotropic = trace(motion) / extra["degrees_of_freedom"].clamp(min=1.0)
+            force = motion - volume * diagonal(stress) + (isotropic - extra["pressure"] * volume)
+        factor = h / extra["cell_mass"]
+        change = self._project(force) * (factor.unsqueeze(-1) if self.shape == "full" else factor)
+        return state.having(strain_rate=extra["strain_rate"] + change)
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """A cell at rest."""
+        extra = state.extra
+        size = (3, 3) if self.shape == "full" else (3,)
+        rate = extra["dt"].new_zeros(extra["dt"].shape[0], *size)
+        kt = extra["temperature"]
+        mass = (extra["degrees_of_freedom"] + 3.0) / 3.0 * kt * extra["barostat_time"] ** 2
+        return {"strain_rate": rate, "cell_mass": mass}
+
+    def energy(self, state: State) -> torch.Tensor:
+        """``P V + W Σ ε_ij² / 2``."""
+        extra = state.extra
+        moving = 0.5 * extra["cell_mass"] * self._square(extra["strain_rate"])
+        return extra["pressure"] * state.volumes.unsqueeze(1) + moving
+
+
+@dataclasses.dataclass(frozen=True)
+class StretchedKick(Cell):
+    """Forces while the cell changes: ``dv/dt = F / m - v (ε + Tr ε / f)``."""
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change the velocities."""
+        rate, dilution = state.extra["strain_rate"], self._dilution(state)
+        if self.shape == "full":
+            one = torch.eye(3, dtype=rate.dtype, device=rate.device)
+            rate, h, dilution = rate, h.unsqueeze(-1), dilution.unsqueeze(-1) * one
+        decay, mean = self._exponentials(-h * (rate + dilution))
+        pushed = state.evaluation.forces * state.extra["inverse_masses"]
+        velocities = self._times(state, state.velocities, decay) + self._times(state, pushed, h * mean)
+        return state._replace(velocities=velocities)
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The potential energy."""
+        return state.evaluation.energies.to(torch.float64).unsqueeze(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StretchedDrift(Cell):
+    """Free motion while the cell changes: ``dr/dt = v + r ε``, ``dh/dt = h ε``. Frozen atoms move with the cell."""
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change the positions and the cell."""
+        rate, cell = state.extra["strain_rate"], state.system.cell
+        if cell is None:
+            raise ValueError("a system without `cell` has no volume")
+        h = h.unsqueeze(-1) if self.shape == "full" else h
+        growth, mean = self._exponentials(h * rate)
+        positions = self._times(state, state.system.positions, growth)
+        positions = positions + self._times(state, state.velocities, h * mean)
+        growth = growth.to(cell.dtype)
+        return state.at(positions, cell @ growth if self.shape == "full" else cell * growth.unsqueeze(-2))
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The kinetic energy."""
+        return 0.5 * trace(state.twice_kinetic())
+
+
+@dataclasses.dataclass(frozen=True)
+class CellChain(Chain):
+    """A Nosé-Hoover chain of the strain rate, whose degrees of freedom are its independent components."""
+
+    cell: Press = Press("isotropic")
+    name: ClassVar[str] = "cell_chain"
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "barostat_time")
+
+    def _count(self, state: State) -> torch.Tensor:
+        return torch.full_like(state.extra["dt"], float(self.cell.dimension))
+
+    _target = _count
+
+    def _twice_energy(self, state: State) -> torch.Tensor:
+        return state.extra["cell_mass"] * self.cell._square(state.extra["strain_rate"])
+
+    def _scaled(self, state: State, scale: torch.Tensor) -> State:
+        rate = state.extra["strain_rate"]
+        return state.having(strain_rate=rate * scale.reshape(-1, *[1] * (rate.ndim - 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class CellNoise(Cell):
+    """Stochastic cell rescaling: the volume follows the pressure, with noise that makes its distribution right.
+
+    ``λ = √V`` changes by ``β λ / (2 τ) (P_int - P + kT / (2 V)) h + sqrt(kT β h / (2 τ)) ξ``, for a compressibility β
+    and the pressure P_int along the axes that may change, at the positions of the last forces. Positions and the cell
+    are multiplied by ``exp(ε / n)`` along n axes, velocities are divided by it, with ``ε = log(V' / V)``. The step is
+    of first order in h / τ. The change of energy is counted, that of the potential energy by the stress before and
+    after, and is subtracted from the conserved quantity.
+
+    Source: M. Bernetti and G. Bussi, J. Chem. Phys. 153, 114107 (2020), doi:10.1063/5.0020514.
+    """
+
+    stream: int = 3
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "pressure", "barostat_time", "compressibility")
+    reversible: ClassVar[bool] = False
+
+    def _slope(self, state: State) -> torch.Tensor:
+        """``dU/dε`` (n_systems, 1) of the potential energy."""
+        stress = state.evaluation.stress
+        if stress is None:
+            raise ValueError("the model gave no stress, which this integrator needs")
+        return state.volumes.unsqueeze(1) * self._mean(diagonal(stress))
+
+    def _mean(self, along: torch.Tensor) -> torch.Tensor:
+        """The mean (n_systems, 1) over the axes that may change."""
+        return trace(self._axes(along) * along) / self.n_axes
+
+    def _axes(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_tensor(self.mask)
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change positions, velocities and the cell."""
+        extra, cell = state.extra, state.system.cell
+        if cell is None:
+            raise ValueError("a system without `cell` has no volume")
+        kt, volume, slope, motion = (
+            extra["temperature"],
+            state.volumes.unsqueeze(1),
+            self._slope(state),
+            state.twice_kinetic(),
+        )
+        mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
+        root = volume.sqrt()
+        excess = (self._mean(motion) - slope + 0.5 * kt) / volume - extra["pressure"]
+        noise = normal_noise(extra["seed"], extra["key"], state.step, None, None, self.stream, len(h), 1, True)
+        grown = root + mobility * root * excess * h + (kt * mobility * h).sqrt() * noise
+        strain = 2.0 * torch.log(grown / root)
+        scale = torch.exp(strain / self.n_axes * self._axes(motion))
+        added = 0.5 * trace(motion * (scale**-2 - 1.0)) + extra["pressure"] * (grown * grown - volume)
+        added = added + 0.5 * slope * (
+            strain + extra["strain"]
+        )  # the second half of the step before, the first of this
+        velocities = self._times(state, state.velocities, 1.0 / scale)
+        positions = self._times(state, state.system.positions, scale)
+        heat = f"heat{self.stream}"
+        state = state.at(positions, cell * scale.to(cell.dtype).unsqueeze(-2), velocities=velocities)
+        return state.having(**{heat: extra[heat] + added, "strain": strain})
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """No heat, no strain."""
+        zero = torch.zeros_like(state.extra["dt"])
+        return {f"heat{self.stream}": zero, "strain": zero.clone()}
+
+    def energy(self, state: State) -> torch.Tensor:
+        """``P V``, less the energy that came in."""
+        extra = state.extra
+        came = extra[f"heat{self.stream}"] + 0.5 * self._slope(state) * extra["strain"]
+        return extra["pressure"] * state.volumes.unsqueeze(1) - came
+
+
+# -- functions of strains -------------------------------------------------------------------------
+
+
+def of_numbers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``exp(x)`` and ``(exp(x) - 1) / x``, whose value and derivatives are right at zero."""
+    small = x.abs() < 3e-3
+    series = 1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720)))))
+    away = torch.where(small, 1.0, x)
+    return torch.exp(x), torch.where(small, series, torch.expm1(away) / away)
+
+
+_ORDER, _DOUBLINGS = 9, 5
+
+
+def of_matrices(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``exp(x)`` and ``(exp(x) - 1) / x`` of matrices (n, 3, 3), without eigenvectors, so with all derivatives.
+
+    Taylor's series at ``x / 32``, then five doublings of ``d = exp(x) - 1`` and of the quotient p:
+    ``d' = d d + 2 d`` and ``p' = p + p d / 2``, which keep the relative accuracy of d. The series is exact to rounding
+    up to a norm of 4; larger strains in one step are no dynamics.
+    """
+    one = torch.eye(3, dtype=x.dtype, device=x.device)
+    part = x * 0.5**_DOUBLINGS
+    quotient = one + part * (1.0 / (_ORDER + 1))
+    for k in range(_ORDER, 1, -1):
+        quotient = one + torch.bmm(part, quotient) * (1.0 / k)
+    difference = torch.bmm(part, quotient)
+    for _ in range(_DOUBLINGS):
+        quotient = quotient + 0.5 * torch.bmm(quotient, difference)
+        difference = torch.bmm(difference, difference) + 2.0 * difference
+    return one + difference, quotient

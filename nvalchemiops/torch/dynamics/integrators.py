@@ -1,0 +1,548 @@
+"""Integrators: sequences of flows, and the ready-made ones."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.dynamics.flows import (
+    CellChain,
+    CellNoise,
+    Chain,
+    Drift,
+    Flow,
+    Kick,
+    NoisyDrift,
+    Press,
+    Rescale,
+    StretchedDrift,
+    StretchedKick,
+)
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, count_systems
+from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.dynamics.velocities import (
+    degrees_of_freedom,
+    inertia_of,
+    kinetic_energy,
+    maxwell_boltzmann,
+    of_each,
+    remove_momentum,
+    seeds_of,
+)
+from nvalchemiops.torch.operators.noise import places_in_systems
+from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.systems import System
+
+FORCES = None
+"""Where the forces are computed in a sequence of flows."""
+
+Number = float | torch.Tensor
+"""A number for all systems, or a tensor (n_systems,)."""
+
+AT_REST = 1e-9
+"""Part of the kinetic energy below which the motion of the centre of mass is rounding."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Integrator:
+    """A sequence of flows, each for a fraction of the time step.
+
+    The sequence is the same forwards and backwards in the ready-made integrators, which makes them second order in dt
+    and, without noise, reversible.
+
+    Attributes
+    ----------
+    flows : sequence of (Flow, float) and of FORCES
+        FORCES, which is None, stands once, where the model is called.
+    parameters : mapping from str to float or (n_systems,) tensor
+        ``"dt"`` and all that the flows name. They are copied to ``State.extra`` by `start`.
+
+    Raises
+    ------
+    ValueError
+        FORCES is not there once, or a parameter is missing.
+    """
+
+    flows: Sequence[tuple[Flow, float] | None]
+    parameters: Mapping[str, Number | None]
+
+    def __post_init__(self) -> None:
+        if sum(flow is FORCES for flow in self.flows) != 1:
+            raise ValueError("`flows` must have FORCES once")
+        for name in ("dt", *(name for flow in self._distinct for name in flow.parameters)):
+            if name not in self.parameters:
+                raise ValueError(f"`parameters`: '{name}' is missing")
+
+    @functools.cached_property
+    def _distinct(self) -> tuple[Flow, ...]:
+        return tuple(dict.fromkeys(entry[0] for entry in self.flows if entry is not None))
+
+    @property
+    def conserves_momentum(self) -> bool:
+        """Whether no flow changes the total momentum, beyond forces."""
+        return all(flow.conserves_momentum for flow in self._distinct)
+
+    @property
+    def is_reversible(self) -> bool:
+        """Whether steps from `reversed` lead back."""
+        return all(flow.reversible for flow in self._distinct)
+
+    def start(
+        self,
+        system: System,
+        model: Model,
+        *,
+        masses: torch.Tensor | None = None,
+        velocities: torch.Tensor | None = None,
+        seed: int | torch.Tensor = 0,
+        keys: torch.Tensor | None = None,
+        removed: Number | None = None,
+    ) -> State:
+        """The state from which steps start.
+
+        Parameters
+        ----------
+        system : System
+        model : Model
+            Evaluated once.
+        masses : (n_atoms,) tensor, optional
+            Infinite for frozen atoms: they keep their position, or their place in a cell that changes, and count in no
+            temperature, pressure or momentum. By default the masses of the elements, in u, if ASE is installed.
+        velocities : (n_atoms, 3) tensor, optional
+            By default drawn for the temperature of the integrator, without motion of the centre of mass if that is
+            conserved; zero if the integrator has no temperature.
+        seed : int or (n_systems,) int tensor, optional
+            Seed of velocities and noise.
+        keys : (n_systems,) int tensor, optional
+            Number of each system, 0 .. 2³² - 1, by default its index. Random numbers of a system depend on the seed, on
+            its key, on the places of its atoms in it, and on the step. So a system has the same noise in any batch.
+        removed : float or (n_systems,) tensor, optional
+            Number of degrees of freedom that constraints remove. By default 3, for the centre of mass, in systems
+            without frozen atoms whose centre of mass is at rest, if the integrator does not move it; else 0. Choose 0
+            in external fields.
+
+        Raises
+        ------
+        ValueError, TypeError
+            A bad argument, a parameter out of range, or a model without what the integrator needs, each with its name.
+        """
+        system, n_systems = _rows(system)
+        positions, batch_idx = system.positions, system.batch_idx
+        masses = _masses(system, masses)
+        extra = {name: _column(name, value, n_systems, positions) for name, value in self.parameters.items()}
+        seeds, system_keys = (
+            seeds_of(name, value, n_systems, positions.device) for name, value in (("seed", seed), ("keys", keys))
+        )
+        if velocities is None:
+            velocities = torch.zeros_like(positions)
+            if "temperature" in self.parameters:
+                kt = self.parameters["temperature"]
+                if kt is None:
+                    raise ValueError("`velocities` or `temperature` is needed")
+                velocities = maxwell_boltzmann(masses, kt, batch_idx, n_systems, seed=seeds, keys=system_keys)
+                if self.conserves_momentum:
+                    frozen = system_sums(masses.isinf().to(masses.dtype).unsqueeze(1), batch_idx, n_systems)
+                    has_frozen = _of_atoms(frozen, batch_idx, len(masses)) > 0.0
+                    still = remove_momentum(velocities, masses, batch_idx, n_systems)
+                    velocities = torch.where(has_frozen, velocities, still)
+        elif velocities.shape != positions.shape:
+            raise ValueError(
+                f"`velocities` must have shape (n_atoms, 3) = {tuple(positions.shape)}, got {tuple(velocities.shape)}"
+            )
+        velocities = torch.where(masses.isinf().unsqueeze(1), 0.0, velocities.to(positions.dtype))
+        if removed is None:
+            removed = self._removed(masses, velocities, batch_idx, n_systems)
+        degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed)
+        if self.parameters.get("temperature", 0.0) is None:
+            kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems)
+            extra["temperature"] = (2.0 * kinetic / degrees.clamp(min=1.0)).unsqueeze(1)
+        _check_values(extra, self._distinct)
+        inverse = (1.0 / masses).unsqueeze(1)
+        extra |= {"degrees_of_freedom": degrees.unsqueeze(1), "seed": seeds, "key": system_keys}
+        extra |= {"inertia": inertia_of(masses), "inverse_masses": inverse}
+        if batch_idx is not None:
+            extra["place"] = places_in_systems(batch_idx, n_systems)
+        _check_cells(system, self._distinct)
+        evaluation = _checked(model(system), system, n_systems, any(flow.needs_stress for flow in self._distinct))
+        step = torch.zeros((), dtype=torch.int64, device=positions.device)
+        state = State(system, velocities, masses, evaluation, step, extra)
+        for flow in self._distinct:
+            state = state.having(**flow.start(state))
+        return state
+
+    def _removed(
+        self, masses: torch.Tensor, velocities: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int
+    ) -> Number:
+        """3 for systems whose centre of mass is at rest and stays there, 0 for others."""
+        if not self.conserves_momentum:
+            return 0.0
+        with torch.no_grad():
+            inertia = inertia_of(masses).to(torch.float64)
+            columns = torch.cat([inertia * velocities, inertia, masses.isinf().unsqueeze(1)], 1)
+            sums = system_sums(columns, batch_idx, n_systems)
+            twice = sums[:, :3].square().sum(1)
+            kinetic = kinetic_energy(velocities, masses, batch_idx, n_systems)
+            rests = (twice <= AT_REST * 2.0 * kinetic * sums[:, 3]) & (sums[:, 4] == 0.0)
+            return torch.where(rests, 3.0, 0.0).to(torch.float64)
+
+    def step(self, state: State, model: Model) -> State:
+        """The state after one step. The model is called once."""
+        return self.second_half(self.evaluated(self.first_half(state), model))
+
+    def first_half(self, state: State) -> State:
+        """The flows before FORCES: positions and cell are those of the end of the step."""
+        return self._run(state, self._halves[0])
+
+    def evaluated(self, state: State, model: Model) -> State:
+        """The state with energies, forces and stress at its positions."""
+        return state._replace(evaluation=model(state.system))
+
+    def second_half(self, state: State) -> State:
+        """The flows after FORCES, which end the step."""
+        state = self._run(state, self._halves[1])
+        return state._replace(step=state.step + 1)
+
+    @functools.cached_property
+    def _halves(self) -> tuple[tuple[tuple[Flow, float], ...], ...]:
+        """The flows before and after FORCES."""
+        place = list(self.flows).index(FORCES)
+        return tuple(tuple(e for e in half if e is not None) for half in (self.flows[:place], self.flows[place:]))
+
+    @staticmethod
+    def _run(state: State, flows: Sequence[tuple[Flow, float]]) -> State:
+        dt = state.extra["dt"]
+        times = {1.0: dt}
+        for flow, fraction in flows:
+            if fraction not in times:
+                times[fraction] = fraction * dt
+            state = flow(state, times[fraction])
+        return state
+
+    def conserved(self, state: State) -> torch.Tensor:
+        """The conserved quantity (n_systems,) in float64: the sum of the energies of the flows.
+
+        It is constant up to the error of the time step. Heat from noise is subtracted.
+        """
+        total: Any = 0.0
+        for flow in self._distinct:
+            total = total + flow.energy(state)
+        return total.squeeze(1)
+
+    def reversed(self, state: State) -> State:
+        """The state in which time runs backwards; raises ValueError if the integrator draws random numbers."""
+        if not self.is_reversible:
+            raise ValueError("steps with random numbers cannot be reversed")
+        odd = {name: -state.extra[name] for flow in self._distinct for name in flow.odd()}
+        return state._replace(velocities=-state.velocities).having(**odd)
+
+
+# -- ready-made -----------------------------------------------------------------------------------
+
+
+def nve(dt: Number) -> Integrator:
+    """Velocity Verlet: constant energy.
+
+    Parameters
+    ----------
+    dt : float or (n_systems,) tensor, time
+        Multiply femtoseconds by `nvalchemiops.constants.FEMTOSECOND`.
+
+    Notes
+    -----
+    Conserves ``U + K``.
+    """
+    return Integrator(_verlet(Kick(), Drift()), {"dt": dt})
+
+
+def langevin(dt: Number, temperature: Number, *, friction: Number | None = None) -> Integrator:
+    """Langevin dynamics by the splitting BAOAB: canonical ensemble, all degrees of freedom.
+
+    Parameters
+    ----------
+    dt : float or (n_systems,) tensor, time
+    temperature : float or (n_systems,) tensor, energy
+        kT: multiply kelvin by `nvalchemiops.constants.KELVIN`.
+    friction : float or (n_systems,) tensor, 1 / time, optional
+        Default 1 / (100 dt). With 0 the steps are those of `nve`, bit for bit.
+
+    Notes
+    -----
+    Conserves ``U + K``, less the heat of the noise. For a harmonic oscillator the distribution of positions is exact
+    for any stable dt. The distribution of velocities has an error of second order.
+    """
+    friction = 0.01 / _positive("dt", dt) if friction is None else friction
+    parameters = {"dt": dt, "temperature": temperature, "friction": friction}
+    return Integrator(_verlet(Kick(), NoisyDrift()), parameters)
+
+
+def nose_hoover(
+    dt: Number, temperature: Number, *, thermostat_time: Number | None = None, chain_length: int = 3, loops: int = 1
+) -> Integrator:
+    """Nosé-Hoover chains: canonical ensemble, deterministic and reversible.
+
+    Parameters
+    ----------
+    dt : float or (n_systems,) tensor, time
+    temperature : float or (n_systems,) tensor, energy
+        kT, positive.
+    thermostat_time : float or (n_systems,) tensor, time, optional
+        Default 100 dt.
+    chain_length, loops : int, optional
+        See `nvalchemiops.torch.dynamics.flows.Chain`. A chain of one is not ergodic for stiff or small systems.
+
+    Notes
+    -----
+    Conserves ``U + K`` and the energy of the chain.
+    """
+    chain = Chain(_at_least_one("chain_length", chain_length), _at_least_one("loops", loops))
+    parameters = {"dt": dt, "temperature": temperature, "thermostat_time": _time(thermostat_time, 100.0, dt)}
+    return Integrator([(chain, 0.5), *_verlet(Kick(), Drift()), (chain, 0.5)], parameters)
+
+
+def csvr(dt: Number, temperature: Number, *, thermostat_time: Number | None = None) -> Integrator:
+    """Stochastic velocity rescaling (Bussi, Donadio and Parrinello): canonical ensemble.
+
+    Parameters
+    ----------
+    dt : float or (n_systems,) tensor, time
+    temperature : float or (n_systems,) tensor, energy
+        kT.
+    thermostat_time : float or (n_systems,) tensor, time, optional
+        Default 100 dt.
+
+    Notes
+    -----
+    Conserves ``U + K``, less the heat of the thermostat. The total momentum is scaled, so leave it zero.
+    """
+    parameters = {"dt": dt, "temperature": temperature, "thermostat_time": _time(thermostat_time, 100.0, dt)}
+    return Integrator([(Rescale(1), 0.5), *_verlet(Kick(), Drift()), (Rescale(2), 0.5)], parameters)
+
+
+def nph(
+    dt: Number,
+    pressure: Number,
+    *,
+    temperature: Number | None = None,
+    barostat_time: Number | None = None,
+    cell: str = "isotropic",
+    mask: Sequence[bool] = (True, True, True),
+) -> Integrator:
+    """The barostat of Martyna, Tobias and Klein without a thermostat: constant enthalpy.
+
+    Parameters
+    ----------
+    dt, pressure, barostat_time, cell, mask
+        As for `npt`.
+    temperature : float or (n_systems,) tensor, energy, optional
+        kT for the mass of the cell and for velocities that are drawn. By default that of the given velocities.
+
+    Notes
+    -----
+    Conserves ``U + K + P V`` and the kinetic energy of the cell.
+    """
+    shape = _cell_arguments(cell, mask)
+    parameters = {"dt": dt, "temperature": temperature, "pressure": pressure}
+    return Integrator(_stretched(shape), parameters | {"barostat_time": _time(barostat_time, 1000.0, dt)})
+
+
+def npt(
+    dt: Number,
+    temperature: Number,
+    pressure: Number,
+    *,
+    thermostat_time: Number | None = None,
+    barostat_time: Number | None = None,
+    cell: str = "isotropic",
+    mask: Sequence[bool] = (True, True, True),
+    chain_length: int = 3,
+    cell_chain_length: int = 3,
+    loops: int = 1,
+) -> Integrator:
+    """Martyna, Tobias and Klein: isothermal-isobaric ensemble, deterministic and reversible.
+
+    Parameters
+    ----------
+    dt : float or (n_systems,) tensor, time
+    temperature : float or (n_systems,) tensor, energy
+        kT, positive.
+    pressure : float or (n_systems,) tensor, energy / volume
+        Multiply gigapascals by `nvalchemiops.constants.GIGAPASCAL`.
+    thermostat_time, barostat_time : float or (n_systems,) tensor, time, optional
+        Default 100 dt and 1000 dt.
+    cell : {"isotropic", "axes", "full"}, optional
+        All axes change by the same factor; each Cartesian axis by its own; or all lengths and angles.
+    mask : (bool, bool, bool), optional
+        Which Cartesian axes may change: ``(True, True, False)`` for a slab that is normal to z, whose area changes.
+    chain_length, cell_chain_length, loops : int, optional
+        Lengths of the chains of the atoms and of the cell; repetitions of both.
+
+    Notes
+    -----
+    Conserves ``U + K + P V``, the kinetic energy of the cell, and the energies of both chains. Volumes are distributed
+    as ``V^n exp(-P V / kT)`` times the configuration integral at fixed fractional coordinates, for n mobile atoms, or
+    n - 1 if the centre of mass is at rest.
+
+    In mode "full" the strain rate is symmetric, so the cell does not rotate, and has six degrees of freedom.
+    """
+    shape = _cell_arguments(cell, mask)
+    loops = _at_least_one("loops", loops)
+    chain = Chain(_at_least_one("chain_length", chain_length), loops)
+    cell_chain = CellChain(_at_least_one("cell_chain_length", cell_chain_length), loops, Press(*shape))
+    before: list[tuple[Flow, float] | None] = [(cell_chain, 0.5), (chain, 0.5)]
+    parameters = {"dt": dt, "temperature": temperature, "pressure": pressure}
+    parameters |= {"thermostat_time": _time(thermostat_time, 100.0, dt)}
+    parameters |= {"barostat_time": _time(barostat_time, 1000.0, dt)}
+    return Integrator([*before, *_stretched(shape), *before[::-1]], parameters)
+
+
+def stochastic_cell(
+    dt: Number,
+    temperature: Number,
+    pressure: Number,
+    compressibility: Number,
+    *,
+    thermostat_time: Number | None = None,
+    barostat_time: Number | None = None,
+    mask: Sequence[bool] = (True, True, True),
+) -> Integrator:
+    """Stochastic cell rescaling (Bernetti and Bussi) with `csvr`: isothermal-isobaric ensemble, isotropic strains.
+
+    Parameters
+    ----------
+    dt, temperature, pressure, thermostat_time, barostat_time, mask
+        As for `npt`; the temperature may be zero.
+    compressibility : float or (n_systems,) tensor, volume / energy
+        An estimate, which only scales the barostat's time: ``0.46 / GIGAPASCAL`` for water.
+
+    Notes
+    -----
+    Volumes relax without oscillations. Conserves ``U + K + P V``, less the energy of thermostat and barostat.
+    """
+    _, axes = _cell_arguments("isotropic", mask)
+    drift: list[tuple[Flow, float] | None] = [(Drift(), 0.5), (CellNoise("isotropic", axes), 1.0), (Drift(), 0.5)]
+    flows = [(Rescale(1), 0.5), (Kick(), 0.5), *drift, FORCES, (Kick(), 0.5), (Rescale(2), 0.5)]
+    parameters = {"dt": dt, "temperature": temperature, "pressure": pressure, "compressibility": compressibility}
+    parameters |= {"thermostat_time": _time(thermostat_time, 100.0, dt)}
+    return Integrator(flows, parameters | {"barostat_time": _time(barostat_time, 1000.0, dt)})
+
+
+def _verlet(kick: Flow, drift: Flow) -> list[tuple[Flow, float] | None]:
+    return [(kick, 0.5), (drift, 1.0), FORCES, (kick, 0.5)]
+
+
+def _stretched(shape: tuple[str, tuple[bool, bool, bool]]) -> list[tuple[Flow, float] | None]:
+    press = Press(*shape)
+    return [(press, 0.5), *_verlet(StretchedKick(*shape), StretchedDrift(*shape)), (press, 0.5)]
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _positive(name: str, value: Number) -> Number:
+    return value if isinstance(value, torch.Tensor) else checks.check_positive(name, value)
+
+
+def _time(value: Number | None, steps: float, dt: Number) -> Number:
+    return steps * _positive("dt", dt) if value is None else value
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if checks.check_count(name, value) < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {value}")
+    return value
+
+
+def _cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bool, bool]]:
+    checks.check_choice("cell", cell, ("isotropic", "axes", "full"))
+    x, y, z = (checks.check_flag("mask", axis) for axis in mask)
+    if not (x or y or z):
+        raise ValueError("`mask` must let at least one axis change")
+    return cell, (x, y, z)
+
+
+def _column(name: str, value: Number | None, n_systems: int, positions: torch.Tensor) -> torch.Tensor:
+    return of_each(name, 0.0 if value is None else value, n_systems, positions.device)
+
+
+_POSITIVE = ("dt", "thermostat_time", "barostat_time", "compressibility")
+
+
+def _check_values(extra: Mapping[str, torch.Tensor], flows: Sequence[Flow]) -> None:
+    """Raise for parameters out of range, where they can be read."""
+    divides = any(isinstance(flow, Chain | Press) for flow in flows)
+    for name, value in extra.items():
+        if not may_read(value):
+            continue
+        found = values_of(value)
+        if not bool(found.isfinite().all()):
+            raise ValueError(f"`{name}` must be finite")
+        if name in _POSITIVE or (name == "temperature" and divides):
+            if not bool((found > 0.0).all()):
+                raise ValueError(f"`{name}` must be positive, got {float(found.min())}")
+        elif name in ("temperature", "friction") and not bool((found >= 0.0).all()):
+            raise ValueError(f"`{name}` must not be negative, got {float(found.min())}")
+
+
+def _rows(system: System) -> tuple[System, int]:
+    """The system with a row of ``cell`` and ``pbc`` for each system, and the number of systems."""
+    checks.check_positions(system.positions, finite=False)
+    if system.domain is not None:
+        raise ValueError("`domain`: these integrators are for systems that are not divided among ranks")
+    n_systems = count_systems(system)
+    cell, pbc, batch_idx = system.cell, system.pbc, system.batch_idx
+    if cell is not None:
+        cell = cell.reshape(-1, 3, 3).expand(n_systems, 3, 3)
+    if pbc is not None:
+        pbc = pbc.reshape(-1, 3).expand(n_systems, 3)
+    if batch_idx is not None:
+        batch_idx = None if n_systems == 1 else checks.as_int32(batch_idx)
+    return system._replace(cell=cell, pbc=pbc, batch_idx=batch_idx), n_systems
+
+
+def _masses(system: System, masses: torch.Tensor | None) -> torch.Tensor:
+    positions = system.positions
+    if masses is None:
+        if system.numbers is None:
+            raise ValueError("`masses` are needed, since the system has no `numbers`")
+        try:
+            from ase.data import atomic_masses
+        except ImportError:
+            raise ValueError(
+                "`masses` are needed, since ASE, which has those of the elements, is not installed"
+            ) from None
+        table = torch.as_tensor(atomic_masses, device=positions.device)
+        masses = table[system.numbers.to(torch.int64)]
+    if masses.shape != positions.shape[:1]:
+        raise ValueError(f"`masses` must have shape (n_atoms,) = ({len(positions)},), got {tuple(masses.shape)}")
+    if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
+        raise ValueError("`masses` must be positive")
+    return masses.to(positions)
+
+
+def _of_atoms(values: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> torch.Tensor:
+    return values if batch_idx is None else spread_systems(values, batch_idx, n_atoms)
+
+
+def _check_cells(system: System, flows: Sequence[Flow]) -> None:
+    """Raise if the cell should change, but there is none or it has no volume."""
+    if not any(flow.needs_stress for flow in flows):
+        return
+    if system.cell is None:
+        raise ValueError("`cell` of the system is needed: this integrator changes it")
+    if may_read(system.cell) and not bool((values_of(system.volume) > 0.0).all()):
+        raise ValueError("`cell` has no volume: this integrator needs three lattice vectors, also along open axes")
+
+
+def _checked(found: Evaluation, system: System, n_systems: int, needs_stress: bool) -> Evaluation:
+    """The evaluation, if its shapes are right."""
+    shapes = {"energies": (n_systems,), "forces": tuple(system.positions.shape), "stress": (n_systems, 3, 3)}
+    if needs_stress and found.stress is None:
+        raise ValueError("`model` gave no stress, which this integrator needs")
+    for name, value in found._asdict().items():
+        if value is not None and tuple(value.shape) != shapes[name]:
+            raise ValueError(f"`model`: {name} must have shape {shapes[name]}, got {tuple(value.shape)}")
+    return found

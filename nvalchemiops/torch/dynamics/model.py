@@ -1,0 +1,234 @@
+"""Models: functions of a `System` that return energies, forces and stress, for dynamics and relaxation.
+
+Anything with this signature is a model: a function, a torch module, `SumOfTerms` or `FromEnergies`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
+from nvalchemiops.torch.interactions.electrostatics.modules import ConfiguredSum
+from nvalchemiops.torch.interactions.pair.potential import PairPotential
+from nvalchemiops.torch.neighbors.verlet import VerletList
+from nvalchemiops.torch.operators.segments import spread_systems
+from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.systems import Neighbors, System
+
+
+class Evaluation(NamedTuple):
+    """What a model returns.
+
+    Attributes
+    ----------
+    energies : (n_systems,) tensor, energy
+    forces : (n_atoms, 3) tensor, energy / length
+        ``-dE/dR``.
+    stress : (n_systems, 3, 3) tensor, energy / volume, or None
+        ``dE/dstrain / volume``, symmetric, positive for tension (as in ASE). None without cells.
+    """
+
+    energies: torch.Tensor
+    forces: torch.Tensor
+    stress: torch.Tensor | None = None
+
+
+class Model(Protocol):
+    """A potential energy surface: a call takes a `System`, of one or several systems, and returns an `Evaluation`."""
+
+    def __call__(self, system: System) -> Evaluation:
+        """Energies, forces and, for systems with cells, stress."""
+
+
+def count_systems(system: System) -> int:
+    """Number of systems. Reads ``batch_idx`` if neither the cells nor ``pbc`` tell."""
+    if system.batch_idx is None:
+        return 1
+    found = checks.systems_in_shapes((system.cell, 3), (system.pbc, 2))
+    if found is not None:
+        return found
+    return int(system.batch_idx.max()) + 1 if system.batch_idx.numel() else 0
+
+
+class SumOfTerms:
+    """A model that adds interactions of this library and other models, with one Verlet list for all.
+
+    Parameters
+    ----------
+    *terms : PairPotential, Electrostatics, EwaldSummation, ParticleMeshEwald, DFTD3, functools.partial or Model
+        Parameters and options of an interaction are bound by ``functools.partial``. Everything else is called as a
+        `Model`, and finds its own neighbors.
+    skin : float, length, optional
+        Neighbor lists reach to the largest cutoff plus the skin. Results do not depend on the skin.
+    stress : bool, optional
+        Whether to compute the stress of systems with cells, for some 10 % more time.
+    hartree, bohr : float, energy and length, optional
+        The atomic units in the units of the system, by default in eV and angstrom. Electrostatic energies are
+        multiplied by ``hartree * bohr``, the Coulomb constant; D3 energies are computed in atomic units.
+
+    Attributes
+    ----------
+    neighbors : VerletList or None
+        The shared list; None if no term has a cutoff. It has the numbers of calls and of searches.
+
+    Raises
+    ------
+    ValueError, TypeError
+        No terms; a term that cannot be called; a skin that is negative; units that are not positive.
+
+    Examples
+    --------
+    >>> from functools import partial
+    >>> from nvalchemiops.torch.interactions.pair import lennard_jones
+    >>> model = SumOfTerms(partial(lennard_jones(8.5), sigma=3.4, epsilon=0.0104), skin=1.0)
+    """
+
+    def __init__(
+        self,
+        *terms: Any,
+        skin: float = 0.5,
+        stress: bool = True,
+        hartree: float = HARTREE_IN_EV,
+        bohr: float = BOHR_IN_ANGSTROM,
+    ) -> None:
+        if not terms:
+            raise ValueError("`terms` are missing: give at least one interaction or model")
+        for term in terms:
+            if not callable(term) or isinstance(term, type):
+                raise TypeError(f"`terms`: {term!r} is neither an interaction nor a model")
+        self.terms = terms
+        self.stress = checks.check_flag("stress", stress)
+        self.hartree, self.bohr = checks.check_positive("hartree", hartree), checks.check_positive("bohr", bohr)
+        reaches = [self._reach(_interaction(term)) for term in terms]
+        skin = checks.check_not_negative("skin", skin)
+        reach = max((r for r in reaches if r is not None), default=None)
+        self.neighbors = None if reach is None else VerletList(reach, skin)
+
+    def _reach(self, interaction: Any) -> float | None:
+        """The distance up to which the shared list must be complete for this interaction; None if it takes no list."""
+        if isinstance(interaction, DFTD3):
+            return max(interaction.cutoff, interaction.coordination_cutoff) * self.bohr
+        if isinstance(interaction, PairPotential | ConfiguredSum):
+            return interaction.cutoff
+        return None
+
+    @engine.with_own_plans
+    def __call__(self, system: System) -> Evaluation:
+        """Energies, forces and stress of the sum."""
+        near = None
+        if self.neighbors is not None:
+            matrix, _, *shifts = self.neighbors(system.positions, system.cell, system.pbc, system.batch_idx)
+            near = matrix, shifts[0] if shifts else None
+        wants_stress = self.stress and system.cell is not None
+        parts = [self._evaluate(term, system, near, wants_stress) for term in self.terms]
+        energies, forces, *stress = (functools.reduce(torch.add, column) for column in zip(*parts))
+        return Evaluation(energies, forces, stress[0] if stress else None)
+
+    def _evaluate(self, term: Any, system: System, near: Any, wants_stress: bool) -> tuple[torch.Tensor, ...]:
+        """Energies, forces and, if wanted, the stress of a term, in the units of the system."""
+        interaction = _interaction(term)
+        if not isinstance(interaction, PairPotential | ConfiguredSum | DFTD3):
+            found = term(system)
+            if wants_stress and found.stress is None:
+                raise ValueError(f"`terms`: {term!r} has no stress, so the sum has none; see `stress`")
+            return tuple(found) if wants_stress else tuple(found[:2])
+        energy, length = 1.0, 1.0
+        if isinstance(interaction, DFTD3):
+            energy, length = self.hartree, self.bohr
+            cell = None if system.cell is None else system.cell / length
+            system = system._replace(positions=system.positions / length, cell=cell)
+        elif isinstance(interaction, ConfiguredSum):
+            energy = self.hartree * self.bohr
+        listed: tuple[Neighbors, ...] = ()
+        if near is not None and self.neighbors is not None and self._reach(interaction) is not None:
+            listed = (Neighbors.from_matrix(*near, cutoff=self.neighbors.cutoff / length),)
+        options: Any = {"compute_forces": True, "compute_virial": wants_stress, "energy_reduction": "system"}
+        if isinstance(interaction, PairPotential) and system.batch_idx is not None:
+            options["num_systems"] = count_systems(system)
+        found = term(system, *listed, **options)
+        results = found.energies, found.forces
+        if energy != 1.0 or length != 1.0:
+            results = found.energies * energy, found.forces * (energy / length)
+        if not wants_stress:
+            return results
+        # a virial is symmetric up to rounding and the error of a mesh
+        volume = system.volume.reshape(-1, 1, 1)
+        return *results, (found.virial + found.virial.mT) * (-0.5 * energy / length**3 / volume)
+
+
+def _interaction(term: Any) -> Any:
+    """The interaction to which parameters are bound."""
+    while isinstance(term, functools.partial):
+        term = term.func
+    return term
+
+
+class FromEnergies:
+    """A model from a function that returns energies: forces and stress are its derivatives.
+
+    Parameters
+    ----------
+    function : callable
+        ``function(system)`` returns the energies (n_systems,), computed from ``system.positions`` and ``system.cell``
+        by operations that torch differentiates.
+    stress : bool, optional
+        Whether to compute the stress of systems with cells.
+    create_graph : bool, optional
+        Whether results can be differentiated. By default they can if positions or the cell require gradients; choose
+        True to differentiate with respect to parameters of the function.
+
+    Examples
+    --------
+    >>> springs = FromEnergies(lambda system: 0.5 * system.positions.square().sum().reshape(1))
+    """
+
+    def __init__(
+        self, function: Callable[[System], torch.Tensor], *, stress: bool = True, create_graph: bool | None = None
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"`function` must be callable, got {type(function).__name__}")
+        self.function = function
+        self.stress = checks.check_flag("stress", stress)
+        self.create_graph = create_graph if create_graph is None else checks.check_flag("create_graph", create_graph)
+
+    def __call__(self, system: System) -> Evaluation:
+        """Energies, forces and stress."""
+        positions, cell = system.positions, system.cell
+        keep = self.create_graph
+        if keep is None:
+            given = [positions] if cell is None else [positions, cell]
+            keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        with torch.enable_grad():
+            if not keep:
+                positions, cell = positions.detach(), None if cell is None else cell.detach()
+            if not positions.requires_grad:
+                positions = positions.detach().requires_grad_()
+            wanted, moved = [positions], positions
+            if self.stress and cell is not None:
+                n_systems = count_systems(system)
+                strain = torch.zeros((n_systems, 3, 3), dtype=cell.dtype, device=cell.device, requires_grad=True)
+                symmetric = 0.5 * (strain + strain.mT)
+                of_atoms = (
+                    symmetric
+                    if system.batch_idx is None
+                    else spread_systems(symmetric, system.batch_idx, positions.shape[0])
+                )
+                moved = positions + (positions.unsqueeze(-2) @ of_atoms).squeeze(-2)
+                matrices = cell.reshape(-1, 3, 3)
+                cell = (matrices + matrices @ symmetric).reshape(cell.shape)
+                wanted.append(strain)
+            energies = self.function(system._replace(positions=moved, cell=cell))
+            if energies.requires_grad:
+                slopes = torch.autograd.grad(energies.sum(), wanted, create_graph=keep, materialize_grads=True)
+            else:
+                slopes = tuple(torch.zeros_like(tensor) for tensor in wanted)
+        if not keep:
+            energies = energies.detach()
+        stress = None
+        if len(wanted) > 1 and system.cell is not None:
+            stress = slopes[1] / system.volume.reshape(-1, 1, 1)
+        return Evaluation(energies, -slopes[0], stress)

@@ -1,0 +1,280 @@
+"""`simulate`: many steps, with records, hooks and trajectories."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, tensors_of
+from nvalchemiops.torch.dynamics.integrators import Integrator
+from nvalchemiops.torch.dynamics.model import Model
+from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.systems import System
+
+Hook = Callable[[State], State | None]
+Path = str | PathLike[str]
+
+RECORDS: dict[str, Callable[[State, Integrator], torch.Tensor]] = {
+    "potential_energy": lambda state, _: state.evaluation.energies,
+    "kinetic_energy": lambda state, _: state.kinetic_energies,
+    "temperature": lambda state, _: state.temperatures,
+    "conserved": lambda state, integrator: integrator.conserved(state),
+    "volume": lambda state, _: state.volumes,
+    "pressure": lambda state, _: state.pressures,
+}
+"""What `simulate` can record by name."""
+
+
+class Simulation(NamedTuple):
+    """What `simulate` returns.
+
+    Attributes
+    ----------
+    state : State
+        The last state, from which another run can start.
+    records : dict from str to tensor
+        Each (n_records, n_systems, ...); those of your functions (n_records, ...).
+    steps : list of int
+        The step of each record.
+    """
+
+    state: State
+    records: dict[str, torch.Tensor]
+    steps: list[int]
+
+
+def simulate(
+    start: System | State,
+    model: Model,
+    integrator: Integrator,
+    steps: int,
+    *,
+    record: Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]] = (
+        "potential_energy",
+        "kinetic_energy",
+        "temperature",
+        "conserved",
+    ),
+    every: int = 1,
+    hooks: Sequence[Hook] = (),
+    trajectory: Path | Sequence[Path] | None = None,
+    trajectory_every: int | None = None,
+    progress: bool = False,
+    gradients: bool | None = None,
+    checkpoint_every: int | None = None,
+    **options: Any,
+) -> Simulation:
+    """Run molecular dynamics.
+
+    Parameters
+    ----------
+    start : System or State
+        A state goes on as if there had been no interruption, also with noise.
+    model : Model
+    integrator : Integrator
+    steps : int
+    record : sequence of str, or mapping from str to callable, optional
+        Of `RECORDS`, or functions of the state. Temperatures are kT.
+    every : int, optional
+        Record the state before the first step, and after every so many steps.
+    hooks : sequence of callable, optional
+        ``hook(state)`` is called after each step; if it returns a state, the run goes on from that.
+    trajectory : path, or sequence of paths for each system, optional
+        Files for ASE to write, in a format with several frames such as ``.xyz`` or ``.traj``, with energies, forces,
+        stress and momenta; units must be eV, angstrom and u. Existing files are replaced.
+    trajectory_every : int, optional
+        By default ``every``.
+    progress : bool, optional
+        Show a progress bar, if tqdm is installed.
+    gradients : bool, optional
+        Keep the graph of all steps. By default if ``start`` requires gradients, or with ``checkpoint_every``.
+    checkpoint_every : int, optional
+        For gradients of long runs, of first order: keep the states after every so many steps alone, and compute the
+        steps between them again in the backward pass. Hooks are then called again, too.
+    **options
+        ``masses``, ``velocities``, ``seed``, ``keys``, ``removed``: see `Integrator.start`. Only with a system.
+
+    Returns
+    -------
+    Simulation
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+
+    Notes
+    -----
+    Records stay on the device; nothing is read before the end, except by hooks and for trajectories.
+    """
+    steps, every = checks.check_count("steps", steps), _count("every", every)
+    writer = _Writer(trajectory, every if trajectory_every is None else _count("trajectory_every", trajectory_every))
+    measures = _measures(record, integrator)
+    if checkpoint_every is not None:
+        checkpoint_every = _count("checkpoint_every", checkpoint_every)
+    if gradients is None:
+        gradients = checkpoint_every is not None or _requires_grad(start, options)
+    kept: list[dict[str, torch.Tensor]] = []
+    done = -1
+
+    def after(state: State, n: int) -> None:
+        """What follows the n-th step, once."""
+        nonlocal done
+        if n <= done:
+            return  # the step is computed again in a backward pass
+        done = n
+        writer.write(state, n)
+        if n > 0:
+            bar.update()
+
+    def run(state: State, first: int, last: int) -> tuple[State, list[dict[str, torch.Tensor]]]:
+        found = []
+        for n in range(first, last):
+            state = integrator.step(state, model)
+            for hook in hooks:
+                state = hook(state) or state
+            if (n + 1) % every == 0:
+                found.append({name: measure(state) for name, measure in measures.items()})
+            after(state, n + 1)
+        return state, found
+
+    with torch.enable_grad() if gradients else torch.no_grad(), _bar(steps, progress) as bar, writer:
+        if isinstance(start, State):
+            if options:
+                raise TypeError(f"`{next(iter(options))}` goes with a System; the State has it")
+            state = start
+        else:
+            state = integrator.start(start, model, **options)
+        first_step = state.step
+        kept.append({name: measure(state) for name, measure in measures.items()})
+        after(state, 0)
+        length = checkpoint_every or max(steps, 1)
+        parameters = [] if checkpoint_every is None else parameters_of(model, state.system)
+        for first in range(0, steps, length):
+            last = min(first + length, steps)
+            if checkpoint_every is None:
+                state, found = run(state, first, last)
+            else:
+                state, found = run_segment(functools.partial(run, first=first, last=last), state, parameters)
+            kept += found
+    records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
+    begin = int(first_step)
+    return Simulation(state, records, [begin + n * every for n in range(len(kept))])
+
+
+def _count(name: str, value: int) -> int:
+    if checks.check_count(name, value) < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {value}")
+    return value
+
+
+def _requires_grad(start: System | State, options: Mapping[str, Any]) -> bool:
+    tensors = [*tensors_of(start).values()] if isinstance(start, State) else [*start, *options.values()]
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def _measures(
+    record: Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]], integrator: Integrator
+) -> dict[str, Callable[[State], torch.Tensor]]:
+    if isinstance(record, Mapping):
+        return dict(record)
+    found: dict[str, Callable[[State], torch.Tensor]] = {}
+    for name in record:
+        checks.check_choice("record", name, RECORDS)
+        found[name] = lambda state, of=RECORDS[name]: of(state, integrator)  # type: ignore[misc]
+    return found
+
+
+def _bar(steps: int, progress: bool) -> Any:
+    """A progress bar, or what does nothing."""
+    if checks.check_flag("progress", progress):
+        with contextlib.suppress(ImportError):
+            from tqdm.auto import tqdm
+
+            return tqdm(total=steps, unit="step")
+
+    class Nothing(contextlib.nullcontext[Any]):
+        def __enter__(self) -> Any:
+            return self
+
+        def update(self) -> None:
+            """Nothing to show."""
+
+    return Nothing()
+
+
+class _Writer:
+    """Writes frames of each system by ASE."""
+
+    def __init__(self, paths: Path | Sequence[Path] | None, every: int) -> None:
+        one = isinstance(paths, str | PathLike)
+        self.paths: list[Any] = [] if paths is None else [paths] if one else list(paths)  # type: ignore[arg-type]
+        self.every, self._files = every, contextlib.ExitStack()
+        self._writers: list[Any] = []
+        self._numbers: list[Any] = []
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def write(self, state: State, n: int) -> None:
+        """Write the state, if it is its turn."""
+        if not self.paths or n % self.every:
+            return
+        import ase.io
+        from ase.io.trajectory import TrajectoryWriter
+
+        frames = to_ase(state)
+        if len(frames) != len(self.paths):
+            raise ValueError(f"`trajectory` must have a path for each of {len(frames)} systems, got {len(self.paths)}")
+        for place, (path, atoms) in enumerate(zip(self.paths, frames)):
+            if str(path).endswith(".traj"):
+                if n == 0:
+                    self._writers.append(self._files.enter_context(TrajectoryWriter(path, "w")))
+                self._writers[place].write(atoms)
+            else:
+                ase.io.write(path, atoms, append=n > 0)
+
+
+def to_ase(state: State) -> list[Any]:
+    """The systems as a list of ``ase.Atoms``, with momenta, and with energies, forces and stress as results.
+
+    Units must be eV, angstrom and u. Frozen atoms have the mass of their element, and a constraint that fixes them.
+    """
+    import ase
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.constraints import FixAtoms
+    from ase.stress import full_3x3_to_voigt_6_stress
+
+    system, evaluation = state.system, state.evaluation
+    if system.numbers is None:
+        raise ValueError("`numbers` of the system are needed for ASE")
+
+    def array(tensor: torch.Tensor) -> Any:
+        return tensor.detach().cpu().numpy()
+
+    found, index = [], system.batch_idx
+    for n in range(len(evaluation.energies)):
+        of = slice(None) if index is None else array((index == n).nonzero().squeeze(1))
+        cell = None if system.cell is None else array(system.cell[n])
+        pbc = False if cell is None else True if system.pbc is None else array(system.pbc[n])
+        masses = array(state.masses)[of]
+        atoms = ase.Atoms(array(system.numbers)[of], array(system.positions)[of], cell=cell, pbc=pbc)
+        frozen = masses == float("inf")
+        masses[frozen] = atoms.get_masses()[frozen]
+        atoms.set_masses(masses)
+        atoms.set_velocities(array(state.velocities)[of])
+        if frozen.any():
+            atoms.set_constraint(FixAtoms(mask=frozen))
+        results = {"energy": float(evaluation.energies[n]), "forces": array(evaluation.forces)[of]}
+        if evaluation.stress is not None:
+            results["stress"] = full_3x3_to_voigt_6_stress(array(evaluation.stress[n]))
+        atoms.calc = SinglePointCalculator(atoms, **results)
+        found.append(atoms)
+    return found

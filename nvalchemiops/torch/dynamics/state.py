@@ -1,0 +1,104 @@
+"""`State`: what a step of dynamics takes and returns."""
+
+from typing import NamedTuple
+
+import torch
+
+from nvalchemiops.torch.dynamics.model import Evaluation
+from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+from nvalchemiops.torch.systems import System
+
+
+class State(NamedTuple):
+    """Positions, velocities and everything else that changes in a step: a value, which is never changed in place.
+
+    Made by `Integrator.start`. As a tuple of tensors it is a pytree, which torch saves, maps and differentiates.
+
+    Attributes
+    ----------
+    system : System
+        ``cell`` and ``pbc`` have a row for each system. ``batch_idx`` is None for one system.
+    velocities : (n_atoms, 3) tensor, length / time
+        Zero for frozen atoms.
+    masses : (n_atoms,) tensor, mass
+        Infinite for frozen atoms.
+    evaluation : Evaluation
+        Energies, forces and stress at the current positions.
+    step : () int64 tensor
+        Number of steps since the start.
+    extra : dict from str to tensor
+        Parameters of the integrator and variables of its flows, (n_systems, ...), and constants of the atoms,
+        (n_atoms, ...). Numbers of systems are columns (n_systems, 1) in float64. Replace a parameter
+        (``"dt"``, ``"temperature"``, ``"pressure"`` ...) to change it during a run.
+    """
+
+    system: System
+    velocities: torch.Tensor
+    masses: torch.Tensor
+    evaluation: Evaluation
+    step: torch.Tensor
+    extra: dict[str, torch.Tensor]
+
+    def at(self, positions: torch.Tensor, cell: torch.Tensor | None = None, **fields: torch.Tensor) -> "State":
+        """The state with these positions, this cell (the same by default), and other fields."""
+        changes = {"positions": positions} if cell is None else {"positions": positions, "cell": cell}
+        return self._replace(system=self.system._replace(**changes), **fields)  # type: ignore[arg-type]
+
+    def having(self, **extra: torch.Tensor) -> "State":
+        """The state with these values in ``extra``."""
+        return self._replace(extra={**self.extra, **extra})
+
+    def of_atoms(self, per_system: torch.Tensor) -> torch.Tensor:
+        """For each atom the value of its system, with the dtype of the positions.
+
+        One row, which broadcasts, if there is one system.
+        """
+        values = per_system.to(self.velocities.dtype)
+        batch_idx = self.system.batch_idx
+        if batch_idx is None:
+            return values
+        if values.requires_grad:
+            return spread_systems(values, batch_idx, self.velocities.shape[0])
+        return values.index_select(0, batch_idx)
+
+    def of_systems(self, per_atom: torch.Tensor) -> torch.Tensor:
+        """Sums (n_systems, ...) in float64 of values (n_atoms, ...), with the same bits alone and in a batch."""
+        return system_sums(per_atom.to(torch.float64), self.system.batch_idx, self.extra["dt"].shape[0])
+
+    def twice_kinetic(self) -> torch.Tensor:
+        """``Σ m v_a²`` (n_systems, 3) along the three axes."""
+        return self.of_systems(self.velocities * self.velocities * self.extra["inertia"])
+
+    @property
+    def kinetic_energies(self) -> torch.Tensor:
+        """Kinetic energies (n_systems,) in float64."""
+        return 0.5 * trace(self.twice_kinetic()).squeeze(1)
+
+    @property
+    def temperatures(self) -> torch.Tensor:
+        """Temperatures kT (n_systems,) in units of energy: ``2 K / degrees of freedom``; zero without any."""
+        return 2.0 * self.kinetic_energies / self.extra["degrees_of_freedom"].squeeze(1).clamp(min=1.0)
+
+    @property
+    def volumes(self) -> torch.Tensor:
+        """Volumes (n_systems,) in float64."""
+        return self.system.volume.to(torch.float64)
+
+    @property
+    def pressures(self) -> torch.Tensor:
+        """Pressures (n_systems,): the trace of ``Σ m v v / volume - stress``, divided by 3."""
+        stress = self.evaluation.stress
+        if stress is None:
+            raise ValueError("the model gave no stress, so there is no pressure")
+        kinetic = trace(self.twice_kinetic()).squeeze(1) / self.volumes
+        return (kinetic - trace(diagonal(stress)).squeeze(1)) / 3.0
+
+
+def trace(diagonals: torch.Tensor) -> torch.Tensor:
+    """The sum (n, 1) of three columns (n, 3)."""
+    return diagonals.sum(1, keepdim=True)
+
+
+def diagonal(matrices: torch.Tensor) -> torch.Tensor:
+    """The diagonals (n, 3) of matrices (n, 3, 3), in float64."""
+    return matrices.diagonal(dim1=-2, dim2=-1).to(torch.float64)

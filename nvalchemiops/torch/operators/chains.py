@@ -1,0 +1,100 @@
+"""Nosé-Hoover chains of all systems in one launch: some 150 tiny operations for each half step otherwise.
+
+Derivatives, of every order, are those of the same steps in torch, `chain_steps`.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops.kernels.chains import SUZUKI_YOSHIDA, chain_kernel
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.launch import launch
+
+
+def chain_steps(
+    positions: torch.Tensor,
+    velocities: torch.Tensor,
+    ratios: torch.Tensor,
+    targets: torch.Tensor,
+    degrees: torch.Tensor,
+    rates: torch.Tensor,
+    times: torch.Tensor,
+    loops: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `move_chains` computes, in operations of torch."""
+    u, last, log_scale = list(velocities.unbind(1)), velocities.shape[1] - 1, torch.zeros_like(times)
+
+    def push(k: int, time: torch.Tensor) -> None:
+        """Half a step of the velocity of thermostat k."""
+        force = (ratios - targets) * rates if k == 0 else (degrees if k == 1 else 1.0) * u[k - 1] * u[k - 1] - rates
+        if k == last:
+            u[k] = u[k] + 0.5 * time * force
+        else:
+            damping = torch.exp(-0.25 * time * u[k + 1])
+            u[k] = (u[k] * damping + 0.5 * time * force) * damping
+
+    for weight in SUZUKI_YOSHIDA * loops:
+        time = times * weight / loops
+        for k in range(last, -1, -1):
+            push(k, time)
+        positions = positions + time.unsqueeze(1) * torch.stack(u, 1)
+        log_scale, ratios = log_scale - time * u[0], ratios * torch.exp(-2.0 * time * u[0])
+        for k in range(last + 1):
+            push(k, time)
+    return positions, torch.stack(u, 1), log_scale
+
+
+_INPUTS = ("positions", "velocities", "ratios", "targets", "degrees", "rates", "times")
+
+
+def _pullback(inputs: dict[str, Any], gradients: dict[str, Any]) -> dict[str, torch.Tensor]:
+    given = [inputs[name] for name in _INPUTS]
+    results, pull, *_ = torch.func.vjp(functools.partial(chain_steps, loops=inputs["loops"]), *given)
+    names = ("moved", "pushed", "log_scales")
+    incoming = tuple(
+        torch.zeros_like(result) if gradients[name] is None else gradients[name] for name, result in zip(names, results)
+    )
+    return dict(zip(_INPUTS, pull(incoming)))
+
+
+@warp_custom_op(
+    "nvalchemiops::move_chains",
+    outputs=[
+        OutputSpec("moved", wp.float64, lambda positions, *_: tuple(positions.shape)),
+        OutputSpec("pushed", wp.float64, lambda positions, *_: tuple(positions.shape)),
+        OutputSpec("log_scales", wp.float64, lambda positions, *_: (positions.shape[0],)),
+    ],
+    grad_arrays=("moved", "pushed", "log_scales", *_INPUTS),
+    backward=_pullback,
+    trusted=True,
+)
+def move_chains(
+    positions: torch.Tensor,
+    velocities: torch.Tensor,
+    ratios: torch.Tensor,
+    targets: torch.Tensor,
+    degrees: torch.Tensor,
+    rates: torch.Tensor,
+    times: torch.Tensor,
+    loops: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions and velocities of the chains after some time, and the logarithm of the factor of the velocities.
+
+    Parameters
+    ----------
+    positions, velocities : (n_systems, length) float64 tensors
+    ratios, targets : (n_systems,) float64 tensors
+        ``Σ m v² / (g kT)``, and its mean: 1, or 0 for systems without degrees of freedom.
+    degrees, rates, times : (n_systems,) float64 tensors
+        g, 1 / τ² and the time.
+    loops : int
+        How often the three steps of `SUZUKI_YOSHIDA` are repeated, each for a part of the time.
+    """
+    moved, pushed, log_scales = torch.empty_like(positions), torch.empty_like(positions), torch.empty_like(times)
+    if times.shape[0]:
+        inputs = [positions, velocities, ratios, targets, degrees, rates, times, loops]
+        launch(chain_kernel(), times.shape[0], inputs, [moved, pushed, log_scales])
+    return moved, pushed, log_scales

@@ -1,0 +1,126 @@
+"""Models: sums of interactions and models, and derivatives of energies."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTREE_IN_EV
+from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms
+from nvalchemiops.torch.interactions.dispersion import DFTD3
+from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
+from nvalchemiops.torch.interactions.pair import born_mayer_huggins, lennard_jones
+from nvalchemiops.torch.systems import System
+
+from .systems import argon, crystal, float64, joined, wells
+
+
+def ions():
+    """Two sheared crystals of Na and Cl."""
+    structures = []
+    for seed, repeat in ((1, (2, 1, 1)), (2, (1, 1, 1))):
+        atoms = crystal(repeat, a=5.6, rattle=0.1, seed=seed)
+        atoms.numbers[:] = [11, 17] * (len(atoms) // 2)
+        atoms.set_initial_charges([1.0, -1.0] * (len(atoms) // 2))
+        structures.append(atoms)
+    return System.from_ase(structures)
+
+
+def test_a_sum_of_terms_has_their_energies_forces_and_stress_in_its_units():
+    system = ions()
+    pairs, charges = lennard_jones(5.0), ParticleMeshEwald(accuracy=1e-6, cutoff=6.0)
+    dispersion = DFTD3("pbe", [11, 17], cutoff=14.0, coordination_cutoff=10.0)
+    found = SumOfTerms(partial(pairs, sigma=2.4, epsilon=0.02), charges, dispersion, wells(), skin=0.7)(system)
+
+    def sum_of(system):
+        atomic = system._replace(positions=system.positions / BOHR_IN_ANGSTROM, cell=system.cell / BOHR_IN_ANGSTROM)
+        reduced = {"energy_reduction": "system"}
+        return (
+            pairs(system, sigma=2.4, epsilon=0.02, **reduced).energies
+            + COULOMB_EV_ANGSTROM * charges(system, **reduced).energies
+            + HARTREE_IN_EV * dispersion(atomic, **reduced).energies
+            + wells().function(system)
+        )
+
+    assert (found.energies - sum_of(system)).abs().max() < 1e-6  # PME chooses alpha for the list that it has
+    expected = FromEnergies(sum_of)(system)
+    assert (found.forces - expected.forces).abs().max() < 1e-5
+    assert (found.stress - expected.stress).abs().max() < 1e-6
+    assert torch.equal(found.stress, found.stress.mT)
+
+
+def test_stress_is_the_derivative_by_strain_and_forces_by_positions():
+    """Finite differences of energies, for a sum and for `FromEnergies`."""
+    system = System.from_ase(crystal((2, 2, 2)))
+    for model, step in ((argon(), 1e-5), (wells(), 1e-5)):
+        found = model(system)
+        strain = 0.3 * torch.randn(3, 3, generator=torch.Generator().manual_seed(0), dtype=float64)
+        strain = strain + strain.mT
+        moves = torch.randn(32, 3, generator=torch.Generator().manual_seed(1), dtype=float64)
+        for change, slope in (
+            ((0.0 * moves, strain), system.volume * (found.stress[0] * strain).sum()),
+            ((moves, 0.0 * strain), -(found.forces * moves).sum()),
+        ):
+            energies = []
+            for sign in (1.0, -1.0):
+                factor = torch.eye(3, dtype=float64) + sign * step * change[1]
+                moved = system._replace(
+                    positions=system.positions @ factor + sign * step * change[0], cell=system.cell @ factor
+                )
+                energies.append(model(moved).energies)
+            assert abs((energies[0] - energies[1]).item() / (2.0 * step) - slope.item()) < 1e-7 * max(1.0, abs(slope))
+
+
+def test_one_list_serves_all_terms_and_is_kept_while_atoms_move_little():
+    model = SumOfTerms(*(partial(lennard_jones(r), sigma=3.4, epsilon=0.01) for r in (4.0, 6.0)), skin=0.5)
+    system = System.from_ase(crystal((2, 2, 2)))
+    for n in range(4):
+        model(system._replace(positions=system.positions + 0.04 * n))
+    assert model.neighbors.cutoff == 6.0 and (model.neighbors.num_calls, model.neighbors.num_builds) == (4, 1)
+
+
+def test_systems_without_cells_have_no_stress():
+    generator = torch.Generator().manual_seed(0)
+    positions = 4.0 * torch.randn(9, 3, generator=generator, dtype=float64)
+    batch_idx = torch.tensor([0] * 4 + [1] * 5, dtype=torch.int32)
+    found = argon()(System(positions, batch_idx=batch_idx))
+    assert found.stress is None and found.energies.shape == (2,)
+    alone = argon()(System(positions[:4]))
+    assert torch.equal(found.energies[:1], alone.energies) and torch.equal(found.forces[:4], alone.forces)
+
+
+def test_a_model_of_energies_keeps_its_graph_where_it_is_needed():
+    system = System.from_ase(crystal((2, 1, 1)))
+    weight = torch.tensor(0.3, dtype=float64, requires_grad=True)
+    parametric = lambda system: (weight * torch.sin(system.positions)).sum().reshape(1)  # noqa: E731
+    assert not FromEnergies(parametric)(system).forces.requires_grad
+    kept = FromEnergies(parametric, create_graph=True)(system)
+    (slope,) = torch.autograd.grad(kept.forces.sum(), weight)
+    assert abs(slope + torch.cos(system.positions).sum()) < 1e-12
+    moving = system._replace(positions=system.positions.clone().requires_grad_())
+    (second,) = torch.autograd.grad(FromEnergies(parametric)(moving).forces.sum(), moving.positions)
+    assert (second - 0.3 * torch.sin(system.positions)).abs().max() < 1e-12
+    nothing = FromEnergies(lambda system: torch.zeros(1, dtype=float64))(system)
+    assert not nothing.forces.any() and not nothing.stress.any()
+
+
+def test_a_batch_and_its_systems():
+    systems = [System.from_ase(crystal((2, 1, 1), seed=n)) for n in range(3)]
+    together = wells()(joined(systems))
+    for n, system in enumerate(systems):
+        alone = wells()(system)
+        assert (together.energies[n] - alone.energies[0]).abs() < 1e-13
+        assert (together.stress[n] - alone.stress[0]).abs().max() < 1e-13
+
+
+def test_bad_arguments_are_named():
+    for terms, options, word in (
+        ((), {}, "terms"),
+        ((3.0,), {}, "terms"),
+        ((born_mayer_huggins,), {"skin": -1.0}, "skin"),
+        ((wells(),), {"bohr": 0.0}, "bohr"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=word):
+            SumOfTerms(*terms, **options)
+    with pytest.raises(ValueError, match="no stress"):
+        SumOfTerms(wells(), lambda system: Evaluation(torch.zeros(1), system.positions))(System.from_ase(crystal(1)))

@@ -1,0 +1,185 @@
+"""Runs: records, hooks, trajectories, restarts, checkpoints, and arguments that are refused."""
+
+import ase.io
+import pytest
+import torch
+
+from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, csvr, langevin, nose_hoover, npt, nve, simulate
+from nvalchemiops.torch.systems import System
+
+from .systems import argon, crystal, few_atoms, float64, ideal_gas, joined, wells
+
+KT = 0.006
+
+
+def systems():
+    return System.from_ase([crystal((2, 2, 2), seed=1), crystal((3, 2, 2), seed=2)])
+
+
+def test_records_are_those_of_the_states():
+    integrator, states = npt(0.2, KT, 1e-4), []
+    names = ("potential_energy", "kinetic_energy", "temperature", "conserved", "volume", "pressure")
+    found = simulate(systems(), argon(skin=1.0), integrator, 7, record=names, every=3, hooks=[states.append], seed=2)
+    assert found.steps == [0, 3, 6] and len(states) == 7 and found.state.step == 7
+    for n, state in ((1, states[2]), (2, states[5])):
+        assert torch.equal(found.records["conserved"][n], integrator.conserved(state))
+        assert torch.equal(found.records["potential_energy"][n], state.evaluation.energies)
+        assert torch.equal(found.records["volume"][n], torch.linalg.det(state.system.cell))
+        degrees = torch.tensor([93.0, 141.0], dtype=float64)
+        kinetic = found.records["kinetic_energy"][n]
+        assert (found.records["temperature"][n] - 2.0 * kinetic / degrees).abs().max() < 1e-15
+        traces = state.evaluation.stress.diagonal(dim1=1, dim2=2).sum(1)
+        pressures = (2.0 * kinetic / state.volumes - traces) / 3.0
+        assert (found.records["pressure"][n] - pressures).abs().max() < 1e-15
+    own = simulate(states[-1], argon(), integrator, 1, record={"first": lambda state: state.system.positions[0]})
+    assert own.records["first"].shape == (2, 3) and own.steps == [7, 8]
+
+
+@pytest.mark.parametrize("make", (langevin, csvr, nose_hoover))
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make, tmp_path):
+    """Forces have other last bits with another list, so here lists have no skin."""
+    integrator = make(0.2, KT)
+    whole = simulate(systems(), argon(skin=0.0), integrator, 10, seed=5).state
+    half = simulate(systems(), argon(skin=0.0), integrator, 4, seed=5).state
+    torch.save(half, tmp_path / "state.pt")
+    again = torch.load(tmp_path / "state.pt", weights_only=False)
+    rest = simulate(again, argon(skin=0.0), integrator, 6).state
+    assert torch.equal(whole.system.positions, rest.system.positions)
+    assert torch.equal(whole.velocities, rest.velocities)
+
+
+def test_a_hook_may_replace_the_state_and_its_parameters():
+    def heat(state):
+        return state.having(temperature=state.extra["temperature"] * 1.5)
+
+    found = simulate(systems(), argon(), langevin(0.2, KT, friction=1.0), 5, hooks=[heat], seed=1)
+    assert (found.state.extra["temperature"] / (KT * 1.5**5) - 1.0).abs().max() < 1e-14
+    assert found.records["temperature"][-1].min() > 2.0 * KT
+
+
+@pytest.mark.parametrize("suffix", ("xyz", "traj"))
+def test_trajectories_are_read_by_ase(suffix, tmp_path):
+    paths = [tmp_path / f"{n}.{suffix}" for n in range(2)]
+    for path in paths:
+        path.write_text("left over from an earlier run")
+    masses = torch.full((80,), 39.9, dtype=float64)
+    masses[3] = torch.inf
+    found = simulate(systems(), argon(), nve(0.2), 4, trajectory=paths, trajectory_every=2, masses=masses)
+    for n, path in enumerate(paths):
+        frames = ase.io.read(path, ":")
+        state, of = found.state, found.state.system.batch_idx == n
+        assert len(frames) == 3 and len(frames[0]) == (32, 48)[n]
+        last = frames[-1]
+        assert abs(last.positions - state.system.positions[of].numpy()).max() < 1e-7
+        assert abs(last.get_velocities() - state.velocities[of].numpy()).max() < 1e-7
+        assert abs(last.get_potential_energy() - state.evaluation.energies[n].item()) < 1e-7
+        assert abs(last.get_stress(voigt=False) - state.evaluation.stress[n].numpy()).max() < 1e-7
+    with pytest.raises(ValueError, match=r"`trajectory` must have a path for each of 2"):
+        simulate(systems(), argon(), nve(0.2), 1, trajectory=paths[0])
+
+
+def test_a_checkpointed_run_has_the_same_results_and_gradients():
+    """The last segment is shorter; steps are computed twice, and the model once more to see what it depends on."""
+    calls = 0
+    weight = torch.tensor(1.2, dtype=float64, requires_grad=True)
+    inner = wells().function
+
+    def energies(system):
+        nonlocal calls
+        calls += 1
+        return weight * inner(system)
+
+    model = FromEnergies(energies, create_graph=True)
+    system, masses, velocities = few_atoms()
+    results = []
+    for every in (None, 4):
+        calls = 0
+        start = velocities.clone().requires_grad_()
+        found = simulate(
+            system,
+            model,
+            npt(0.1, 0.05, 0.004, cell="full"),
+            10,
+            masses=masses,
+            velocities=start,
+            checkpoint_every=every,
+            removed=0,
+        )
+        loss = found.state.system.positions.square().sum() + found.records["kinetic_energy"][1:].sum()
+        gradients = torch.autograd.grad(loss, [weight, start])
+        assert calls == (11 if every is None else 22)
+        results.append([loss.detach(), *gradients])
+    for direct, again in zip(*results):
+        assert torch.equal(direct, again)
+
+
+def test_without_leaves_that_require_gradients_there_is_no_graph():
+    weight = torch.tensor(1.2, dtype=float64, requires_grad=True)
+
+    def model(system):
+        found = wells()(system)
+        return Evaluation(weight * found.energies, weight * found.forces, found.stress)
+
+    system, masses, _ = few_atoms()
+    assert not simulate(system, model, nve(0.1), 2, masses=masses).state.velocities.requires_grad
+    assert simulate(system, model, nve(0.1), 2, masses=masses, gradients=True).state.velocities.requires_grad
+
+
+def test_progress_is_shown(capsys):
+    system, masses, _ = few_atoms()
+    simulate(system, wells(), nve(0.1), 3, masses=masses, progress=True)
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_no_steps_at_all():
+    found = simulate(systems(), argon(), nve(0.1), 0)
+    assert found.steps == [0] and found.records["conserved"].shape == (1, 2) and found.state.step == 0
+
+
+def test_float32_stays_float32():
+    system = joined([few_atoms(4, seed)[0] for seed in range(2)])
+    system = system._replace(positions=system.positions.float(), cell=system.cell.float())
+    flat = lambda system: Evaluation(*(part.float() for part in ideal_gas(system)))  # noqa: E731
+    for integrator in (nve(0.1), langevin(0.1, KT), npt(0.1, KT, 1e-5), npt(0.1, KT, 1e-5, cell="full")):
+        state = simulate(system, flat, integrator, 3, masses=torch.ones(8)).state
+        assert {t.dtype for t in (state.system.positions, state.system.cell, state.velocities)} == {torch.float32}
+        assert state.extra["dt"].dtype == float64
+
+
+GAS = System(torch.rand(4, 3, dtype=float64), cell=2.0 * torch.eye(3, dtype=float64))
+ONE = {"masses": torch.ones(4, dtype=float64)}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "word"),
+    (
+        (lambda: nve(-1.0), ONE, "dt"),
+        (lambda: nve(torch.ones(3)), ONE, "dt"),
+        (lambda: nose_hoover(0.1, 0.0), ONE, "temperature"),
+        (lambda: nose_hoover(0.1, 1.0, chain_length=0), ONE, "chain_length"),
+        (lambda: langevin(0.1, 1.0, friction=-1.0), ONE, "friction"),
+        (lambda: npt(0.1, 1.0, 1.0, cell="cubic"), ONE, "cell"),
+        (lambda: npt(0.1, 1.0, 1.0, mask=(False, False, False)), ONE, "mask"),
+        (lambda: npt(0.1, 1.0, float("nan")), ONE, "pressure"),
+        (lambda: nve(0.1), {}, "masses"),
+        (lambda: nve(0.1), {"masses": torch.zeros(4)}, "masses"),
+        (lambda: nve(0.1), {"masses": torch.ones(3)}, "masses"),
+        (lambda: nve(0.1), ONE | {"velocities": torch.ones(3, 3)}, "velocities"),
+        (lambda: nve(0.1), ONE | {"every": 0}, "every"),
+        (lambda: nve(0.1), ONE | {"record": ("energy",)}, "record"),
+    ),
+)
+def test_bad_arguments_are_named(make, options, word):
+    with pytest.raises((ValueError, TypeError), match=f"`{word}`"):
+        simulate(GAS, ideal_gas, make(), 1, **options)
+
+
+def test_what_a_barostat_needs():
+    for system, model, word in (
+        (GAS._replace(cell=None), ideal_gas, "cell"),
+        (GAS._replace(cell=torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=float64))), ideal_gas, "cell"),
+        (GAS, lambda system: ideal_gas(system)._replace(stress=None), "model"),
+        (GAS, lambda system: ideal_gas(system)._replace(energies=torch.zeros(())), "model"),
+    ):
+        with pytest.raises(ValueError, match=f"`{word}`"):
+            npt(0.1, 1.0, 1.0).start(system, model, **ONE)

@@ -1,0 +1,122 @@
+"""Maxwell-Boltzmann velocities, momenta, kinetic energies, degrees of freedom, and chains as an operator."""
+
+import pytest
+import scipy.stats
+import torch
+
+from nvalchemiops.constants import ASE_TIME_IN_FEMTOSECOND, BOLTZMANN_EV_PER_KELVIN, FEMTOSECOND, GIGAPASCAL, KELVIN
+from nvalchemiops.torch.dynamics import (
+    degrees_of_freedom,
+    kinetic_energy,
+    kinetic_tensor,
+    maxwell_boltzmann,
+    remove_momentum,
+    remove_rotation,
+    temperature,
+)
+from nvalchemiops.torch.operators.chains import chain_steps, move_chains
+
+from .systems import float64
+
+SIZES = (5, 0, 1, 7)
+BATCH = torch.arange(4, dtype=torch.int32).repeat_interleave(torch.tensor(SIZES))
+N = len(BATCH)
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=float64)
+
+
+MASSES = 1.0 + numbers(N).abs()
+MASSES[[1, 8]] = torch.inf
+MOVING = MASSES.isfinite()
+
+
+def test_maxwell_boltzmann_velocities_have_the_variance_kt_over_m():
+    n = 20_000
+    masses = torch.tensor([1.0, 4.0, 9.0, torch.inf], dtype=float64).repeat(n // 4)
+    batch_idx = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(n // 2)
+    kt = torch.tensor([0.5, 2.0], dtype=float64)
+    velocities = maxwell_boltzmann(masses, kt, batch_idx, seed=3)
+    assert not velocities[3::4].any()
+    reduced = velocities * (masses / kt[batch_idx.long()]).sqrt().unsqueeze(1)
+    for part in (reduced[masses == m] for m in (1.0, 4.0, 9.0)):
+        assert scipy.stats.kstest(part.flatten().numpy(), "norm").pvalue > 1e-3
+    for system, rows in enumerate((slice(0, n // 2), slice(n // 2, n))):
+        alone = maxwell_boltzmann(masses[rows], float(kt[system]), seed=3, keys=torch.tensor([system]))
+        assert torch.equal(velocities[rows], alone)
+    assert maxwell_boltzmann(masses.float(), 1.0).dtype == torch.float32
+
+
+def test_kinetic_energies_of_atoms_that_move():
+    velocities = numbers(N, 3)
+    tensor, energies = (f(velocities, MASSES, BATCH, 4) for f in (kinetic_tensor, kinetic_energy))
+    for system in range(4):
+        of = (BATCH == system) & MOVING
+        expected = 0.5 * torch.einsum("i,ia,ib->ab", MASSES[of], velocities[of], velocities[of])
+        assert (tensor[system] - expected).abs().max() < 1e-13
+        assert (energies[system] - expected.trace()).abs() < 1e-13
+
+
+def test_degrees_of_freedom_and_temperatures():
+    expected = torch.tensor([12.0, 0.0, 3.0, 18.0], dtype=float64)
+    assert torch.equal(degrees_of_freedom(MASSES, BATCH, 4), expected)
+    removed = torch.tensor([3.0, 3.0, 3.0, 7.0], dtype=float64)
+    assert torch.equal(
+        degrees_of_freedom(MASSES, BATCH, 4, removed=removed), torch.tensor([9.0, 0.0, 0.0, 11.0], dtype=float64)
+    )
+    velocities = numbers(N, 3)
+    found = temperature(velocities, MASSES, BATCH, 4, removed=removed)
+    energies = kinetic_energy(velocities, MASSES, BATCH, 4)
+    assert torch.equal(found[[0, 3]], 2.0 * energies[[0, 3]] / torch.tensor([9.0, 11.0], dtype=float64))
+    assert found[1] == 0.0
+
+
+def test_momentum_and_rotation_are_removed():
+    velocities, positions = numbers(N, 3), 3.0 * numbers(N, 3, seed=1)
+    still = remove_momentum(velocities, MASSES, BATCH, 4)
+    weights = torch.where(MOVING, MASSES, 0.0).unsqueeze(1)
+    for system in range(4):
+        of = BATCH == system
+        assert (weights[of] * still[of]).sum(0).abs().max() < 1e-13
+    assert not still[~MOVING].any()
+    masses = 1.0 + numbers(N).abs()
+    positions[-7:, :2] = 0.0  # the last one is linear
+    still = remove_rotation(remove_momentum(velocities, masses, BATCH, 4), positions, masses, BATCH, 4)
+    for system in range(4):
+        of = BATCH == system
+        momenta = masses[of].unsqueeze(1) * still[of]
+        assert torch.linalg.cross(positions[of], momenta).sum(0).abs().max() < 1e-11
+        assert momenta.sum(0).abs().max() < 1e-12
+    # only a rotation was removed: relative velocities along the line of two atoms are the same
+    bond = positions[0] - positions[1]
+    assert ((still - velocities)[0] - (still - velocities)[1]) @ bond < 1e-12
+    assert torch.equal(remove_rotation(velocities, positions, MASSES, BATCH, 4)[BATCH == 0], velocities[BATCH == 0])
+
+
+def test_units():
+    """The kinetic energy of one atom of hydrogen at 1 km/s, and of a pressure of 1 GPa in 1 nm³."""
+    assert abs(1.0 / FEMTOSECOND - ASE_TIME_IN_FEMTOSECOND) < 1e-12 and KELVIN == BOLTZMANN_EV_PER_KELVIN
+    speed = torch.tensor([[0.01 / FEMTOSECOND, 0.0, 0.0]], dtype=float64)  # 1 km/s is 0.01 angstrom/fs
+    energy = kinetic_energy(speed, torch.tensor([1.008], dtype=float64))
+    assert abs(energy.item() / (0.5 * 1.008 * 1.66053906892e-27 * 1e6 / 1.602176634e-19) - 1.0) < 1e-9
+    assert abs(1000.0 * GIGAPASCAL - 1e-18 / 1.602176634e-19) < 1e-9
+
+
+@pytest.mark.parametrize("arguments", ({"temperature": torch.ones(3)}, {"seed": 1.5}, {"keys": torch.ones(2)}))
+def test_bad_arguments_are_named(arguments):
+    given = {"temperature": 1.0} | arguments
+    with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
+        maxwell_boltzmann(torch.ones(2, dtype=float64), given.pop("temperature"), **given)
+
+
+@pytest.mark.parametrize("length", (1, 2, 3, 5))
+def test_the_kernel_of_chains_is_the_same_steps_with_the_same_derivatives(length):
+    states = numbers(2, 3, length)
+    others = [*(numbers(4, 3, seed=4).abs() + 0.1), torch.tensor([0.1, 0.2, 0.3], dtype=float64)]
+    inputs = [*states, *others]
+    for found, expected in zip(move_chains(*inputs, 2), chain_steps(*inputs, 2)):
+        assert (found - expected).abs().max() < 1e-13 * expected.abs().max().clamp(min=1.0)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    assert torch.autograd.gradcheck(lambda *t: move_chains(*t, 2), inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *t: move_chains(*t, 1), inputs, fast_mode=True, atol=1e-4)
