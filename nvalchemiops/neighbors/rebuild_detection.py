@@ -2,5 +2,6 @@
 
 from nvalchemiops.compat.paths import forwarded
 
-__all__ = ["check_batch_neighbor_list_rebuild"]
-__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.sums", __all__)
+_NAMES = ["check_batch_neighbor_list_rebuild"]
+__all__ = list(_NAMES)
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.sums", _NAMES)

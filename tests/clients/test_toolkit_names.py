@@ -1,4 +1,4 @@
-"""Names that nvalchemi-toolkit imports, called as it calls them: on Warp arrays, in place, and kernels by `wp.launch`."""
+"""Names that nvalchemi-toolkit takes, called as it calls them: on Warp arrays, in place, and kernels by wp.launch."""
 
 import importlib
 
@@ -48,7 +48,9 @@ PATHS = {
 FLOAT = torch.float64
 SIZES = (3, 4)
 IDX = torch.tensor([0] * 3 + [1] * 4, dtype=torch.int32)
-CELLS = torch.tensor([[[5.0, 0.3, 0], [1.0, 6, 0.2], [0.5, 0.7, 7]], [[6.0, 0, 0.4], [-1.0, 5, 0], [0.2, 1, 8]]], dtype=FLOAT)
+CELLS = torch.tensor(
+    [[[5.0, 0.3, 0], [1.0, 6, 0.2], [0.5, 0.7, 7]], [[6.0, 0, 0.4], [-1.0, 5, 0], [0.2, 1, 8]]], dtype=FLOAT
+)
 N = wp.int32
 
 
@@ -65,7 +67,9 @@ def arrays(*tensors):
     """As the client makes them: numbers, vectors, matrices, or nine numbers, by the trailing axes."""
     kinds = {(): wp.float64, (3,): wp.vec3d, (3, 3): wp.mat33d, (9,): vec9d}
     return [
-        wp.from_torch(t, dtype=kinds[tuple(t.shape[1:])] if t.is_floating_point() else {torch.bool: wp.bool}.get(t.dtype, N))
+        wp.from_torch(
+            t, dtype=kinds[tuple(t.shape[1:])] if t.is_floating_point() else {torch.bool: wp.bool}.get(t.dtype, N)
+        )
         for t in tensors
     ]
 
@@ -149,7 +153,9 @@ def test_methods_and_memory():
     names += ("atoms_per_cell_count", "cell_atom_start_indices", "cell_atom_list")
     scratch = dict(zip(names, allocate_cell_list(7, 64, torch.ones(2, 3, dtype=torch.int32), "cpu"), strict=True))
     x, pbc = Systems().x, torch.ones(2, 3, dtype=torch.bool)
-    assert neighbor_list(x, 3.0, cell=CELLS, pbc=pbc, batch_idx=IDX, method="batch_cell_list", **scratch)[1].shape == (7,)
+    assert neighbor_list(x, 3.0, cell=CELLS, pbc=pbc, batch_idx=IDX, method="batch_cell_list", **scratch)[1].shape == (
+        7,
+    )
 
 
 # -- dynamics -----------------------------------------------------------------------------------------
@@ -223,7 +229,8 @@ def thermostat(s, eta, eta_dot, masses):
     ke2, scale, unused = (torch.zeros(2, dtype=FLOAT) for _ in range(3))
     steps.nhc_thermostat_chain_update(
         *arrays(s.v, s.m), scalars(eta), scalars(eta_dot), scalars(masses),
-        *arrays(s.kt, s.dt, 3 * s.counts.to(FLOAT), ke2, scale, unused, unused), batch_idx=arrays(IDX)[0], num_systems=2,
+        *arrays(s.kt, s.dt, 3 * s.counts.to(FLOAT), ke2, scale, unused, unused), batch_idx=arrays(IDX)[0],
+        num_systems=2,
     )  # fmt: skip
     close(ke2, 2 * s.kinetic())
     return scale
@@ -231,7 +238,7 @@ def thermostat(s, eta, eta_dot, masses):
 
 @pytest.mark.parametrize("n_links", [1, 3])
 def test_chains(n_links):
-    """Reversible, exact to third order in a step, and with the energy that Nosé, Hoover, Martyna and others conserve."""
+    """Reversible, exact to third order in a step, and with the energy that chains conserve."""
     errors = []
     for dt in (0.08, 0.04):
         s = Systems(dt)
@@ -266,7 +273,12 @@ def test_chains(n_links):
 
 
 def test_pressure():
-    s, virial, kinetic, pressure = Systems(), draw(2, 9, seed=8), torch.zeros(2, 9, dtype=FLOAT), torch.zeros(2, 9, dtype=FLOAT)
+    s, virial, kinetic, pressure = (
+        Systems(),
+        draw(2, 9, seed=8),
+        torch.zeros(2, 9, dtype=FLOAT),
+        torch.zeros(2, 9, dtype=FLOAT),
+    )
     volume, scalar = torch.zeros(2, dtype=FLOAT), torch.zeros(2, dtype=FLOAT)
     moments = torch.stack([(s.m[IDX == k, None] * s.v[IDX == k]).T @ s.v[IDX == k] for k in range(2)])
     steps.compute_kinetic_tensor(*arrays(s.v, s.m), scalars(kinetic), batch_idx=arrays(IDX)[0])
@@ -306,7 +318,10 @@ def test_ideal_gas_at_constant_pressure(mode):
         def press(s=s, rate=rate, wanted=wanted, mass=mass, buffers=buffers, volume=volume):
             virial = torch.zeros(2, 9, dtype=FLOAT)
             steps.compute_pressure_tensor(
-                *arrays(s.v, s.m, virial, s.cells), scalars(buffers[0]), *arrays(buffers[1], volume), batch_idx=arrays(IDX)[0]
+                *arrays(s.v, s.m, virial, s.cells),
+                scalars(buffers[0]),
+                *arrays(buffers[1], volume),
+                batch_idx=arrays(IDX)[0],
             )
             args = arrays(rate, buffers[1], wanted, volume, mass, s.kinetic(), s.counts, s.dt)
             (steps.nph_barostat_half_step if mode == "isotropic" else steps.npt_barostat_half_step)(*args)
@@ -382,7 +397,11 @@ def test_aligned_cells():
 
 def test_forces_on_cells():
     """The gradient of an energy with respect to the lattice vectors, from its stress."""
-    fractional, cells, strain = draw(4, 3), CELLS[:1].clone().requires_grad_(), torch.zeros(3, 3, dtype=FLOAT, requires_grad=True)
+    fractional, cells, strain = (
+        draw(4, 3),
+        CELLS[:1].clone().requires_grad_(),
+        torch.zeros(3, 3, dtype=FLOAT, requires_grad=True),
+    )
 
     def energy(cell):
         x = fractional @ cell
@@ -411,15 +430,22 @@ def clusters():
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_fire_step_by_step(version):
-    """As ASE relaxes each alone; of FIRE 2.0 the steps before the first one uphill, where ASE evaluates forces twice."""
+    """As ASE relaxes each alone; of FIRE 2.0 the steps before one goes uphill, where ASE evaluates forces twice."""
     n_steps, systems, batch = 60 if version == 1 else 9, list(clusters()), list(clusters())
     sizes = torch.tensor([len(a) for a in batch])
     idx = torch.arange(2, dtype=torch.int32).repeat_interleave(sizes)
     x = torch.tensor(np.concatenate([a.positions for a in batch]))
     v, dt, alpha = torch.zeros_like(x), torch.full((2,), 0.05, dtype=FLOAT), torch.full((2,), 0.1, dtype=FLOAT)
-    counts, ones, maxstep = torch.zeros(2, dtype=torch.int32), torch.ones(len(x), dtype=FLOAT), torch.full((2,), 9.0, dtype=FLOAT)
+    counts, ones, maxstep = (
+        torch.zeros(2, dtype=torch.int32),
+        torch.ones(len(x), dtype=FLOAT),
+        torch.full((2,), 9.0, dtype=FLOAT),
+    )
     fixed = [torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.99, 1e-9, 1.0)]
-    n_min, factors = torch.full((2,), 5, dtype=torch.int32), [torch.full((2,), value, dtype=FLOAT) for value in (0.5, 1.1)]
+    n_min, factors = (
+        torch.full((2,), 5, dtype=torch.int32),
+        [torch.full((2,), value, dtype=FLOAT) for value in (0.5, 1.1)],
+    )
     products = {name: arrays(torch.zeros(2, dtype=FLOAT))[0] for name in ("vf", "vv", "ff")}
     for _ in range(n_steps):
         for atoms, positions in zip(batch, x.split(sizes.tolist())):
@@ -492,7 +518,11 @@ def test_lennard_jones_kernels(half):
         energy_reduction="atom",
     )  # fmt: skip
     parameters = [wp.array([value], dtype=wp.float64) for value in (0.0104, 3.4, 6.5, 1.5)]
-    energies, forces, virial = torch.zeros(6, dtype=FLOAT), torch.zeros(6, 3, dtype=FLOAT), torch.zeros(2, 9, dtype=FLOAT)
+    energies, forces, virial = (
+        torch.zeros(6, dtype=FLOAT),
+        torch.zeros(6, 3, dtype=FLOAT),
+        torch.zeros(2, 9, dtype=FLOAT),
+    )
     near = wp.from_torch(matrix, dtype=N), wp.from_torch(shifts.contiguous(), dtype=wp.vec3i)
     wp.launch(
         lj._batch_lj_energy_forces_virial_matrix_kernel_overload[wp.float64],
@@ -513,8 +543,8 @@ def test_lennard_jones_kernels(half):
     x, cells, energies, forces = x.float(), cells.float(), torch.zeros(6), torch.zeros(6, 3)
     inputs = [
         wp.from_torch(x, dtype=wp.vec3f), wp.from_torch(cells, dtype=wp.mat33f), *near, *arrays(counts, idx),
-        *(wp.array([p.numpy()[0]], dtype=wp.float32) for p in parameters), wp.bool(False), N(6), wp.from_torch(energies),
-        wp.from_torch(forces, dtype=wp.vec3f),
+        *(wp.array([p.numpy()[0]], dtype=wp.float32) for p in parameters), wp.bool(False), N(6),
+        wp.from_torch(energies), wp.from_torch(forces, dtype=wp.vec3f),
     ]  # fmt: skip
     wp.launch(lj._batch_lj_energy_forces_matrix_kernel_overload[wp.float32], dim=6, inputs=inputs, device="cpu")
     torch.testing.assert_close(forces.to(FLOAT), expected[1], atol=1e-6, rtol=1e-4)
@@ -526,7 +556,12 @@ def test_ewald_kernels(batched):
     """Structure factors, what atoms get from them, and virials, put together as the client does."""
     s, q, alpha = Systems(), 1.0 + draw(7, seed=5), torch.tensor([0.5, 0.6], dtype=FLOAT)
     n, n_atoms, idx = (2, 7, IDX) if batched else (1, 3, None)
-    x, q, cells, alpha = s.x[:n_atoms].contiguous(), q[:n_atoms].contiguous(), CELLS[:n].contiguous(), alpha[:n].contiguous()
+    x, q, cells, alpha = (
+        s.x[:n_atoms].contiguous(),
+        q[:n_atoms].contiguous(),
+        CELLS[:n].contiguous(),
+        alpha[:n].contiguous(),
+    )
     k = electrostatics.generate_k_vectors_ewald_summation(cells, 6.0).reshape(n, -1, 3).contiguous()
     exact = ewald.ewald_reciprocal_space(
         x, q, cells, k if batched else k[0], alpha, idx, True, True, True
@@ -546,10 +581,22 @@ def test_ewald_kernels(batched):
     else:
         inputs = [*arrays(x, q), flat, *arrays(cells, alpha, total), *phases, scalars(re[0]), scalars(im[0])]
         wp.launch(kernels.fill, dim=n_k, inputs=inputs, device="cpu")
-    energies, forces, gradients = torch.zeros(n_atoms, dtype=FLOAT), torch.zeros(n_atoms, 3, dtype=FLOAT), torch.zeros(n_atoms, dtype=FLOAT)
+    energies, forces, gradients = (
+        torch.zeros(n_atoms, dtype=FLOAT),
+        torch.zeros(n_atoms, 3, dtype=FLOAT),
+        torch.zeros(n_atoms, dtype=FLOAT),
+    )
     none = alloc_ewald_recip_sentinels(wp.float64, "cpu")
     systems = arrays(IDX)[0] if batched else wp.empty((0,), dtype=N, device="cpu")
-    inputs = [arrays(q)[0], systems, waves, *phases, *factors, none["grad_energy"], *arrays(energies, forces, gradients)]
+    inputs = [
+        arrays(q)[0],
+        systems,
+        waves,
+        *phases,
+        *factors,
+        none["grad_energy"],
+        *arrays(energies, forces, gradients),
+    ]
     wp.launch(kernels.compute, dim=n_atoms, inputs=inputs, device="cpu")
     volume, virial = torch.linalg.det(cells), torch.zeros(n, 3, 3, dtype=FLOAT)
     if batched:
@@ -571,7 +618,7 @@ def test_ewald_kernels(batched):
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_parts_of_pme(batched):
-    """Spread, transform, convolve, gather and correct, as the client does: a sum whose derivatives are those returned."""
+    """Spread, transform, convolve, gather and correct, as the client does; derivatives are those returned."""
     s, alpha = Systems(), torch.tensor([0.5, 0.6], dtype=FLOAT)
     n, n_atoms, idx = (2, 7, IDX) if batched else (1, 3, None)
     places = IDX[:n_atoms]
@@ -582,8 +629,12 @@ def test_parts_of_pme(batched):
     at = (x.unsqueeze(1) @ deformed[places]).squeeze(1)
     alpha = pme._prepare_alpha(alpha[:n], count, FLOAT, x.device)
     inverse = torch.linalg.inv(cells)
-    waves, squares = electrostatics.generate_k_vectors_pme(cells, mesh_dimensions=mesh, reciprocal_cell=2 * np.pi * inverse)
-    axes = [torch.fft.fftfreq(m, d=1 / m, dtype=FLOAT) for m in mesh[:2]] + [torch.fft.rfftfreq(mesh[2], d=1 / mesh[2], dtype=FLOAT)]
+    waves, squares = electrostatics.generate_k_vectors_pme(
+        cells, mesh_dimensions=mesh, reciprocal_cell=2 * np.pi * inverse
+    )
+    axes = [torch.fft.fftfreq(m, d=1 / m, dtype=FLOAT) for m in mesh[:2]] + [
+        torch.fft.rfftfreq(mesh[2], d=1 / mesh[2], dtype=FLOAT)
+    ]
     moduli = [pme.compute_bspline_moduli_1d(axis, m, order) for axis, m in zip(axes, mesh)]
     volume, dims = torch.linalg.det(cells).abs(), (1, 2, 3) if batched else (0, 1, 2)
     common = {"spline_order": order, "batch_idx": idx, "cell_inv_t": inverse.mT.contiguous()}

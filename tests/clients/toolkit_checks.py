@@ -9,7 +9,7 @@ import pytest
 import torch
 
 nvalchemi = pytest.importorskip("nvalchemi", exc_type=(ImportError, SyntaxError))
-from ase import Atoms, units
+from ase import units
 from ase.build import bulk, molecule
 from ase.calculators.lj import LennardJones
 from ase.md.nose_hoover_chain import MTKNPT, NoseHooverChainNVT
@@ -170,7 +170,9 @@ def test_electrostatics(kind, slab, hybrid):
         np.testing.assert_allclose(found["forces"].detach()[mine].numpy(), forces.numpy(), atol=1e-4)
         np.testing.assert_allclose(gradients[mine].numpy(), by_charge.numpy(), atol=1e-4)
         if hybrid:
-            np.testing.assert_allclose(found["stress"][s].detach().numpy(), (-virial / a.get_volume()).numpy()[0], atol=1e-6)
+            np.testing.assert_allclose(
+                found["stress"][s].detach().numpy(), (-virial / a.get_volume()).numpy()[0], atol=1e-6
+            )
         first += len(a)
 
 
@@ -181,8 +183,12 @@ def test_lennard_jones():
         a.rattle(0.2, seed=n)
         a.calc = LennardJones(sigma=3.4, epsilon=0.0104, rc=7.0)
     for half in (False, True):
-        found = evaluated(LennardJonesModelWrapper(**ARGON, half_list=half), batch_of(atoms, other), "energy", "forces", "stress")
-        np.testing.assert_allclose(found["forces"].numpy(), np.concatenate([atoms.get_forces(), other.get_forces()]), atol=1e-10)
+        found = evaluated(
+            LennardJonesModelWrapper(**ARGON, half_list=half), batch_of(atoms, other), "energy", "forces", "stress"
+        )
+        np.testing.assert_allclose(
+            found["forces"].numpy(), np.concatenate([atoms.get_forces(), other.get_forces()]), atol=1e-10
+        )
         for s, a in enumerate((atoms, other)):
             np.testing.assert_allclose(found["stress"][s].numpy(), a.get_stress(voigt=False), atol=1e-10)
     model = LennardJonesModelWrapper(**ARGON, switch_width=1.5)
@@ -267,7 +273,9 @@ def model_of_argon(**options):
 def same_steps(batch, systems, atol):
     positions = np.concatenate([a.positions for a in systems])
     np.testing.assert_allclose(batch.positions.numpy(), positions, atol=atol)
-    np.testing.assert_allclose(batch.velocities.numpy(), np.concatenate([a.get_velocities() for a in systems]), atol=atol)
+    np.testing.assert_allclose(
+        batch.velocities.numpy(), np.concatenate([a.get_velocities() for a in systems]), atol=atol
+    )
 
 
 def test_constant_energy():
@@ -311,7 +319,9 @@ def enthalpy(batch, integrator, pressure):
     compute_neighbors(batch, config=integrator.model.model_config.neighbor_config)
     state = integrator._state
     of_cell = 0.5 * state.W[0] * (state.cell_velocity**2).sum()
-    return float(integrator.model(batch)["energy"].sum() + kinetic + of_cell + pressure * torch.linalg.det(batch.cell[0]))
+    return float(
+        integrator.model(batch)["energy"].sum() + kinetic + of_cell + pressure * torch.linalg.det(batch.cell[0])
+    )
 
 
 def test_enthalpy_is_conserved_to_second_order():
@@ -361,7 +371,9 @@ def test_relaxation(kind):
         options = {"dt": 0.1, "maxstep": 10.0}
         optimizer = FIRE2(model_of_argon(), delaystep=5, tmax=1.0, tmin=2e-3, alpha0=0.25, **options)
         ase = [
-            AseFire2(a, logfile=None, Nmin=5, dtmax=1.0, dtmin=2e-3, finc=1.05, fdec=0.75, fa=0.985, astart=0.25, **options)
+            AseFire2(
+                a, logfile=None, Nmin=5, dtmax=1.0, dtmin=2e-3, finc=1.05, fdec=0.75, fa=0.985, astart=0.25, **options
+            )
             for a in systems
         ]
     n_steps = 40 if kind == "FIRE" else 12

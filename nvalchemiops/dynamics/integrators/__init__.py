@@ -2,7 +2,7 @@
 
 from nvalchemiops.compat.paths import forwarded
 
-__all__ = [
+_NAMES = [
     "compute_barostat_mass",
     "compute_kinetic_tensor",
     "compute_pressure_tensor",
@@ -24,4 +24,5 @@ __all__ = [
     "velocity_verlet_position_update",
     "velocity_verlet_velocity_finalize",
 ]
-__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", __all__)
+__all__ = list(_NAMES)
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", _NAMES)

@@ -2,5 +2,6 @@
 
 from nvalchemiops.compat.paths import forwarded
 
-__all__ = ["fire_step", "fire_update"]
-__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", __all__)
+_NAMES = ["fire_step", "fire_update"]
+__all__ = list(_NAMES)
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", _NAMES)

@@ -2,7 +2,7 @@
 
 from nvalchemiops.compat.paths import forwarded
 
-__all__ = [
+_NAMES = [
     "align_cell",
     "compute_cell_inverse",
     "compute_kinetic_energy",
@@ -12,4 +12,5 @@ __all__ = [
     "stress_to_cell_force",
     "wrap_positions_to_cell",
 ]
-__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", __all__)
+__all__ = list(_NAMES)
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", _NAMES)

@@ -2,5 +2,6 @@
 
 from nvalchemiops.compat.paths import forwarded
 
-__all__ = ["align_cell", "stress_to_cell_force"]
-__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", __all__)
+_NAMES = ["align_cell", "stress_to_cell_force"]
+__all__ = list(_NAMES)
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", _NAMES)

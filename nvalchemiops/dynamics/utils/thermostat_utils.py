@@ -2,5 +2,6 @@
 
 from nvalchemiops.compat.paths import forwarded
 
-__all__ = ["compute_kinetic_energy", "compute_temperature", "initialize_velocities", "remove_com_motion"]
-__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", __all__)
+_NAMES = ["compute_kinetic_energy", "compute_temperature", "initialize_velocities", "remove_com_motion"]
+__all__ = list(_NAMES)
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", _NAMES)

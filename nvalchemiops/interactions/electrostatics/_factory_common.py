@@ -1,3 +1,3 @@
 """Derivatives that kernels compute, under the path that clients import."""
 
-from nvalchemiops.compat.launched_kernels import _DerivState as _DerivState
+from nvalchemiops.kernels.launched import _DerivState as _DerivState

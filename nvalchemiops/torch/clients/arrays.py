@@ -15,8 +15,8 @@ def on_arrays(result: str | None = None) -> Callable[[Callable[..., None]], Call
     """Let a function of tensors, which writes into some of them, take Warp arrays as well.
 
     Vectors and matrices become trailing axes. Operations go to torch's current stream, and no gradients are recorded.
-    Two more keyword arguments are taken: ``atom_ptr`` (n_systems + 1,) int32, the first atom of each system, in place of
-    ``batch_idx``, and ``device``, which is where the arrays are.
+    Two more keyword arguments are taken: ``atom_ptr`` (n_systems + 1,) int32, the first atom of each system, in place
+    of ``batch_idx``, and ``device``, which is where the arrays are.
 
     Parameters
     ----------

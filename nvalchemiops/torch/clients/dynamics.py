@@ -1,13 +1,13 @@
 """Steps of dynamics and relaxation as nvalchemi-toolkit calls them, one function for each part of a step.
 
-Arguments that are said to change are changed in place. Quantities of systems are (n_systems,): ``dt`` is always the time
-step of the integrator, of which half-steps take half, and ``temperature`` is kT in units of energy. Systems have
+Arguments that are said to change are changed in place. Quantities of systems are (n_systems,): ``dt`` is always the
+time step of the integrator, of which half-steps take half, and ``temperature`` is kT in units of energy. Systems have
 3 n_atoms degrees of freedom where none are given. Without ``batch_idx`` (n_atoms,) int32 there is one system.
 
-Cells have lattice vectors in rows, as everywhere in this library, except where columns are stated. The variable that
-clients call ``cell_velocity`` is the strain rate ε of Martyna, Tobias and Klein (J. Chem. Phys. 101, 4177 (1994),
-doi:10.1063/1.467468): ``dr/dt = v + ε r`` and ``dh/dt = h ε^T``. Its equations are solved by exponentials, exactly for
-the time of each part.
+Cells have lattice vectors in rows, as everywhere in this library, except where columns are stated. What clients call
+``cell_velocity`` is the strain rate ε of Martyna, Tobias and Klein (J. Chem. Phys. 101, 4177 (1994),
+doi:10.1063/1.467468): ``dr/dt = v + ε r`` and ``dh/dt = h ε^T``. These equations are solved by exponentials, exactly
+for the time of each part.
 
 `nvalchemiops.torch.dynamics` has whole integrators, with units, constraints and conserved quantities.
 """
@@ -16,27 +16,35 @@ from typing import Any
 
 import torch
 import warp as wp
+from torch import Tensor
 
+from nvalchemiops.kernels.chains import SUZUKI_YOSHIDA
 from nvalchemiops.torch.clients.arrays import on_arrays
+from nvalchemiops.torch.dynamics.flows import of_matrices
+from nvalchemiops.torch.dynamics.velocities import kinetic_tensor, maxwell_boltzmann
+from nvalchemiops.torch.operators.noise import normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
 
-Optional = torch.Tensor | None
+Maybe = Tensor | None
+
+LANGEVIN = 0
+"""Stream of the random numbers of Langevin dynamics."""
 
 
-def _of_atoms(values: torch.Tensor, batch_idx: Optional) -> torch.Tensor:
+def _of_atoms(values: Tensor, batch_idx: Maybe) -> Tensor:
     """For each atom the value of its system; one row, which broadcasts, without ``batch_idx``."""
     return values if batch_idx is None else values.index_select(0, batch_idx)
 
 
-def _kick(velocities: torch.Tensor, forces: torch.Tensor, masses: torch.Tensor, h: Any, batch_idx: Optional) -> None:
+def _kick(velocities: Tensor, forces: Tensor, masses: Tensor, h: Any, batch_idx: Maybe) -> None:
     velocities += (_of_atoms(h, batch_idx) / masses).unsqueeze(1) * forces
 
 
-def _drift(positions: torch.Tensor, velocities: torch.Tensor, h: torch.Tensor, batch_idx: Optional) -> None:
+def _drift(positions: Tensor, velocities: Tensor, h: Tensor, batch_idx: Maybe) -> None:
     positions += _of_atoms(h, batch_idx).unsqueeze(1) * velocities
 
 
-def _times(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
     return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
@@ -45,12 +53,7 @@ def _times(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 
 @on_arrays()
 def velocity_verlet_position_update(
-    positions: torch.Tensor,
-    velocities: torch.Tensor,
-    forces: torch.Tensor,
-    masses: torch.Tensor,
-    dt: torch.Tensor,
-    batch_idx: Optional = None,
+    positions: Tensor, velocities: Tensor, forces: Tensor, masses: Tensor, dt: Tensor, batch_idx: Maybe = None
 ) -> None:
     """Half a kick of ``velocities``, then ``positions`` for the whole step."""
     _kick(velocities, forces, masses, 0.5 * dt, batch_idx)
@@ -59,11 +62,7 @@ def velocity_verlet_position_update(
 
 @on_arrays()
 def velocity_verlet_velocity_finalize(
-    velocities: torch.Tensor,
-    forces_new: torch.Tensor,
-    masses: torch.Tensor,
-    dt: torch.Tensor,
-    batch_idx: Optional = None,
+    velocities: Tensor, forces_new: Tensor, masses: Tensor, dt: Tensor, batch_idx: Maybe = None
 ) -> None:
     """Half a kick of ``velocities`` by the new forces."""
     _kick(velocities, forces_new, masses, 0.5 * dt, batch_idx)
@@ -74,61 +73,53 @@ langevin_baoab_finalize = velocity_verlet_velocity_finalize
 
 @on_arrays()
 def nhc_velocity_half_step(
-    velocities: torch.Tensor,
-    forces: torch.Tensor,
-    masses: torch.Tensor,
-    dt: torch.Tensor,
-    batch_idx: Optional = None,
+    velocities: Tensor, forces: Tensor, masses: Tensor, dt: Tensor, batch_idx: Maybe = None
 ) -> None:
     """Half a kick of ``velocities``."""
     _kick(velocities, forces, masses, 0.5 * dt, batch_idx)
 
 
 @on_arrays()
-def nhc_position_update(
-    positions: torch.Tensor, velocities: torch.Tensor, dt: torch.Tensor, batch_idx: Optional = None
-) -> None:
+def nhc_position_update(positions: Tensor, velocities: Tensor, dt: Tensor, batch_idx: Maybe = None) -> None:
     """Move ``positions`` for the whole step."""
     _drift(positions, velocities, dt, batch_idx)
 
 
 @on_arrays()
 def langevin_baoab_half_step(
-    positions: torch.Tensor,
-    velocities: torch.Tensor,
-    forces: torch.Tensor,
-    masses: torch.Tensor,
-    dt: torch.Tensor,
-    temperature: torch.Tensor,
-    friction: torch.Tensor,
+    positions: Tensor,
+    velocities: Tensor,
+    forces: Tensor,
+    masses: Tensor,
+    dt: Tensor,
+    temperature: Tensor,
+    friction: Tensor,
     random_seed: int,
-    batch_idx: Optional = None,
+    batch_idx: Maybe = None,
 ) -> None:
-    """Half a kick, half a drift, friction and noise for the whole step, half a drift, of both.
+    """Half a kick, half a drift, friction and noise for the whole step, half a drift.
 
-    ``v' = c v + sqrt((1 - c²) kT / m) ξ`` with ``c = exp(-friction dt)``. The noise of an atom depends on the seed, which
-    clients change from step to step, on the number of its system, and on its place in the system.
+    ``v' = c v + sqrt((1 - c²) kT / m) ξ`` with ``c = exp(-friction dt)``. The noise of an atom depends on the seed,
+    which clients change from step to step, on the number of its system, and on its place in the system.
     """
     _kick(velocities, forces, masses, 0.5 * dt, batch_idx)
     _drift(positions, velocities, 0.5 * dt, batch_idx)
     exponent = _of_atoms(friction * dt, batch_idx).unsqueeze(1)
     kt = _of_atoms(temperature, batch_idx).unsqueeze(1)
     spread = (-torch.expm1(-2.0 * exponent) * kt / masses.unsqueeze(1)).sqrt()
-    noise = _noise(random_seed, velocities, batch_idx)
-    velocities.mul_(torch.exp(-exponent)).add_(spread * noise)
+    keys = torch.arange(dt.shape[0], device=dt.device)
+    seeds, step = torch.full_like(keys, int(random_seed)), keys.new_zeros(())
+    places = None if batch_idx is None else places_in_systems(batch_idx, dt.shape[0])
+    noise = normal_noise(seeds, keys, step, batch_idx, places, LANGEVIN, velocities.shape[0], 3)
+    velocities.mul_(torch.exp(-exponent)).add_(spread * noise.to(velocities.dtype))
     _drift(positions, velocities, 0.5 * dt, batch_idx)
 
 
 # -- Nosé-Hoover chains ---------------------------------------------------------------------------
 
-_OUTER = 1.0 / (2.0 - 2.0 ** (1.0 / 3.0))
-SUZUKI_YOSHIDA = (_OUTER, 1.0 - 2.0 * _OUTER, _OUTER)
-
 
 @on_arrays("masses")
-def _fill_masses(
-    masses: torch.Tensor, ndof: torch.Tensor, target_temp: torch.Tensor, tau: torch.Tensor
-) -> None:
+def _fill_masses(masses: Tensor, ndof: Tensor, target_temp: Tensor, tau: Tensor) -> None:
     of_one = target_temp * tau * tau
     masses.copy_(of_one.reshape(-1, 1).expand_as(masses))
     masses[:, 0] = ndof * of_one
@@ -147,30 +138,34 @@ def nhc_compute_masses(
     """Masses (n_systems, chain_length) of chains: ``kT tau²``, and for the first link that times ``ndof``."""
     if masses is None:
         masses = wp.zeros((num_systems, chain_length), dtype=dtype, device=device)
-    values = (v if isinstance(v, wp.array | torch.Tensor) else torch.tensor(v) for v in (ndof, target_temp, tau))
+    values = (v if isinstance(v, wp.array | Tensor) else torch.tensor(v) for v in (ndof, target_temp, tau))
     return _fill_masses(masses, *values)
 
 
 def _step_chain(
-    eta: torch.Tensor,
-    eta_dot: torch.Tensor,
-    masses: torch.Tensor,
-    twice_energy: torch.Tensor,
-    ndof: torch.Tensor,
-    kt: torch.Tensor,
-    h: torch.Tensor,
+    eta: Tensor,
+    eta_dot: Tensor,
+    masses: Tensor,
+    twice_energy: Tensor,
+    ndof: Tensor,
+    kt: Tensor,
+    h: Tensor,
     couples: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Move a chain for the time h, and return the logarithm of the factor of the velocities that are coupled to it.
 
-    If it ``couples``, ``twice_energy`` follows that factor; otherwise the caller scales velocities afterwards. Source:
+    Masses are the caller's, which `move_chains` cannot have. If it ``couples``, ``twice_energy`` follows that factor;
+    otherwise the caller scales velocities afterwards. Source:
     G. J. Martyna, M. E. Tuckerman, D. J. Tobias and M. L. Klein, Mol. Phys. 87, 1117 (1996),
     doi:10.1080/00268979600100761.
     """
     links, last, log_scale = list(eta_dot.unbind(1)), eta_dot.shape[1] - 1, torch.zeros_like(h)
 
-    def push(k: int, time: torch.Tensor) -> None:
-        energy = twice_energy * torch.exp(2.0 * log_scale) - ndof * kt if k == 0 else links[k - 1] ** 2 * masses[:, k - 1] - kt
+    def push(k: int, time: Tensor) -> None:
+        if k == 0:
+            energy = twice_energy * torch.exp(2.0 * log_scale) - ndof * kt
+        else:
+            energy = links[k - 1] ** 2 * masses[:, k - 1] - kt
         damping = torch.exp(-0.25 * time * links[k + 1]) if k < last else 1.0
         links[k] = (links[k] * damping + 0.5 * time * energy / masses[:, k]) * damping
 
@@ -189,26 +184,26 @@ def _step_chain(
 
 @on_arrays()
 def nhc_thermostat_chain_update(
-    velocities: torch.Tensor,
-    masses: torch.Tensor,
-    eta: torch.Tensor,
-    eta_dot: torch.Tensor,
-    eta_mass: torch.Tensor,
-    target_temp: torch.Tensor,
-    dt: torch.Tensor,
-    ndof: torch.Tensor,
-    ke2: torch.Tensor,
-    total_scale: torch.Tensor,
-    step_scale: torch.Tensor | None = None,
-    dt_chain: torch.Tensor | None = None,
-    batch_idx: Optional = None,
+    velocities: Tensor,
+    masses: Tensor,
+    eta: Tensor,
+    eta_dot: Tensor,
+    eta_mass: Tensor,
+    target_temp: Tensor,
+    dt: Tensor,
+    ndof: Tensor,
+    ke2: Tensor,
+    total_scale: Tensor,
+    step_scale: Maybe = None,
+    dt_chain: Maybe = None,
+    batch_idx: Maybe = None,
     num_systems: int | None = None,
     compute_ke: bool = True,
 ) -> None:
     """Move chains (n_systems, n_links) for half a step, and scale ``velocities``.
 
-    ``ke2`` becomes ``Σ m v²`` after scaling, and ``total_scale`` the factor. With ``compute_ke=False``, ``ke2`` is given:
-    the sum before scaling, over atoms elsewhere as well. ``step_scale`` and ``dt_chain`` are not used.
+    ``ke2`` becomes ``Σ m v²`` after scaling, and ``total_scale`` the factor. With ``compute_ke=False``, ``ke2`` is
+    given: the sum before scaling, over atoms elsewhere as well. ``step_scale`` and ``dt_chain`` are not used.
     """
     if compute_ke:
         ke2.copy_(_twice_kinetic(velocities, masses, batch_idx, ke2.shape[0]))
@@ -220,16 +215,16 @@ def nhc_thermostat_chain_update(
 
 @on_arrays()
 def npt_thermostat_half_step(
-    eta: torch.Tensor,
-    eta_dot: torch.Tensor,
-    kinetic_energy: torch.Tensor,
-    target_temperature: torch.Tensor,
-    thermostat_masses: torch.Tensor,
-    num_atoms_per_system: torch.Tensor,
+    eta: Tensor,
+    eta_dot: Tensor,
+    kinetic_energy: Tensor,
+    target_temperature: Tensor,
+    thermostat_masses: Tensor,
+    num_atoms_per_system: Tensor,
     chain_length: int,
-    dt: torch.Tensor,
+    dt: Tensor,
 ) -> None:
-    """Move chains for half a step at this kinetic energy. The caller scales velocities by ``exp(-eta_dot[:, 0] dt/2)``."""
+    """Move chains for half a step at this energy; the caller scales velocities by ``exp(-eta_dot[:, 0] dt / 2)``."""
     ndof, twice = 3 * num_atoms_per_system, 2.0 * kinetic_energy
     _step_chain(eta, eta_dot, thermostat_masses, twice, ndof, target_temperature, 0.5 * dt, False)
 
@@ -238,41 +233,36 @@ def npt_thermostat_half_step(
 
 
 @on_arrays("masses_out")
-def compute_barostat_mass(
-    target_temperature: torch.Tensor,
-    tau_p: torch.Tensor,
-    num_atoms: torch.Tensor,
-    masses_out: torch.Tensor,
-) -> None:
+def compute_barostat_mass(target_temperature: Tensor, tau_p: Tensor, num_atoms: Tensor, masses_out: Tensor) -> None:
     """Write ``(3 n_atoms + 3) kT tau_p²``. For each component of ε the mass is a third of it."""
     masses_out.copy_((3 * num_atoms + 3) * target_temperature * tau_p * tau_p)
 
 
 @on_arrays("kinetic_tensors")
 def compute_kinetic_tensor(
-    velocities: torch.Tensor, masses: torch.Tensor, kinetic_tensors: torch.Tensor, batch_idx: Optional = None
+    velocities: Tensor, masses: Tensor, kinetic_tensors: Tensor, batch_idx: Maybe = None
 ) -> None:
     """Write ``Σ m v v^T`` (n_systems, 9)."""
-    products = (masses.unsqueeze(1) * velocities).unsqueeze(2) * velocities.unsqueeze(1)
-    kinetic_tensors.copy_(system_sums(products.flatten(1), batch_idx, kinetic_tensors.shape[0]))
+    found = kinetic_tensor(velocities, masses, batch_idx, kinetic_tensors.shape[0])
+    kinetic_tensors.copy_(2.0 * found.flatten(1))
 
 
 @on_arrays("pressure_tensors")
 def compute_pressure_tensor(
-    velocities: torch.Tensor,
-    masses: torch.Tensor,
-    virial_tensors: torch.Tensor,
-    cells: torch.Tensor,
-    kinetic_tensors: torch.Tensor,
-    pressure_tensors: torch.Tensor,
-    volumes: torch.Tensor,
-    batch_idx: Optional = None,
+    velocities: Tensor,
+    masses: Tensor,
+    virial_tensors: Tensor,
+    cells: Tensor,
+    kinetic_tensors: Tensor,
+    pressure_tensors: Tensor,
+    volumes: Tensor,
+    batch_idx: Maybe = None,
     compute_kinetic: bool = True,
 ) -> None:
     """Write pressures ``(Σ m v v^T + virial) / volume`` (n_systems, 9), kinetic tensors and volumes.
 
-    ``virial`` is minus the derivative of the energy with respect to a strain. With ``compute_kinetic=False`` the kinetic
-    tensors are given.
+    Virials are minus the derivative of the energy with respect to a strain. With ``compute_kinetic=False`` the
+    kinetic tensors are given.
     """
     if compute_kinetic:
         compute_kinetic_tensor(velocities, masses, kinetic_tensors, batch_idx)
@@ -281,21 +271,21 @@ def compute_pressure_tensor(
 
 
 @on_arrays("scalar_pressures")
-def compute_scalar_pressure(pressure_tensors: torch.Tensor, scalar_pressures: torch.Tensor) -> None:
+def compute_scalar_pressure(pressure_tensors: Tensor, scalar_pressures: Tensor) -> None:
     """Write a third of the trace."""
     scalar_pressures.copy_(pressure_tensors[:, ::4].sum(1) / 3.0)
 
 
 @on_arrays()
 def nph_barostat_half_step(
-    cell_velocities: torch.Tensor,
-    pressure_tensors: torch.Tensor,
-    target_pressures: torch.Tensor,
-    volumes: torch.Tensor,
-    cell_masses: torch.Tensor,
-    kinetic_energy: torch.Tensor,
-    num_atoms_per_system: torch.Tensor,
-    dt: torch.Tensor,
+    cell_velocities: Tensor,
+    pressure_tensors: Tensor,
+    target_pressures: Tensor,
+    volumes: Tensor,
+    cell_masses: Tensor,
+    kinetic_energy: Tensor,
+    num_atoms_per_system: Tensor,
+    dt: Tensor,
 ) -> None:
     """Half a step of the strain rate: ``W dε/dt = V (P - P_target) + 2 K / (3 n_atoms)``.
 
@@ -318,33 +308,28 @@ npt_barostat_half_step = nph_barostat_half_step
 
 
 def _pressed_kick(
-    velocities: torch.Tensor,
-    masses: torch.Tensor,
-    forces: torch.Tensor,
-    rate: torch.Tensor,
-    h: torch.Tensor,
-    batch_idx: Optional,
+    velocities: Tensor, masses: Tensor, forces: Tensor, rate: Tensor, h: Tensor, batch_idx: Maybe
 ) -> None:
     """``dv/dt = F / m - rate v`` for the time h, with matrices (n_systems, 3, 3)."""
-    decay, mean = _exponentials(-h[:, None, None] * rate)
+    decay, mean = of_matrices(-h[:, None, None] * rate)
     pushes = (_of_atoms(h, batch_idx) / masses).unsqueeze(1) * forces
     velocities.copy_(_times(_of_atoms(decay, batch_idx), velocities) + _times(_of_atoms(mean, batch_idx), pushes))
 
 
 @on_arrays()
 def nph_velocity_half_step(
-    velocities: torch.Tensor,
-    masses: torch.Tensor,
-    forces: torch.Tensor,
-    cell_velocities: torch.Tensor,
-    volumes: torch.Tensor,
+    velocities: Tensor,
+    masses: Tensor,
+    forces: Tensor,
+    cell_velocities: Tensor,
+    volumes: Tensor,
     num_atoms: int,
-    dt: torch.Tensor,
-    batch_idx: Optional = None,
-    num_atoms_per_system: Optional = None,
-    cells_inv: Optional = None,
+    dt: Tensor,
+    batch_idx: Maybe = None,
+    num_atoms_per_system: Maybe = None,
+    cells_inv: Maybe = None,
     mode: str = "isotropic",
-    eta_dots: Optional = None,
+    eta_dots: Maybe = None,
 ) -> None:
     """Half a step of ``dv/dt = F / m - (ε + Tr ε / (3 n_atoms)) v``; with ``eta_dots`` also ``- eta_dots[:, 0] v``.
 
@@ -368,17 +353,17 @@ def nph_velocity_half_step(
 
 @on_arrays()
 def npt_velocity_half_step(
-    velocities: torch.Tensor,
-    masses: torch.Tensor,
-    forces: torch.Tensor,
-    cell_velocities: torch.Tensor,
-    volumes: torch.Tensor,
-    eta_dots: torch.Tensor,
+    velocities: Tensor,
+    masses: Tensor,
+    forces: Tensor,
+    cell_velocities: Tensor,
+    volumes: Tensor,
+    eta_dots: Tensor,
     num_atoms: int,
-    dt: torch.Tensor,
-    batch_idx: Optional = None,
-    num_atoms_per_system: Optional = None,
-    cells_inv: Optional = None,
+    dt: Tensor,
+    batch_idx: Maybe = None,
+    num_atoms_per_system: Maybe = None,
+    cells_inv: Maybe = None,
     mode: str = "isotropic",
 ) -> None:
     """`nph_velocity_half_step` with the friction of a chain."""
@@ -388,71 +373,65 @@ def npt_velocity_half_step(
 
 @on_arrays()
 def npt_position_update(
-    positions: torch.Tensor,
-    velocities: torch.Tensor,
-    cells: torch.Tensor,
-    cell_velocities: torch.Tensor,
-    dt: torch.Tensor,
-    cells_inv: Optional = None,
-    batch_idx: Optional = None,
+    positions: Tensor,
+    velocities: Tensor,
+    cells: Tensor,
+    cell_velocities: Tensor,
+    dt: Tensor,
+    cells_inv: Maybe = None,
+    batch_idx: Maybe = None,
 ) -> None:
     """Move ``positions`` for the whole step of ``dr/dt = v + ε r``. Cells are not used."""
-    stretch, mean = _exponentials(dt[:, None, None] * cell_velocities)
+    stretch, mean = of_matrices(dt[:, None, None] * cell_velocities)
     moves = _of_atoms(dt, batch_idx).unsqueeze(1) * velocities
     positions.copy_(_times(_of_atoms(stretch, batch_idx), positions) + _times(_of_atoms(mean, batch_idx), moves))
 
 
 @on_arrays()
-def npt_cell_update(cells: torch.Tensor, cell_velocities: torch.Tensor, dt: torch.Tensor) -> None:
+def npt_cell_update(cells: Tensor, cell_velocities: Tensor, dt: Tensor) -> None:
     """Deform ``cells`` for the whole step, with the atoms of `npt_position_update`."""
-    cells.copy_(cells @ _exponentials(dt[:, None, None] * cell_velocities)[0].mT)
+    cells.copy_(cells @ of_matrices(dt[:, None, None] * cell_velocities)[0].mT)
 
 
 # -- velocities -----------------------------------------------------------------------------------
 
 
-def _twice_kinetic(velocities: torch.Tensor, masses: torch.Tensor, batch_idx: Optional, n: int) -> torch.Tensor:
+def _twice_kinetic(velocities: Tensor, masses: Tensor, batch_idx: Maybe, n: int) -> Tensor:
     return system_sums(masses * velocities.square().sum(1), batch_idx, n)
 
 
 @on_arrays("kinetic_energy")
 def compute_kinetic_energy(
-    velocities: torch.Tensor,
-    masses: torch.Tensor,
-    kinetic_energy: torch.Tensor,
-    batch_idx: Optional = None,
-    num_systems: int | None = None,
+    velocities: Tensor, masses: Tensor, kinetic_energy: Tensor, batch_idx: Maybe = None, num_systems: int | None = None
 ) -> None:
     """Write ``Σ m v² / 2``."""
     kinetic_energy.copy_(0.5 * _twice_kinetic(velocities, masses, batch_idx, kinetic_energy.shape[0]))
 
 
 @on_arrays("temperature")
-def compute_temperature(
-    kinetic_energy: torch.Tensor, temperature: torch.Tensor, num_atoms_per_system: torch.Tensor
-) -> None:
+def compute_temperature(kinetic_energy: Tensor, temperature: Tensor, num_atoms_per_system: Tensor) -> None:
     """Write kT of systems whose centre of mass rests: ``2 K / (3 n_atoms - 3)``, for a single atom ``2 K / 3``."""
     ndof = torch.where(num_atoms_per_system > 1, 3 * num_atoms_per_system - 3, 3)
     temperature.copy_(2.0 * kinetic_energy / ndof)
 
 
 @on_arrays()
-def velocity_rescale(velocities: torch.Tensor, scale_factor: torch.Tensor, batch_idx: Optional = None) -> None:
+def velocity_rescale(velocities: Tensor, scale_factor: Tensor, batch_idx: Maybe = None) -> None:
     """Multiply ``velocities`` by the factors of their systems."""
     velocities *= _of_atoms(scale_factor, batch_idx).unsqueeze(1)
 
 
 @on_arrays()
 def remove_com_motion(
-    velocities: torch.Tensor,
-    masses: torch.Tensor,
-    total_momentum: torch.Tensor,
-    total_mass: torch.Tensor,
-    com_velocities: torch.Tensor,
-    batch_idx: Optional = None,
+    velocities: Tensor,
+    masses: Tensor,
+    total_momentum: Tensor,
+    total_mass: Tensor,
+    com_velocities: Tensor,
+    batch_idx: Maybe = None,
     num_systems: int | None = None,
 ) -> None:
-    """Take the velocity of the centre of mass from ``velocities``; write total momenta, masses, and these velocities."""
+    """Take the velocity of the centre of mass from ``velocities``; write it, total momenta and masses."""
     total_momentum.copy_(system_sums(masses.unsqueeze(1) * velocities, batch_idx, total_mass.shape[0]))
     total_mass.copy_(system_sums(masses, batch_idx, total_mass.shape[0]))
     com_velocities.copy_(total_momentum / torch.where(total_mass > 0.0, total_mass, 1.0).unsqueeze(1))
@@ -461,20 +440,19 @@ def remove_com_motion(
 
 @on_arrays()
 def initialize_velocities(
-    velocities: torch.Tensor,
-    masses: torch.Tensor,
-    temperature: torch.Tensor,
-    total_momentum: torch.Tensor,
-    total_mass: torch.Tensor,
-    com_velocities: torch.Tensor,
+    velocities: Tensor,
+    masses: Tensor,
+    temperature: Tensor,
+    total_momentum: Tensor,
+    total_mass: Tensor,
+    com_velocities: Tensor,
     random_seed: int = 42,
     remove_com: bool = True,
-    batch_idx: Optional = None,
+    batch_idx: Maybe = None,
     num_systems: int | None = None,
 ) -> None:
     """Draw ``velocities`` from the Maxwell-Boltzmann distribution, and take that of the centre of mass from them."""
-    kt = _of_atoms(temperature, batch_idx).unsqueeze(1)
-    velocities.copy_((kt / masses.unsqueeze(1)).sqrt() * _noise(random_seed, velocities, batch_idx))
+    velocities.copy_(maxwell_boltzmann(masses, temperature, batch_idx, temperature.shape[0], seed=random_seed))
     if remove_com:
         remove_com_motion(velocities, masses, total_momentum, total_mass, com_velocities, batch_idx)
 
@@ -483,28 +461,24 @@ def initialize_velocities(
 
 
 @on_arrays("cells_inv")
-def compute_cell_inverse(cells: torch.Tensor, cells_inv: torch.Tensor) -> None:
+def compute_cell_inverse(cells: Tensor, cells_inv: Tensor) -> None:
     """Write the inverse of each cell."""
     cells_inv.copy_(torch.linalg.inv_ex(cells)[0])
 
 
 @on_arrays()
-def wrap_positions_to_cell(
-    positions: torch.Tensor, cells: torch.Tensor, cells_inv: torch.Tensor, batch_idx: Optional = None
-) -> None:
+def wrap_positions_to_cell(positions: Tensor, cells: Tensor, cells_inv: Tensor, batch_idx: Maybe = None) -> None:
     """Move ``positions`` into their cells, whose lattice vectors are in **columns** here, as clients pass them."""
     images = _times(_of_atoms(cells_inv, batch_idx), positions).floor()
     positions -= _times(_of_atoms(cells, batch_idx), images)
 
 
 @on_arrays()
-def align_cell(
-    positions: torch.Tensor, cells: torch.Tensor, transform: torch.Tensor, batch_idx: Optional = None
-) -> None:
+def align_cell(positions: Tensor, cells: Tensor, transform: Tensor, batch_idx: Maybe = None) -> None:
     """Rotate systems so that the first lattice vector is along x, and the second in the plane of x and y.
 
-    ``transform`` becomes the rotation R, ``r' = R r``. It is never a reflection, so that molecules stay what they are: in
-    left-handed cells the third lattice vector points down.
+    ``transform`` becomes the rotation R, ``r' = R r``. It is never a reflection, so that molecules stay what they are:
+    in left-handed cells the third lattice vector points down.
     """
     axes, _ = torch.linalg.qr(cells.mT)
     signs = (cells @ axes).diagonal(dim1=1, dim2=2).sign()
@@ -518,11 +492,7 @@ def align_cell(
 
 @on_arrays("cell_force")
 def stress_to_cell_force(
-    stress: torch.Tensor,
-    cell: torch.Tensor,
-    volume: torch.Tensor,
-    cell_force: torch.Tensor,
-    keep_aligned: bool = True,
+    stress: Tensor, cell: Tensor, volume: Tensor, cell_force: Tensor, keep_aligned: bool = True
 ) -> None:
     """Write minus the derivative of the energy with respect to the cell, at fixed fractional coordinates.
 
@@ -535,14 +505,14 @@ def stress_to_cell_force(
 # -- FIRE -----------------------------------------------------------------------------------------
 
 
-def _store(scratch: Optional, values: torch.Tensor) -> None:
+def _store(scratch: Maybe, values: Tensor) -> None:
     if scratch is not None:
         scratch.copy_(values)
 
 
 def _powers(
-    velocities: torch.Tensor, forces: torch.Tensor, given: tuple[Optional, ...], n: int, batch_idx: Optional, known: bool
-) -> list[torch.Tensor]:
+    velocities: Tensor, forces: Tensor, given: tuple[Maybe, ...], n: int, batch_idx: Maybe, known: bool
+) -> list[Tensor]:
     """``Σ F·v``, ``Σ v·v`` and ``Σ F·F`` of systems: computed, and kept in ``given``, unless these are ``known``."""
     if known:
         return [values.clone() for values in given if values is not None]
@@ -553,17 +523,17 @@ def _powers(
     return found
 
 
-def _mix(velocities: torch.Tensor, forces: torch.Tensor, alpha: torch.Tensor, ratio: Any, batch_idx: Optional) -> None:
+def _mix(velocities: Tensor, forces: Tensor, alpha: Tensor, ratio: Any, batch_idx: Maybe) -> None:
     """Turn velocities towards the forces: ``v' = (1 - alpha) v + alpha F |v| / |F|``."""
     velocities *= _of_atoms(1.0 - alpha, batch_idx).unsqueeze(1)
     velocities += _of_atoms(alpha * ratio, batch_idx).unsqueeze(1) * forces
 
 
-def _ratio(vv: torch.Tensor, ff: torch.Tensor) -> torch.Tensor:
+def _ratio(vv: Tensor, ff: Tensor) -> Tensor:
     return (vv / torch.where(ff > 0.0, ff, 1.0)).sqrt()
 
 
-def _limit(moves: torch.Tensor, maxstep: Any, n: int, batch_idx: Optional) -> tuple[torch.Tensor, torch.Tensor]:
+def _limit(moves: Tensor, maxstep: Any, n: int, batch_idx: Maybe) -> tuple[Tensor, Tensor]:
     """Moves of rows (n_rows, 3), shortened for each system so that none is longer than ``maxstep``; and the longest."""
     places = torch.zeros(len(moves), dtype=torch.int64, device=moves.device) if batch_idx is None else batch_idx.long()
     longest = moves.new_zeros(n).scatter_reduce(0, places, moves.norm(dim=1), "amax")
@@ -573,22 +543,22 @@ def _limit(moves: torch.Tensor, maxstep: Any, n: int, batch_idx: Optional) -> tu
 
 @on_arrays()
 def fire_update(
-    velocities: torch.Tensor,
-    forces: torch.Tensor,
-    alpha: torch.Tensor,
-    dt: torch.Tensor,
-    alpha_start: torch.Tensor,
-    f_alpha: torch.Tensor,
-    dt_min: torch.Tensor,
-    dt_max: torch.Tensor,
-    n_steps_positive: torch.Tensor,
-    n_min: torch.Tensor,
-    f_dec: torch.Tensor,
-    f_inc: torch.Tensor,
-    vf: Optional = None,
-    vv: Optional = None,
-    ff: Optional = None,
-    batch_idx: Optional = None,
+    velocities: Tensor,
+    forces: Tensor,
+    alpha: Tensor,
+    dt: Tensor,
+    alpha_start: Tensor,
+    f_alpha: Tensor,
+    dt_min: Tensor,
+    dt_max: Tensor,
+    n_steps_positive: Tensor,
+    n_min: Tensor,
+    f_dec: Tensor,
+    f_inc: Tensor,
+    vf: Maybe = None,
+    vv: Maybe = None,
+    ff: Maybe = None,
+    batch_idx: Maybe = None,
     compute_reductions: bool = True,
 ) -> None:
     """Change ``velocities``, ``alpha``, ``dt`` and ``n_steps_positive`` by the rules of FIRE, without moving atoms.
@@ -610,26 +580,26 @@ def fire_update(
 
 @on_arrays()
 def fire_step(
-    positions: torch.Tensor,
-    velocities: torch.Tensor,
-    forces: torch.Tensor,
-    masses: torch.Tensor,
-    alpha: torch.Tensor,
-    dt: torch.Tensor,
-    alpha_start: torch.Tensor,
-    f_alpha: torch.Tensor,
-    dt_min: torch.Tensor,
-    dt_max: torch.Tensor,
-    maxstep: torch.Tensor,
-    n_steps_positive: torch.Tensor,
-    n_min: torch.Tensor,
-    f_dec: torch.Tensor,
-    f_inc: torch.Tensor,
-    uphill_flag: Optional = None,
-    vf: Optional = None,
-    vv: Optional = None,
-    ff: Optional = None,
-    batch_idx: Optional = None,
+    positions: Tensor,
+    velocities: Tensor,
+    forces: Tensor,
+    masses: Tensor,
+    alpha: Tensor,
+    dt: Tensor,
+    alpha_start: Tensor,
+    f_alpha: Tensor,
+    dt_min: Tensor,
+    dt_max: Tensor,
+    maxstep: Tensor,
+    n_steps_positive: Tensor,
+    n_min: Tensor,
+    f_dec: Tensor,
+    f_inc: Tensor,
+    uphill_flag: Maybe = None,
+    vf: Maybe = None,
+    vv: Maybe = None,
+    ff: Maybe = None,
+    batch_idx: Maybe = None,
     compute_reductions: bool = True,
 ) -> None:
     """`fire_update`, then a step of Euler's method: ``v' = v + dt F / m``, ``r' = r + dt v'``.
@@ -638,11 +608,9 @@ def fire_step(
     its last step back.
     """
     before, back = velocities.clone(), 0.5 * dt
-    old = n_steps_positive.clone(), (alpha_start, f_alpha, dt_min, dt_max)
-    fire_update(
-        velocities, forces, alpha, dt, *old[1], n_steps_positive, n_min, f_dec, f_inc, vf, vv, ff, batch_idx,
-        compute_reductions,
-    )  # fmt: skip
+    limits, products = (alpha_start, f_alpha, dt_min, dt_max), (vf, vv, ff)
+    counts = n_steps_positive, n_min, f_dec, f_inc
+    fire_update(velocities, forces, alpha, dt, *limits, *counts, *products, batch_idx, compute_reductions)
     if uphill_flag is not None:
         stopped = (n_steps_positive == 0) & (uphill_flag != 0)
         at_rest = _of_atoms(torch.where(stopped, back, 0.0), batch_idx).unsqueeze(1)
@@ -653,18 +621,18 @@ def fire_step(
 
 
 def fire2_step_coord(
-    positions: torch.Tensor,
-    velocities: torch.Tensor,
-    forces: torch.Tensor,
-    batch_idx: torch.Tensor,
-    alpha: torch.Tensor,
-    dt: torch.Tensor,
-    nsteps_inc: torch.Tensor,
+    positions: Tensor,
+    velocities: Tensor,
+    forces: Tensor,
+    batch_idx: Tensor,
+    alpha: Tensor,
+    dt: Tensor,
+    nsteps_inc: Tensor,
     *,
-    vf: Optional = None,
-    v_sumsq: Optional = None,
-    f_sumsq: Optional = None,
-    max_norm: Optional = None,
+    vf: Maybe = None,
+    v_sumsq: Maybe = None,
+    f_sumsq: Maybe = None,
+    max_norm: Maybe = None,
     delaystep: int = 60,
     dtgrow: float = 1.05,
     dtshrink: float = 0.75,
@@ -677,108 +645,58 @@ def fire2_step_coord(
     """A step of FIRE 2.0 with masses of one, of tensors.
 
     Changes ``positions``, ``velocities``, ``alpha``, ``dt`` and ``nsteps_inc``. A system at rest takes the step without
-    changing its parameters, as the first step of ASE. No atom moves farther than ``maxstep``. The scratch tensors
-    (n_systems,) that are given receive ``Σ F·v``, ``Σ v·v``, ``Σ F·F`` before the step, and the longest move before it is
+    changing its parameters, as the first step of ASE. No atom moves farther than ``maxstep``. Scratch tensors
+    (n_systems,) receive ``Σ F·v``, ``Σ v·v``, ``Σ F·F`` before the step, and the longest move before it is
     limited. Source: J. Guénolé et al., Comput. Mater. Sci. 175, 109584 (2020), doi:10.1016/j.commatsci.2020.109584.
     """
     with torch.no_grad():
-        moves = _fire2_moves(
-            velocities, forces, batch_idx, alpha, dt, nsteps_inc, (vf, v_sumsq, f_sumsq), max_norm,
-            (delaystep, dtgrow, dtshrink, alphashrink, alpha0, tmax, tmin, maxstep),
-        )  # fmt: skip
+        n = len(alpha)
+        power, speed, force = _powers(velocities, forces, (vf, v_sumsq, f_sumsq), n, batch_idx, False)
+        downhill, uphill = power > 0.0, (power <= 0.0) & (speed > 0.0)
+        nsteps_inc.copy_(torch.where(downhill, nsteps_inc + 1, torch.where(uphill, 0, nsteps_inc)))
+        grows = downhill & (nsteps_inc > delaystep)
+        shorter = torch.where(uphill, (dt * dtshrink).clamp(min=tmin), dt)
+        dt.copy_(torch.where(grows, (dt * dtgrow).clamp(max=tmax), shorter))
+        alpha.copy_(torch.where(grows, alpha * alphashrink, torch.where(uphill, alpha0, alpha)))
+        positions -= _of_atoms(torch.where(uphill, 0.5 * dt, 0.0), batch_idx).unsqueeze(1) * velocities
+        velocities *= _of_atoms(torch.where(uphill, 0.0, 1.0).to(dt.dtype), batch_idx).unsqueeze(1)
+        step = _of_atoms(dt, batch_idx).unsqueeze(1)
+        velocities += step * forces
+        speed = system_sums(velocities.square().sum(1), batch_idx, n).to(dt.dtype)
+        _mix(velocities, forces, alpha, _ratio(speed, force), batch_idx)
+        moves, longest = _limit(step * velocities, maxstep, n, batch_idx)
         positions += moves
+        _store(max_norm, longest)
 
 
 def fire2_step_coord_cell(
-    positions: torch.Tensor,
-    velocities: torch.Tensor,
-    forces: torch.Tensor,
-    cell: torch.Tensor,
-    cell_velocities: torch.Tensor,
-    cell_force: torch.Tensor,
-    batch_idx: torch.Tensor,
-    alpha: torch.Tensor,
-    dt: torch.Tensor,
-    nsteps_inc: torch.Tensor,
-    *,
-    vf: Optional = None,
-    v_sumsq: Optional = None,
-    f_sumsq: Optional = None,
-    max_norm: Optional = None,
-    delaystep: int = 60,
-    dtgrow: float = 1.05,
-    dtshrink: float = 0.75,
-    alphashrink: float = 0.985,
-    alpha0: float = 0.09,
-    tmax: float = 0.08,
-    tmin: float = 0.005,
-    maxstep: float = 0.1,
+    positions: Tensor,
+    velocities: Tensor,
+    forces: Tensor,
+    cell: Tensor,
+    cell_velocities: Tensor,
+    cell_force: Tensor,
+    batch_idx: Tensor,
+    alpha: Tensor,
+    dt: Tensor,
+    nsteps_inc: Tensor,
+    **options: Any,
 ) -> None:
-    """`fire2_step_coord` of atoms and cells (n_systems, 3, 3) together: each cell is three more atoms.
+    """`fire2_step_coord`, with its options, of atoms and cells (n_systems, 3, 3) together: a cell is three more atoms.
 
-    ``cell_force`` is what `stress_to_cell_force` writes. Atoms move with the cell: their own moves are added before.
+    ``cell_force`` is what `stress_to_cell_force` writes. Atoms make their own moves, then follow the cell.
     """
     with torch.no_grad():
-        n, n_atoms = len(cell), len(positions)
-        systems = torch.arange(n, dtype=batch_idx.dtype, device=batch_idx.device).repeat_interleave(3)
-        rows = torch.cat([velocities, cell_velocities.reshape(-1, 3)])
-        moves = _fire2_moves(
-            rows, torch.cat([forces, cell_force.reshape(-1, 3)]), torch.cat([batch_idx, systems]), alpha, dt, nsteps_inc,
-            (vf, v_sumsq, f_sumsq), max_norm,
-            (delaystep, dtgrow, dtshrink, alphashrink, alpha0, tmax, tmin, maxstep),
-        )  # fmt: skip
+        n_atoms = len(positions)
+        systems = torch.arange(len(cell), dtype=batch_idx.dtype, device=batch_idx.device).repeat_interleave(3)
+        rows, pulls = (
+            torch.cat([a, b.reshape(-1, 3)]) for a, b in ((velocities, cell_velocities), (forces, cell_force))
+        )
+        moves = torch.zeros_like(rows)
+        fire2_step_coord(moves, rows, pulls, torch.cat([batch_idx, systems]), alpha, dt, nsteps_inc, **options)
         velocities.copy_(rows[:n_atoms])
         cell_velocities.copy_(rows[n_atoms:].reshape(-1, 3, 3))
         new = cell + moves[n_atoms:].reshape(-1, 3, 3)
         stretch = torch.linalg.solve(cell, new).mT
         positions.copy_(_times(_of_atoms(stretch, batch_idx), positions + moves[:n_atoms]))
         cell.copy_(new)
-
-
-def _fire2_moves(
-    velocities: torch.Tensor,
-    forces: torch.Tensor,
-    batch_idx: torch.Tensor,
-    alpha: torch.Tensor,
-    dt: torch.Tensor,
-    nsteps_inc: torch.Tensor,
-    scratch: tuple[Optional, ...],
-    max_norm: Optional,
-    options: tuple[Any, ...],
-) -> torch.Tensor:
-    """Change velocities and parameters, and return the moves of the rows."""
-    delaystep, dtgrow, dtshrink, alphashrink, alpha0, tmax, tmin, maxstep = options
-    n = len(alpha)
-    power, speed, force = _powers(velocities, forces, scratch, n, batch_idx, False)
-    downhill, uphill = power > 0.0, (power <= 0.0) & (speed > 0.0)
-    nsteps_inc.copy_(torch.where(downhill, nsteps_inc + 1, torch.where(uphill, 0, nsteps_inc)))
-    grows = downhill & (nsteps_inc > delaystep)
-    dt.copy_(torch.where(grows, (dt * dtgrow).clamp(max=tmax), torch.where(uphill, (dt * dtshrink).clamp(min=tmin), dt)))
-    alpha.copy_(torch.where(grows, alpha * alphashrink, torch.where(uphill, alpha0, alpha)))
-    back = _of_atoms(torch.where(uphill, -0.5 * dt, 0.0), batch_idx).unsqueeze(1) * velocities
-    velocities *= _of_atoms(torch.where(uphill, 0.0, 1.0).to(dt.dtype), batch_idx).unsqueeze(1)
-    step = _of_atoms(dt, batch_idx).unsqueeze(1)
-    velocities += step * forces
-    speed = system_sums(velocities.square().sum(1), batch_idx, n).to(dt.dtype)
-    _mix(velocities, forces, alpha, _ratio(speed, force), batch_idx)
-    moves, longest = _limit(step * velocities, maxstep, n, batch_idx)
-    _store(max_norm, longest)
-    return back + moves
-
-
-# -- random numbers and exponentials --------------------------------------------------------------
-
-
-def _noise(seed: int, like: torch.Tensor, batch_idx: Optional) -> torch.Tensor:
-    generator = torch.Generator(like.device).manual_seed(int(seed))
-    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
-
-
-def _exponentials(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``exp(x)`` and ``(exp(x) - 1) / x`` of matrices (n, 3, 3)."""
-    n = len(x)
-    augmented = x.new_zeros((n, 6, 6))
-    augmented[:, :3, :3] = x
-    augmented[:, :3, 3:] = torch.eye(3, dtype=x.dtype, device=x.device)
-    both = torch.linalg.matrix_exp(augmented)
-    return both[:, :3, :3], both[:, :3, 3:]

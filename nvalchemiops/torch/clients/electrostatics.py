@@ -50,7 +50,7 @@ def ewald_energy_corrections(
     volume, alpha, total_charge : (1,) tensors
         Of the system. The total charge may be that of atoms elsewhere, too.
     """
-    return raw_energies - (_corrections(charges, volume, alpha, total_charge) * charges).to(raw_energies.dtype)
+    return raw_energies - (_correction(charges, volume, alpha, total_charge) * charges).to(raw_energies.dtype)
 
 
 def ewald_energy_corrections_batch(
@@ -66,9 +66,7 @@ def ewald_energy_corrections_batch(
     return ewald_energy_corrections(raw_energies, charges, *of_atoms)
 
 
-def _pme_energy_corrections(
-    potentials: torch.Tensor, charges: torch.Tensor, *of_system: torch.Tensor
-) -> torch.Tensor:
+def _pme_energy_corrections(potentials: torch.Tensor, charges: torch.Tensor, *of_system: torch.Tensor) -> torch.Tensor:
     """The energies of charges in half of the potential, as it comes from a mesh."""
     return ewald_energy_corrections(potentials * charges, charges, *of_system)
 
@@ -83,7 +81,7 @@ def _pme_energy_corrections_with_charge_grad(
     potentials: torch.Tensor, charges: torch.Tensor, *of_system: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Energies, and the gradient of their sum over the system with respect to charges."""
-    gradients = 2.0 * (potentials - _corrections(charges, *of_system).to(potentials.dtype))
+    gradients = 2.0 * (potentials - _correction(charges, *of_system).to(potentials.dtype))
     return _pme_energy_corrections(potentials, charges, *of_system), gradients
 
 
@@ -94,7 +92,7 @@ def _batch_pme_energy_corrections_with_charge_grad(
     return _pme_energy_corrections_with_charge_grad(potentials, charges, *of_atoms)
 
 
-def _corrections(
+def _correction(
     charges: torch.Tensor, volume: torch.Tensor, alpha: torch.Tensor, total_charge: torch.Tensor
 ) -> torch.Tensor:
     """Self energy and background of each charge, divided by it: half of their gradient."""

@@ -163,8 +163,8 @@ def allocate_cell_list(
 ) -> tuple[torch.Tensor, ...]:
     """Memory for the bins of a cell list, which this library does not need: tensors without elements.
 
-    For callers that pass ``cells_per_dimension``, ``neighbor_search_radius``, ``atom_periodic_shifts``,
-    ``atom_to_cell_mapping``, ``atoms_per_cell_count``, ``cell_atom_start_indices`` and ``cell_atom_list``, in this order.
+    In the order ``cells_per_dimension``, ``neighbor_search_radius``, ``atom_periodic_shifts``,
+    ``atom_to_cell_mapping``, ``atoms_per_cell_count``, ``cell_atom_start_indices`` and ``cell_atom_list``.
     """
     shapes = [(0, 3), (0, 3), (0,), (0,), (0,), (0,)]
     scratch, *others = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)

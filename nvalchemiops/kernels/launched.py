@@ -23,9 +23,7 @@ BATCH_BLOCK_SIZE = 1 << 30
 
 
 @wp.func
-def _lj_pair(
-    r: wp.float64, epsilon: wp.float64, sigma: wp.float64, cutoff: wp.float64, width: wp.float64
-) -> wp.vec2d:
+def _lj_pair(r: wp.float64, epsilon: wp.float64, sigma: wp.float64, cutoff: wp.float64, width: wp.float64) -> wp.vec2d:
     """Energy of a pair and its derivative, switched off by 1 - 10 x³ + 15 x⁴ - 6 x⁵ over the last ``width``."""
     s6 = wp.pow(sigma / r, wp.float64(6.0))
     u = wp.float64(4.0) * epsilon * (s6 * s6 - s6)
@@ -251,9 +249,7 @@ def ewald_kernels(precision: str, batched: bool) -> EwaldKernels:
         return total
 
     @wp.func
-    def virial_of(
-        wave: wp.vec3d, alpha: wp.float64, volume: wp.float64, re: wp.float64, im: wp.float64
-    ) -> wp.mat33d:
+    def virial_of(wave: wp.vec3d, alpha: wp.float64, volume: wp.float64, re: wp.float64, im: wp.float64) -> wp.mat33d:
         k2 = wp.dot(wave, wave)
         weight = green(k2, volume, alpha)
         if weight == wp.float64(0.0):
