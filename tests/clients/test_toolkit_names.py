@@ -259,17 +259,18 @@ def test_chains(n_links):
         for now, then in zip((-s.v, eta, -eta_dot), start):
             close(now, then)
     assert (errors[1] < errors[0] / 6).all()  # the third order's 8
-    s, energies = Systems(), torch.tensor([3.0, 9.0], dtype=FLOAT)
-    eta, eta_dot, masses = chains(s, n_links)
-    start = eta_dot.clone()
-    s.dt *= 1e-4
-    steps.npt_thermostat_half_step(
-        scalars(eta), scalars(eta_dot), *arrays(energies, s.kt), scalars(masses), *arrays(s.counts), n_links,
-        arrays(s.dt)[0],
-    )  # fmt: skip
-    push = (2 * energies - 3 * s.counts * s.kt) / masses[:, 0]
-    push = push - start[:, 0] * start[:, 1] if n_links > 1 else push
-    torch.testing.assert_close((eta_dot - start)[:, 0], 0.5 * s.dt * push, rtol=1e-3, atol=0)
+    s = Systems(1e-6)
+    for of_atoms in (True, False):
+        eta, eta_dot, masses = chains(s, n_links)
+        push = (2 * s.kinetic() - 3 * s.counts * s.kt) / masses[:, 0]
+        push = push - eta_dot[:, 0] * eta_dot[:, 1] if n_links > 1 else push
+        before = eta_dot.clone()
+        if of_atoms:
+            thermostat(s, eta, eta_dot, masses)
+        else:
+            given = scalars(eta), scalars(eta_dot), *arrays(s.kinetic(), s.kt), scalars(masses)
+            steps.npt_thermostat_half_step(*given, *arrays(s.counts), n_links, arrays(s.dt)[0])
+        torch.testing.assert_close((eta_dot - before)[:, 0], 0.5 * s.dt * push, rtol=1e-3, atol=0)
 
 
 def test_pressure():
@@ -623,7 +624,7 @@ def test_parts_of_pme(batched):
     n, n_atoms, idx = (2, 7, IDX) if batched else (1, 3, None)
     places = IDX[:n_atoms]
     x, q = s.x[:n_atoms].requires_grad_(), (1.0 + draw(7, seed=5))[:n_atoms].requires_grad_()
-    strain, mesh, order = torch.zeros(n, 3, 3, dtype=FLOAT, requires_grad=True), (24, 28, 27), 6
+    strain, mesh, order = torch.zeros(n, 3, 3, dtype=FLOAT, requires_grad=True), (24, 28, 27 + batched), 6
     deformed = torch.eye(3, dtype=FLOAT) + strain
     cells, count = pme._prepare_cell(CELLS[:n] @ deformed)
     at = (x.unsqueeze(1) @ deformed[places]).squeeze(1)
