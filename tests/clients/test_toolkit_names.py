@@ -624,7 +624,7 @@ def test_parts_of_pme(batched):
     n, n_atoms, idx = (2, 7, IDX) if batched else (1, 3, None)
     places = IDX[:n_atoms]
     x, q = s.x[:n_atoms].requires_grad_(), (1.0 + draw(7, seed=5))[:n_atoms].requires_grad_()
-    strain, mesh, order = torch.zeros(n, 3, 3, dtype=FLOAT, requires_grad=True), (24, 28, 27 + batched), 6
+    strain, mesh, order = torch.zeros(n, 3, 3, dtype=FLOAT, requires_grad=True), ((24, 28, 27), (8, 9, 8))[batched], 6
     deformed = torch.eye(3, dtype=FLOAT) + strain
     cells, count = pme._prepare_cell(CELLS[:n] @ deformed)
     at = (x.unsqueeze(1) @ deformed[places]).squeeze(1)
@@ -662,11 +662,10 @@ def test_parts_of_pme(batched):
     slopes = torch.autograd.grad(energies.sum(), (x, q, strain), retain_graph=True)
     for found, expected in zip((2 * pull, gradients, virial), (-slopes[0], slopes[1], -slopes[2]), strict=True):
         close(found, expected, 1e-10)
-    exact = ewald.ewald_reciprocal_space(
-        x, q, CELLS[:n], None, alpha, idx, True, True, True, k_cutoff=9.0
-    )  # fmt: skip
+    exact = ewald.ewald_reciprocal_space(x, q, CELLS[:n], None, alpha, idx, True, True, True, k_cutoff=9.0)
+    error = 0.05 if batched else 1e-5  # of the mesh; a coarse one has waves that are their own images
     for found, expected in zip((energies, 2 * pull, gradients, virial), exact, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # error of the mesh
+        torch.testing.assert_close(found, expected, atol=error, rtol=error)
     injected = _InjectChargeGrad.apply(energies.detach(), q, gradients, idx)
     close(injected, energies)
     close(torch.autograd.grad(injected.sum(), q)[0], slopes[1], 1e-10)
