@@ -31,6 +31,7 @@ def five_errors(found, mean, variance, independent):
 # -- Langevin -------------------------------------------------------------------------------------
 
 
+@pytest.mark.later_cases("0.3")
 @pytest.mark.parametrize("h", (0.3, 1.5))
 def test_baoab_samples_positions_of_oscillators_exactly_at_any_step(h):
     """``<x²> = kT / k`` for h of up to 2; and ``<v²> = kT/m (1 - k h²/4m)``. At 1.5 Verlet is off by 2.3 times."""
@@ -121,6 +122,7 @@ CELLS = {
 }
 
 
+@pytest.mark.everyday_cases("isotropic-False", "axes of a slab-True", "full-True")
 @pytest.mark.parametrize("at_rest", (False, True))
 @pytest.mark.parametrize("name", CELLS)
 def test_npt_leaves_the_distribution_of_an_ideal_gas_as_it_is(name, at_rest):
@@ -148,11 +150,11 @@ def test_npt_leaves_the_distribution_of_an_ideal_gas_as_it_is(name, at_rest):
     rate = torch.randn(state.extra["strain_rate"].shape, generator=generator, dtype=float64)
     # a projection of normal numbers is normal in the subspace
     state = state.having(
-        strain_rate=flow._project(rate) * (kt / state.extra["cell_mass"]).sqrt().reshape(-1, *[1] * (rate.ndim - 1)),
+        strain_rate=flow._project(state, rate) * (kt / flow.mass(state)).sqrt().reshape(-1, *[1] * (rate.ndim - 1)),
         chain_velocities=with_chain(state, "chain", 3 * n, 1.0),
         cell_chain_velocities=with_chain(state, "cell_chain", dimension, 2.0),
     )
-    energy = state.extra["cell_mass"] * flow._square(state.extra["strain_rate"]) / kt
+    energy = flow.mass(state) * flow._square(state.extra["strain_rate"]) / kt
     assert abs(energy.mean() / dimension - 1.0) < 5.0 * math.sqrt(2.0 / (dimension * n_systems))
     before = integrator.conserved(state)
     state = run(integrator, state, ideal_gas, 100)
@@ -161,7 +163,7 @@ def test_npt_leaves_the_distribution_of_an_ideal_gas_as_it_is(name, at_rest):
     assert (torch.log(state.volumes / volumes).abs() > 0.2).double().mean() > 0.5  # they have moved
     check_gamma(reduced, n + 1)
     assert scipy.stats.kstest((2.0 * state.kinetic_energies / kt).numpy(), "chi2", args=(3 * n,)).pvalue > 1e-3
-    energy = state.extra["cell_mass"] * flow._square(state.extra["strain_rate"]) / kt
+    energy = flow.mass(state) * flow._square(state.extra["strain_rate"]) / kt
     assert scipy.stats.kstest(energy.squeeze(1).numpy(), "chi2", args=(dimension,)).pvalue > 1e-3
     if "slab" in name:
         assert (state.system.cell[:, 2, 2] - system.cell[:, 2, 2]).abs().max() < 1e-13
@@ -176,6 +178,7 @@ def check_gamma(values, shape):
     assert scipy.stats.kstest(values, "gamma", args=(shape,)).pvalue > 1e-3
 
 
+@pytest.mark.everyday_cases("mask0-True", "mask1-False")
 @pytest.mark.parametrize("frozen", (False, True))
 @pytest.mark.parametrize("mask", ((True, True, True), (True, True, False)))
 def test_stochastic_cells_find_the_volumes_of_an_ideal_gas(mask, frozen):

@@ -4,10 +4,20 @@ import ase.io
 import pytest
 import torch
 
-from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, csvr, langevin, nose_hoover, npt, nve, simulate
+from nvalchemiops.torch.dynamics import (
+    Evaluation,
+    FromEnergies,
+    SumOfTerms,
+    csvr,
+    langevin,
+    nose_hoover,
+    npt,
+    nve,
+    simulate,
+)
 from nvalchemiops.torch.systems import System
 
-from .systems import argon, crystal, few_atoms, float64, ideal_gas, joined, wells
+from .systems import argon, crystal, few_atoms, float64, ideal_gas, joined, run, wells
 
 KT = 0.006
 
@@ -46,6 +56,34 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make, tmp_path):
     rest = simulate(again, argon(skin=0.0), integrator, 6).state
     assert torch.equal(whole.system.positions, rest.system.positions)
     assert torch.equal(whole.velocities, rest.velocities)
+
+
+def test_a_state_goes_on_with_another_integrator():
+    """Its parameters are those of the new one, variables that fit are kept, and forces are of the new model."""
+    model = argon(skin=0.0)
+    first = simulate(systems(), model, npt(0.2, KT, 1e-4, cell="axes"), 5, seed=5).state
+    stiff = SumOfTerms(model, model)
+    for integrator in (npt(0.1, KT, 2e-4, mask=(True, True, False)), npt(0.1, KT, 2e-4, cell="full"), nve(0.1)):
+        state = integrator.resume(first, stiff)
+        assert state.extra["dt"].tolist() == [[0.1], [0.1]] and state.step == 5
+        assert (state.evaluation.forces - 2.0 * first.evaluation.forces).abs().max() < 1e-12
+        again = simulate(first, stiff, integrator, 3).state
+        assert torch.equal(again.system.positions, run(integrator, state, stiff, 3).system.positions)
+        if "strain_rate" in integrator.start(systems(), model).extra:
+            assert state.extra["pressure"].tolist() == [[2e-4], [2e-4]]
+            rate, before = state.extra["strain_rate"], first.extra["strain_rate"]
+            kept = rate.ndim == 2
+            assert bool(rate.any()) == kept and torch.equal(
+                state.extra["chain_velocities"], first.extra["chain_velocities"]
+            )
+            if kept:
+                mean = before[:, :2].mean(1)
+                assert (rate - torch.stack([mean, mean, 0.0 * mean], 1)).abs().max() < 1e-16
+    cold = first.having(temperature=first.extra["temperature"] * 0.5)
+    assert torch.equal(npt(0.2, KT, 1e-4).resume(cold, model).extra["temperature"], cold.extra["temperature"])
+    assert (npt(0.2, 0.7 * KT, 1e-4).resume(cold, model).extra["temperature"] == 0.7 * KT).all()
+    with pytest.raises(ValueError, match="`model` gave no stress"):
+        npt(0.2, KT, 1e-4).resume(first, lambda system: model(system)._replace(stress=None))
 
 
 def test_a_hook_may_replace_the_state_and_its_parameters():

@@ -117,6 +117,7 @@ def test_the_kernel_of_chains_is_the_same_steps_with_the_same_derivatives(length
     inputs = [*states, *others]
     for found, expected in zip(move_chains(*inputs, 2), chain_steps(*inputs, 2)):
         assert (found - expected).abs().max() < 1e-13 * expected.abs().max().clamp(min=1.0)
-    inputs = [tensor.requires_grad_() for tensor in inputs]
+    # g is not used by a chain of one
+    inputs = [tensor.requires_grad_(length > 1 or n != 4) for n, tensor in enumerate(inputs)]
     assert torch.autograd.gradcheck(lambda *t: move_chains(*t, 2), inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda *t: move_chains(*t, 1), inputs, fast_mode=True, atol=1e-4)

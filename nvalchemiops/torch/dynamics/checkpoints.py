@@ -92,7 +92,7 @@ class _Segment(torch.autograd.Function):
         return tuple(value.detach().clone() for value in function([tensor.detach() for tensor in tensors[:count]]))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Derivatives by the tensors and the parameters, of which the function uses the latter by itself."""
         tensors, count = ctx.saved_tensors, ctx.count

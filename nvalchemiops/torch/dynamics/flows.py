@@ -39,7 +39,10 @@ class Flow:
         raise NotImplementedError
 
     def start(self, state: State) -> dict[str, torch.Tensor]:
-        """The variables of the flow at the start of a run, for a state that has the parameters."""
+        """The variables of the flow at the start of a run, for a state that has the parameters.
+
+        Variables that the state has already, from an earlier run, stay as they are, if they fit.
+        """
         return {}
 
     def odd(self) -> tuple[str, ...]:
@@ -49,6 +52,12 @@ class Flow:
     def energy(self, state: State) -> torch.Tensor | float:
         """What the flow adds to the conserved quantity: (n_systems, 1), or 0."""
         return 0.0
+
+
+def _kept(state: State, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The variable of the state, if it has one of this shape, else this value."""
+    found = state.extra.get(name)
+    return {name: value if found is None or found.shape != value.shape else found}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +129,7 @@ class NoisyDrift(Drift):
 
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """No heat."""
-        return {f"heat{self.stream}": torch.zeros_like(state.extra["dt"])}
+        return _kept(state, f"heat{self.stream}", torch.zeros_like(state.extra["dt"]))
 
     def energy(self, state: State) -> torch.Tensor:
         """The kinetic energy, less the heat that came in."""
@@ -163,7 +172,7 @@ class Rescale(Flow):
 
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """No heat."""
-        return {f"heat{self.stream}": torch.zeros_like(state.extra["dt"])}
+        return _kept(state, f"heat{self.stream}", torch.zeros_like(state.extra["dt"]))
 
     def energy(self, state: State) -> torch.Tensor:
         """The heat that came in, with a minus."""
@@ -228,7 +237,7 @@ class Chain(Flow):
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """A chain at rest."""
         zeros = torch.zeros_like(state.extra["dt"]).repeat(1, self.length)
-        return {f"{self.name}_positions": zeros, f"{self.name}_velocities": zeros.clone()}
+        return _kept(state, f"{self.name}_positions", zeros) | _kept(state, f"{self.name}_velocities", zeros.clone())
 
     def energy(self, state: State) -> torch.Tensor:
         """``g kT η_1 + kT Σ η_k + Σ Q u² / 2``."""
@@ -271,12 +280,20 @@ class Cell(Flow):
         n = self.n_axes
         return {"isotropic": 1, "axes": n, "full": n * (n + 1) // 2}[self.shape]
 
-    def _project(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _axes(self, state: State) -> torch.Tensor:
+        """Ones (n_systems, 3) for the axes that may change, zeros for the others."""
+        axes = torch.ones_like(state.extra["dt"]).repeat(1, 3)
+        for axis, moves in enumerate(self.mask):
+            if not moves:
+                axes[:, axis] = 0.0
+        return axes
+
+    def _project(self, state: State, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor of forces (n_systems, 3) or (n_systems, 3, 3) that is in the subspace."""
-        axes = tensor.new_tensor(self.mask) if not all(self.mask) else None
+        axes = None if all(self.mask) else state.extra["axes"]
         if self.shape == "full":
             tensor = 0.5 * (tensor + tensor.mT)
-            return tensor if axes is None else tensor * axes * axes.unsqueeze(1)
+            return tensor if axes is None else tensor * axes.unsqueeze(-1) * axes.unsqueeze(-2)
         if axes is not None:
             tensor = tensor * axes
         if self.shape == "axes":
@@ -341,23 +358,26 @@ class Press(Cell):
             motion = state.twice_kinetic()
             isotropic = trace(motion) / extra["degrees_of_freedom"].clamp(min=1.0)
             force = motion - volume * diagonal(stress) + (isotropic - extra["pressure"] * volume)
-        factor = h / extra["cell_mass"]
-        change = self._project(force) * (factor.unsqueeze(-1) if self.shape == "full" else factor)
+        factor = h / self.mass(state)
+        change = self._project(state, force) * (factor.unsqueeze(-1) if self.shape == "full" else factor)
         return state.having(strain_rate=extra["strain_rate"] + change)
 
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """A cell at rest."""
+        dt, size = state.extra["dt"], (3, 3) if self.shape == "full" else (3,)
+        (rate,) = _kept(state, "strain_rate", dt.new_zeros(dt.shape[0], *size)).values()
+        state = state.having(axes=self._axes(state))
+        return {"strain_rate": self._project(state, rate), "axes": state.extra["axes"]}
+
+    def mass(self, state: State) -> torch.Tensor:
+        """W (n_systems, 1)."""
         extra = state.extra
-        size = (3, 3) if self.shape == "full" else (3,)
-        rate = extra["dt"].new_zeros(extra["dt"].shape[0], *size)
-        kt = extra["temperature"]
-        mass = (extra["degrees_of_freedom"] + 3.0) / 3.0 * kt * extra["barostat_time"] ** 2
-        return {"strain_rate": rate, "cell_mass": mass}
+        return (extra["degrees_of_freedom"] + 3.0) * (extra["temperature"] * extra["barostat_time"] ** 2 / 3.0)
 
     def energy(self, state: State) -> torch.Tensor:
         """``P V + W Σ ε_ij² / 2``."""
         extra = state.extra
-        moving = 0.5 * extra["cell_mass"] * self._square(extra["strain_rate"])
+        moving = 0.5 * self.mass(state) * self._square(extra["strain_rate"])
         return extra["pressure"] * state.volumes.unsqueeze(1) + moving
 
 
@@ -416,7 +436,7 @@ class CellChain(Chain):
     _target = _count
 
     def _twice_energy(self, state: State) -> torch.Tensor:
-        return state.extra["cell_mass"] * self.cell._square(state.extra["strain_rate"])
+        return self.cell.mass(state) * self.cell._square(state.extra["strain_rate"])
 
     def _scaled(self, state: State, scale: torch.Tensor) -> State:
         rate = state.extra["strain_rate"]
@@ -445,14 +465,11 @@ class CellNoise(Cell):
         stress = state.evaluation.stress
         if stress is None:
             raise ValueError("the model gave no stress, which this integrator needs")
-        return state.volumes.unsqueeze(1) * self._mean(diagonal(stress))
+        return state.volumes.unsqueeze(1) * self._mean(state, diagonal(stress))
 
-    def _mean(self, along: torch.Tensor) -> torch.Tensor:
+    def _mean(self, state: State, along: torch.Tensor) -> torch.Tensor:
         """The mean (n_systems, 1) over the axes that may change."""
-        return trace(self._axes(along) * along) / self.n_axes
-
-    def _axes(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_tensor(self.mask)
+        return trace(state.extra["axes"] * along) / self.n_axes
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Change positions, velocities and the cell."""
@@ -467,11 +484,11 @@ class CellNoise(Cell):
         )
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
-        excess = (self._mean(motion) - slope + 0.5 * kt) / volume - extra["pressure"]
+        excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
         noise = normal_noise(extra["seed"], extra["key"], state.step, None, None, self.stream, len(h), 1, True)
         grown = root + mobility * root * excess * h + (kt * mobility * h).sqrt() * noise
         strain = 2.0 * torch.log(grown / root)
-        scale = torch.exp(strain / self.n_axes * self._axes(motion))
+        scale = torch.exp(strain / self.n_axes * extra["axes"])
         added = 0.5 * trace(motion * (scale**-2 - 1.0)) + extra["pressure"] * (grown * grown - volume)
         added = added + 0.5 * slope * (
             strain + extra["strain"]
@@ -485,7 +502,8 @@ class CellNoise(Cell):
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """No heat, no strain."""
         zero = torch.zeros_like(state.extra["dt"])
-        return {f"heat{self.stream}": zero, "strain": zero.clone()}
+        variables = _kept(state, f"heat{self.stream}", zero) | _kept(state, "strain", zero.clone())
+        return {**variables, "axes": self._axes(state)}
 
     def energy(self, state: State) -> torch.Tensor:
         """``P V``, less the energy that came in."""

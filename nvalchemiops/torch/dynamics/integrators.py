@@ -169,7 +169,33 @@ class Integrator:
         _check_cells(system, self._distinct)
         evaluation = _checked(model(system), system, n_systems, any(flow.needs_stress for flow in self._distinct))
         step = torch.zeros((), dtype=torch.int64, device=positions.device)
-        state = State(system, velocities, masses, evaluation, step, extra)
+        extra |= {f"given {name}": extra[name] for name in self.parameters}
+        return self._begun(State(system, velocities, masses, evaluation, step, extra))
+
+    def resume(self, state: State, model: Model) -> State:
+        """The state of an earlier run, of this integrator or another, as a start. The model is called once.
+
+        Parameters that this integrator sets to other values than the earlier one are set; others keep the values that
+        they have now. Variables that the state lacks start at rest. Degrees of freedom stay as they were counted.
+        """
+        n_systems, extra = state.extra["dt"].shape[0], dict(state.extra)
+        for name, value in self.parameters.items():
+            given, now = extra.get(f"given {name}"), extra.get(name)
+            if value is None and now is not None:
+                continue
+            if value is None:
+                raise ValueError(f"`{name}` is needed")
+            new = _column(name, value, n_systems, state.system.positions)
+            extra[name] = new if given is None or now is None else torch.where(given == new, now, new)
+            extra[f"given {name}"] = new
+        _check_values({name: extra[name] for name in self.parameters}, self._distinct)
+        _check_cells(state.system, self._distinct)
+        needs_stress = any(flow.needs_stress for flow in self._distinct)
+        evaluation = _checked(model(state.system), state.system, n_systems, needs_stress)
+        return self._begun(state._replace(extra=extra, evaluation=evaluation))
+
+    def _begun(self, state: State) -> State:
+        """The state with the variables of all flows."""
         for flow in self._distinct:
             state = state.having(**flow.start(state))
         return state

@@ -73,7 +73,8 @@ def simulate(
     Parameters
     ----------
     start : System or State
-        A state goes on as if there had been no interruption, also with noise.
+        A state goes on as if there had been no interruption, also with noise. It may come from another integrator; see
+        `Integrator.resume`.
     model : Model
     integrator : Integrator
     steps : int
@@ -146,7 +147,7 @@ def simulate(
         if isinstance(start, State):
             if options:
                 raise TypeError(f"`{next(iter(options))}` goes with a System; the State has it")
-            state = start
+            state = integrator.resume(start, model)
         else:
             state = integrator.start(start, model, **options)
         first_step = state.step
