@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.autograd.naming import library_for
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_cells_alone, per_system
 
 AT_ORIGIN = 1e-11
@@ -177,9 +176,10 @@ def _compute_pme_reciprocal_virial(
     return (energy.sum(1)[:, None, None] * identity - dyads).to(dtype)
 
 
-_library, _name = library_for("nvalchemiops::pme_fused_convolve", pme_fused_convolve)
+# The client calls it as an op. It is one that consists of others, so it has their derivatives, and is not exported.
+_library = torch.library.Library("nvalchemiops", "FRAGMENT")
 _library.define(
-    f"{_name}(Tensor mesh_fft, Tensor k_squared, Tensor moduli_x, Tensor moduli_y, Tensor moduli_z, Tensor alpha, "
-    "Tensor volume, bool is_batch, bool is_compiled=False) -> Tensor"
+    "pme_fused_convolve(Tensor mesh_fft, Tensor k_squared, Tensor moduli_x, Tensor moduli_y, Tensor moduli_z, "
+    "Tensor alpha, Tensor volume, bool is_batch, bool is_compiled=False) -> Tensor"
 )
-_library.impl(_name, pme_fused_convolve, "CompositeImplicitAutograd")
+_library.impl("pme_fused_convolve", pme_fused_convolve, "CompositeImplicitAutograd")
