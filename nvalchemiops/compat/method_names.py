@@ -18,3 +18,15 @@ def search_method(method: Any) -> str:
             f"perhaps after 'batch_'; got {method!r}"
         )
     return _METHODS[known[1]]
+
+
+def neighbor_list_strategy_run_args(method: str) -> tuple[str, str, str, str]:
+    """The search method of a name, and names of its variants, which are always ``"auto"`` here.
+
+    Raises
+    ------
+    ValueError
+        Not the name of a method.
+    """
+    batch = "batch_" if isinstance(method, str) and method.startswith("batch_") else ""
+    return batch + search_method(method), "auto", "auto", "auto"

@@ -22,6 +22,7 @@ CHECKS = {
     "deepmd-kit": "deepmd_checks.py",
     "fairchem-core": "fairchem_checks.py",
     "matgl": "matgl_checks.py",
+    "nvalchemi-toolkit": "toolkit_checks.py",
     "orb-models": "orb_checks.py",
     "torch-sim-atomistic": "torch_sim_checks.py",
 }

@@ -154,6 +154,7 @@ def unpacked(wheel, folder):
         ("torch-sim-atomistic 0.6.2", "nvalchemi-toolkit-ops[torch]>=0.4.0", "0.5.0"),
         ("deepmd-kit 3.2.0", "nvalchemi-toolkit-ops>=0.3.1", "0.5.0"),
         ("matgl[ops] 4.1.2", "nvalchemi-toolkit-ops", "0.5.0"),
+        ("nvalchemi-toolkit 0.2.0", "nvalchemi-toolkit-ops>=0.4.1", "0.5.0"),
         ("orb-models 0.7.0", "nvalchemi-toolkit-ops[torch]<0.4,>=0.3.1", "0.3.1"),
         ("matgl[alchmtk] 4.1.2", "nvalchemi-toolkit-ops<0.4.0", "0.3.1"),
         ("programs with JAX", "nvalchemi-toolkit-ops[jax-cu13,torch-cu13]>=0.5", "0.5.0"),

@@ -158,6 +158,19 @@ def compute_naive_num_shifts(
     return ranges, numbers, most
 
 
+def allocate_cell_list(
+    total_atoms: int, max_total_cells: int, neighbor_search_radius: torch.Tensor, device: Any
+) -> tuple[torch.Tensor, ...]:
+    """Memory for the bins of a cell list, which this library does not need: tensors without elements.
+
+    In the order ``cells_per_dimension``, ``neighbor_search_radius``, ``atom_periodic_shifts``,
+    ``atom_to_cell_mapping``, ``atoms_per_cell_count``, ``cell_atom_start_indices`` and ``cell_atom_list``.
+    """
+    shapes = [(0, 3), (0, 3), (0,), (0,), (0,), (0,)]
+    scratch, *others = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+    return scratch, neighbor_search_radius, *others
+
+
 def _lattices(cell: Any, pbc: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cells (n_systems, 3, 3), periodicity, and along periodic axes the inverse distance of lattice planes."""
     checks.check_tensor("cell", cell)

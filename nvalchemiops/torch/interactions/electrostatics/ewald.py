@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvalchemiops.compat.paths import forwarded
 from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
@@ -12,6 +13,13 @@ from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
+
+
+__getattr__ = forwarded(
+    __name__,
+    "nvalchemiops.torch.clients.electrostatics",
+    ["ensure_electrostatics_ops_registered", "ewald_energy_corrections", "ewald_energy_corrections_batch"],
+)
 
 
 def ewald_summation(

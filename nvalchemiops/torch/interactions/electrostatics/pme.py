@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvalchemiops.compat.paths import forwarded
 from nvalchemiops.interactions.electrostatics.error_models import DEFAULT_ORDER, order_of_least_cost
 from nvalchemiops.torch.checks import check_positive
 from nvalchemiops.torch.interactions.electrostatics import driver
@@ -19,6 +20,22 @@ from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
+
+
+__getattr__ = forwarded(
+    __name__,
+    "nvalchemiops.torch.clients.electrostatics",
+    [
+        "_batch_pme_energy_corrections",
+        "_batch_pme_energy_corrections_with_charge_grad",
+        "_compute_pme_reciprocal_virial",
+        "_pme_energy_corrections",
+        "_pme_energy_corrections_with_charge_grad",
+        "_prepare_alpha",
+        "_prepare_cell",
+        "register_pme_ops",
+    ],
+)
 
 
 def prepare_mesh(

@@ -1,0 +1,20 @@
+"""Import paths of nvalchemi-toolkit-ops at which this library has nothing else: their names are found when requested.
+
+A module below the torch layer can so have names that are defined in the torch layer.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def forwarded(module: str, home: str, names: Iterable[str]) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of ``module``: ``names`` are the objects of these names in ``home``."""
+    known = frozenset(names)
+
+    def __getattr__(name: str) -> Any:
+        if name not in known:
+            raise AttributeError(f"module '{module}' has no attribute '{name}'")
+        return getattr(importlib.import_module(home), name)
+
+    return __getattr__

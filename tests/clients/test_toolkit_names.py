@@ -1,0 +1,671 @@
+"""Names that nvalchemi-toolkit takes, called as it calls them: on Warp arrays, in place, and kernels by wp.launch."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+import warp as wp
+from ase.build import bulk, molecule
+from ase.calculators.lj import LennardJones
+from ase.optimize import FIRE, FIRE2
+
+from nvalchemiops.dynamics import integrators as steps
+from nvalchemiops.dynamics import utils
+from nvalchemiops.dynamics.integrators.npt import vec9d
+from nvalchemiops.dynamics.optimizers.fire import fire_step
+from nvalchemiops.interactions import lj
+from nvalchemiops.interactions.electrostatics.ewald_kernels import BATCH_BLOCK_SIZE, EIGHTPI
+from nvalchemiops.interactions.electrostatics.ewald_recip_factory import (
+    alloc_ewald_recip_sentinels,
+    get_ewald_recip_kernel,
+)
+from nvalchemiops.neighbors.base_dispatch import neighbor_list_strategy_run_args
+from nvalchemiops.neighbors.rebuild_detection import check_batch_neighbor_list_rebuild
+from nvalchemiops.segment_ops import segmented_max, segmented_mean, segmented_min, segmented_sum
+from nvalchemiops.torch.fire2 import fire2_step_coord, fire2_step_coord_cell
+from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.interactions.electrostatics import ewald, pme
+from nvalchemiops.torch.interactions.electrostatics._util import _InjectChargeGrad
+from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.neighbor_utils import allocate_cell_list
+from nvalchemiops.torch.spline import spline_gather, spline_gather_with_force, spline_spread
+
+ELECTRO = "nvalchemiops.interactions.electrostatics"
+PATHS = {
+    f"{ELECTRO}._factory_common": ["_DerivState"],
+    f"{ELECTRO}.ewald_kernels": ["BATCH_BLOCK_SIZE", "EIGHTPI"],
+    "nvalchemiops.dynamics.integrators": ["langevin_baoab_finalize", "npt_barostat_half_step", "velocity_rescale"],
+    "nvalchemiops.dynamics.integrators.npt": ["npt_velocity_half_step", "vec9d", "vec9f"],
+    "nvalchemiops.dynamics.optimizers": ["fire_step", "fire_update"],
+    "nvalchemiops.dynamics.utils": ["align_cell", "compute_cell_inverse", "wrap_positions_to_cell"],
+    "nvalchemiops.dynamics.utils.cell_filter": ["stress_to_cell_force"],
+    "nvalchemiops.dynamics.utils.thermostat_utils": ["compute_temperature", "initialize_velocities"],
+    "nvalchemiops.torch.interactions.electrostatics.ewald": ["ensure_electrostatics_ops_registered"],
+    "nvalchemiops.torch.interactions.electrostatics.pme": ["_prepare_alpha", "_prepare_cell", "register_pme_ops"],
+}
+FLOAT = torch.float64
+SIZES = (3, 4)
+IDX = torch.tensor([0] * 3 + [1] * 4, dtype=torch.int32)
+CELLS = torch.tensor(
+    [[[5.0, 0.3, 0], [1.0, 6, 0.2], [0.5, 0.7, 7]], [[6.0, 0, 0.4], [-1.0, 5, 0], [0.2, 1, 8]]], dtype=FLOAT
+)
+N = wp.int32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warp_is_ready():
+    wp.init()
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT)
+
+
+def arrays(*tensors):
+    """As the client makes them: numbers, vectors, matrices, or nine numbers, by the trailing axes."""
+    kinds = {(): wp.float64, (3,): wp.vec3d, (3, 3): wp.mat33d, (9,): vec9d}
+    return [
+        wp.from_torch(
+            t, dtype=kinds[tuple(t.shape[1:])] if t.is_floating_point() else {torch.bool: wp.bool}.get(t.dtype, N)
+        )
+        for t in tensors
+    ]
+
+
+def scalars(tensor):
+    return wp.from_torch(tensor, dtype=wp.float64)
+
+
+class Systems:
+    """Two systems with all that a step takes."""
+
+    def __init__(self, dt=0.01):
+        self.x, self.v, self.f = draw(7, 3) + 3.0, draw(7, 3, seed=1), draw(7, 3, seed=2)
+        self.m, self.dt = 1.0 + draw(7, seed=3).abs(), torch.tensor([dt, 0.7 * dt], dtype=FLOAT)
+        self.cells, self.rate = CELLS.clone(), 0.3 * draw(2, 3, 3, seed=4)
+        self.rate += self.rate.mT.clone()
+        self.counts, self.kt = torch.tensor(SIZES, dtype=torch.int32), torch.tensor([0.8, 1.2], dtype=FLOAT)
+
+    def kinetic(self):
+        return torch.zeros(2, dtype=FLOAT).index_add(0, IDX, 0.5 * self.m * self.v.square().sum(1))
+
+
+def close(found, expected, atol=1e-12):
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-10)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths(path):
+    module = importlib.import_module(path)
+    assert all(hasattr(module, name) for name in PATHS[path]) and not hasattr(module, "no_such_name")
+
+
+# -- lists and sums -----------------------------------------------------------------------------------
+
+
+def test_segments():
+    values, idx = draw(6), torch.tensor([0, 0, 3, 3, 3, 1], dtype=torch.int32)
+    parts = [values[idx == s] for s in range(4)]
+    for function, each, empty in (
+        (segmented_sum, torch.sum, 0.0),
+        (segmented_max, torch.amax, -torch.inf),
+        (segmented_min, torch.amin, torch.inf),
+    ):
+        out = torch.full((4,), empty, dtype=FLOAT)
+        assert function(*arrays(values, idx, out)).ptr == out.data_ptr()
+        close(out, torch.stack([each(p) if len(p) else torch.tensor(empty, dtype=FLOAT) for p in parts]))
+    sums, counts, out = torch.zeros(4, dtype=FLOAT), torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=FLOAT)
+    segmented_mean(*arrays(values, idx, sums, counts, out))
+    assert counts.tolist() == [2, 1, 0, 3]
+    close(out, torch.stack([p.mean() if len(p) else torch.zeros((), dtype=FLOAT) for p in parts]))
+    ones = torch.zeros(4, dtype=torch.int32)
+    segmented_sum(*arrays(torch.ones(6, dtype=torch.int32), idx, ones))
+    assert ones.tolist() == [2, 1, 0, 3]
+
+
+def test_stale_lists():
+    """Flags are set, never cleared, and only the reference of stale systems moves."""
+    reference = draw(7, 3)
+    now = reference.clone()
+    now[5, 0] += 0.6
+    flags, before = torch.zeros(2, dtype=torch.bool), reference.clone()
+    check_batch_neighbor_list_rebuild(
+        *arrays(reference, now, IDX), skin_distance_threshold=0.5, rebuild_flags=arrays(flags)[0], wp_dtype=wp.float64,
+        device="cpu", update_reference_positions=True,
+    )  # fmt: skip
+    assert flags.tolist() == [False, True]
+    assert torch.equal(reference[:3], before[:3]) and torch.equal(reference[3:], now[3:])
+    flags[0] = True
+    again = *arrays(reference, now, IDX), 0.5, arrays(flags)[0]
+    check_batch_neighbor_list_rebuild(*again)
+    assert flags.tolist() == [True, True]
+
+
+def test_methods_and_memory():
+    assert neighbor_list_strategy_run_args("batch_cell_list_pair_centric")[0] == "batch_cell_list"
+    assert neighbor_list_strategy_run_args("naive_tile")[0] == "naive"
+    for method in ("no_such_method", None):
+        with pytest.raises(ValueError, match="`method` must be"):
+            neighbor_list_strategy_run_args(method)
+    names = ("cells_per_dimension", "neighbor_search_radius", "atom_periodic_shifts", "atom_to_cell_mapping")
+    names += ("atoms_per_cell_count", "cell_atom_start_indices", "cell_atom_list")
+    scratch = dict(zip(names, allocate_cell_list(7, 64, torch.ones(2, 3, dtype=torch.int32), "cpu"), strict=True))
+    x, pbc = Systems().x, torch.ones(2, 3, dtype=torch.bool)
+    assert neighbor_list(x, 3.0, cell=CELLS, pbc=pbc, batch_idx=IDX, method="batch_cell_list", **scratch)[1].shape == (
+        7,
+    )
+
+
+# -- dynamics -----------------------------------------------------------------------------------------
+
+
+def test_verlet_is_reversible_and_langevin_without_friction_is_verlet():
+    a, b = Systems(0.1), Systems(0.1)
+    spring = 1.0 + draw(7, 1, seed=5).abs()
+    for _ in range(20):
+        for s in (a, b):
+            s.f.copy_(-spring * s.x)
+        args = arrays(a.x, a.v, a.f, a.m, a.dt)
+        steps.velocity_verlet_position_update(*args, batch_idx=arrays(IDX)[0])
+        free = arrays(b.x, b.v, b.f, b.m, b.dt, b.kt, torch.zeros(2, dtype=FLOAT))
+        steps.langevin_baoab_half_step(*free, 7, batch_idx=arrays(IDX)[0])
+        for s in (a, b):
+            s.f.copy_(-spring * s.x)
+            steps.velocity_verlet_velocity_finalize(*arrays(s.v, s.f, s.m, s.dt), batch_idx=arrays(IDX)[0])
+    close(a.x, b.x)
+    assert (a.x - Systems().x).abs().max() > 0.5
+    a.v.neg_()
+    for _ in range(20):
+        steps.nhc_velocity_half_step(*arrays(a.v, a.f, a.m, a.dt), batch_idx=arrays(IDX)[0])
+        steps.nhc_position_update(*arrays(a.x, a.v, a.dt), batch_idx=arrays(IDX)[0])
+        a.f.copy_(-spring * a.x)
+        steps.langevin_baoab_finalize(*arrays(a.v, a.f, a.m, a.dt), batch_idx=arrays(IDX)[0])
+    close(a.x, Systems().x)
+    close(a.v, -Systems().v)
+
+
+def test_velocities():
+    """A strong friction draws velocities of each system's temperature, and so does the initial draw."""
+    n = 4000
+    idx = torch.arange(2, dtype=torch.int32).repeat_interleave(n)
+    m, kt = 1.0 + draw(2 * n).abs(), torch.tensor([0.5, 2.0], dtype=FLOAT)
+    x, v, f = (torch.zeros(2 * n, 3, dtype=FLOAT) for _ in range(3))
+    dt, friction = torch.full((2,), 0.1, dtype=FLOAT), torch.full((2,), 1e3, dtype=FLOAT)
+    scratch = torch.zeros(2, 3, dtype=FLOAT), torch.zeros(2, dtype=FLOAT), torch.zeros(2, 3, dtype=FLOAT)
+    seen = []
+    for seed in (1, 2):
+        steps.langevin_baoab_half_step(*arrays(x, v, f, m, dt, kt, friction), seed, batch_idx=arrays(idx)[0])
+        seen.append(v.clone())
+    utils.initialize_velocities(*arrays(v, m, kt, *scratch), 3, False, batch_idx=arrays(idx)[0], num_systems=2)
+    for drawn in (*seen, v):
+        reduced = drawn * (m / kt.repeat_interleave(n)).sqrt()[:, None]
+        for numbers in reduced.reshape(2, -1):
+            assert abs(numbers.mean()) < 4 / np.sqrt(3 * n) and abs(numbers.var() - 1) < 4 * np.sqrt(2 / (3 * n))
+            assert abs((numbers**4).mean() - 3) < 0.5
+    assert abs(torch.corrcoef(torch.stack([t.flatten() for t in (*seen, v)])) - torch.eye(3)).max() < 4 / np.sqrt(6 * n)
+    utils.remove_com_motion(*arrays(v, m, *scratch), batch_idx=arrays(idx)[0], num_systems=2)
+    assert torch.zeros(2, 3, dtype=FLOAT).index_add(0, idx, m[:, None] * v).abs().max() < 1e-10
+    s, found, kelvin = Systems(), torch.zeros(2, dtype=FLOAT), torch.zeros(2, dtype=FLOAT)
+    utils.compute_kinetic_energy(*arrays(s.v, s.m, found, IDX), num_systems=2)
+    close(found, s.kinetic())
+    utils.compute_temperature(*arrays(found, kelvin, s.counts))
+    close(kelvin, 2 * found / (3 * s.counts - 3))
+    pointers = torch.tensor([0, 3, 7], dtype=torch.int32)
+    steps.velocity_rescale(*arrays(s.v, torch.tensor([2.0, 3.0], dtype=FLOAT)), atom_ptr=arrays(pointers)[0])
+    close(s.kinetic(), found * torch.tensor([4.0, 9.0], dtype=FLOAT))
+
+
+def chains(s, n_links):
+    masses = steps.nhc_compute_masses(
+        *arrays(3 * s.counts, s.kt, torch.tensor([0.3, 0.5], dtype=FLOAT)), n_links,
+        masses=scalars(torch.zeros(2, n_links, dtype=FLOAT)), num_systems=2,
+    )  # fmt: skip
+    return 0.1 * draw(2, n_links, seed=6), 2.0 * draw(2, n_links, seed=7), wp.to_torch(masses)
+
+
+def thermostat(s, eta, eta_dot, masses):
+    ke2, scale, unused = (torch.zeros(2, dtype=FLOAT) for _ in range(3))
+    steps.nhc_thermostat_chain_update(
+        *arrays(s.v, s.m), scalars(eta), scalars(eta_dot), scalars(masses),
+        *arrays(s.kt, s.dt, 3 * s.counts.to(FLOAT), ke2, scale, unused, unused), batch_idx=arrays(IDX)[0],
+        num_systems=2,
+    )  # fmt: skip
+    close(ke2, 2 * s.kinetic())
+    return scale
+
+
+@pytest.mark.parametrize("n_links", [1, 3])
+def test_chains(n_links):
+    """Reversible, exact to third order in a step, and with the energy that chains conserve."""
+    errors = []
+    for dt in (0.08, 0.04):
+        s = Systems(dt)
+        eta, eta_dot, masses = chains(s, n_links)
+        close(masses[:, 0], 3 * s.counts * s.kt * torch.tensor([0.09, 0.25], dtype=FLOAT))
+
+        def energy(s=s, eta=eta, eta_dot=eta_dot, masses=masses):
+            of_links = 0.5 * (masses * eta_dot**2).sum(1) + s.kt * (3 * s.counts * eta[:, 0] + eta[:, 1:].sum(1))
+            return s.kinetic() + of_links
+
+        start = [t.clone() for t in (s.v, eta, eta_dot)]
+        before = energy()
+        scale = thermostat(s, eta, eta_dot, masses)
+        assert (scale - 1).abs().max() > 1e-3
+        errors.append((energy() - before).abs())
+        s.v.neg_(), eta_dot.neg_()
+        thermostat(s, eta, eta_dot, masses)
+        for now, then in zip((-s.v, eta, -eta_dot), start):
+            close(now, then)
+    assert (errors[1] < errors[0] / 6).all()  # the third order's 8
+    s = Systems(1e-6)
+    for of_atoms in (True, False):
+        eta, eta_dot, masses = chains(s, n_links)
+        push = (2 * s.kinetic() - 3 * s.counts * s.kt) / masses[:, 0]
+        push = push - eta_dot[:, 0] * eta_dot[:, 1] if n_links > 1 else push
+        before = eta_dot.clone()
+        if of_atoms:
+            thermostat(s, eta, eta_dot, masses)
+        else:
+            given = scalars(eta), scalars(eta_dot), *arrays(s.kinetic(), s.kt), scalars(masses)
+            steps.npt_thermostat_half_step(*given, *arrays(s.counts), n_links, arrays(s.dt)[0])
+        torch.testing.assert_close((eta_dot - before)[:, 0], 0.5 * s.dt * push, rtol=1e-3, atol=0)
+
+
+def test_pressure():
+    s, virial, kinetic, pressure = (
+        Systems(),
+        draw(2, 9, seed=8),
+        torch.zeros(2, 9, dtype=FLOAT),
+        torch.zeros(2, 9, dtype=FLOAT),
+    )
+    volume, scalar = torch.zeros(2, dtype=FLOAT), torch.zeros(2, dtype=FLOAT)
+    moments = torch.stack([(s.m[IDX == k, None] * s.v[IDX == k]).T @ s.v[IDX == k] for k in range(2)])
+    steps.compute_kinetic_tensor(*arrays(s.v, s.m), scalars(kinetic), batch_idx=arrays(IDX)[0])
+    close(kinetic.view(2, 3, 3), moments)
+    args = *arrays(s.v, s.m, virial, CELLS), scalars(kinetic), *arrays(pressure, volume)
+    assert steps.compute_pressure_tensor(*args, batch_idx=arrays(IDX)[0]).ptr == pressure.data_ptr()
+    close(pressure.view(2, 3, 3), (moments + virial.view(2, 3, 3)) / torch.linalg.det(CELLS)[:, None, None])
+    kinetic *= 2  # of more atoms elsewhere
+    steps.compute_pressure_tensor(*args, batch_idx=arrays(IDX)[0], compute_kinetic=False)
+    steps.compute_scalar_pressure(*arrays(pressure, scalar))
+    close(scalar, ((2 * moments.flatten(1) + virial)[:, ::4].sum(1) / 3) / volume)
+
+
+@pytest.mark.parametrize("mode", ["isotropic", "anisotropic", "triclinic"])
+def test_ideal_gas_at_constant_pressure(mode):
+    """Its enthalpy, with the kinetic energy of the cell, is conserved to second order: halve dt, divide by four.
+
+    Forces of a field that is uniform add their work, which fractional coordinates do not feel on average: none here.
+    """
+    drifts = []
+    for dt in (0.02, 0.01):
+        s = Systems(dt)
+        s.f.zero_()
+        mass, target = torch.zeros(2, dtype=FLOAT), torch.tensor([0.3, 0.1], dtype=FLOAT)
+        steps.compute_barostat_mass(*arrays(s.kt, torch.tensor([0.5, 0.4], dtype=FLOAT), s.counts, mass))
+        close(mass, 3 * (s.counts + 1) * s.kt * torch.tensor([0.25, 0.16], dtype=FLOAT))
+        mass /= 3
+        rate = torch.zeros(2, 3, 3, dtype=FLOAT)
+        wanted = {
+            "isotropic": target,
+            "anisotropic": target[:, None].expand(2, 3).contiguous(),
+            "triclinic": (target[:, None, None] * torch.eye(3, dtype=FLOAT)).reshape(2, 9),
+        }[mode]
+        buffers = torch.zeros(2, 9, dtype=FLOAT), torch.zeros(2, 9, dtype=FLOAT)
+        volume = torch.zeros(2, dtype=FLOAT)
+
+        def press(s=s, rate=rate, wanted=wanted, mass=mass, buffers=buffers, volume=volume):
+            virial = torch.zeros(2, 9, dtype=FLOAT)
+            steps.compute_pressure_tensor(
+                *arrays(s.v, s.m, virial, s.cells),
+                scalars(buffers[0]),
+                *arrays(buffers[1], volume),
+                batch_idx=arrays(IDX)[0],
+            )
+            args = arrays(rate, buffers[1], wanted, volume, mass, s.kinetic(), s.counts, s.dt)
+            (steps.nph_barostat_half_step if mode == "isotropic" else steps.npt_barostat_half_step)(*args)
+
+        def kick(s=s, rate=rate, volume=volume):
+            args = *arrays(s.v, s.m, s.f, rate, volume), 7, arrays(s.dt)[0]
+            steps.nph_velocity_half_step(*args, *arrays(IDX, s.counts), mode=mode)
+
+        def enthalpy(s=s, rate=rate, mass=mass, target=target):
+            return s.kinetic() + 0.5 * mass * rate.square().sum((1, 2)) + target * torch.linalg.det(s.cells)
+
+        values = [enthalpy()]
+        for _ in range(int(0.6 / dt)):
+            press(), kick()
+            steps.npt_position_update(*arrays(s.x, s.v, s.cells, rate, s.dt), batch_idx=arrays(IDX)[0])
+            steps.npt_cell_update(*arrays(s.cells, rate, s.dt))
+            kick(), press()
+            values.append(enthalpy())
+        drifts.append((torch.stack(values) - values[0]).abs().amax(0))
+        assert (torch.linalg.det(s.cells) / torch.linalg.det(CELLS) - 1).abs().min() > 0.05
+    assert (drifts[1] < 0.28 * drifts[0]).all() and (drifts[0] < 0.5).all()
+
+
+def test_atoms_at_rest_follow_the_cell():
+    """And a chain adds its friction to velocities."""
+    s, fractional = Systems(0.5), torch.linalg.solve(CELLS.mT[IDX], Systems().x)
+    s.v.zero_()
+    steps.npt_position_update(*arrays(s.x, s.v, s.cells, s.rate, s.dt), batch_idx=arrays(IDX)[0])
+    steps.npt_cell_update(*arrays(s.cells, s.rate, s.dt))
+    assert (s.cells - CELLS).abs().max() > 0.1
+    close(torch.linalg.solve(s.cells.mT[IDX], s.x), fractional)
+    s, t, links = Systems(), Systems(), draw(2, 3, seed=9)
+    volume = torch.ones(2, dtype=FLOAT)
+    steps.npt_velocity_half_step(
+        *arrays(s.v, s.m, 0 * s.f, s.rate, volume), scalars(links), 7, arrays(s.dt)[0], *arrays(IDX, s.counts, CELLS),
+        "triclinic",
+    )  # fmt: skip
+    steps.nph_velocity_half_step(
+        *arrays(t.v, t.m, 0 * t.f, t.rate, volume), 7, arrays(t.dt)[0], *arrays(IDX, t.counts, CELLS), mode="triclinic"
+    )
+    close(s.v, t.v * torch.exp(-0.5 * s.dt * links[:, 0])[IDX, None])
+    with pytest.raises(ValueError, match="`mode` must be"):
+        steps.nph_velocity_half_step(*arrays(t.v, t.m, t.f, t.rate, volume), 7, arrays(t.dt)[0], mode="cubic")
+
+
+# -- cells --------------------------------------------------------------------------------------------
+
+
+def test_wrapping():
+    s, columns = Systems(), CELLS.mT.contiguous()
+    s.x += draw(7, 3, seed=5) * 20
+    before, inverse = s.x.clone(), torch.zeros_like(columns)
+    utils.compute_cell_inverse(*arrays(columns, inverse))
+    utils.wrap_positions_to_cell(*arrays(s.x, columns, inverse, IDX))
+    inside, moved = (torch.linalg.solve(columns[IDX], t) for t in (s.x, s.x - before))
+    assert ((inside > -1e-12) & (inside < 1)).all() and moved.abs().max() > 1
+    close(moved, moved.round(), 1e-10)
+
+
+def test_aligned_cells():
+    """Rotated, not mirrored, also if they are left-handed."""
+    s = Systems()
+    s.cells[1, 2] *= -1
+    before, cells, transform = s.x.clone(), s.cells.clone(), torch.zeros_like(CELLS)
+    utils.align_cell(*arrays(s.x, s.cells, transform), batch_idx=arrays(IDX)[0], device="cpu")
+    close(s.cells, s.cells.tril())
+    assert (s.cells.diagonal(dim1=1, dim2=2)[:, :2] > 0).all()
+    close(torch.linalg.det(s.cells), torch.linalg.det(cells))
+    close(torch.linalg.det(transform), torch.ones(2, dtype=FLOAT))
+    close(s.cells @ s.cells.mT, cells @ cells.mT)
+    close(torch.linalg.solve(s.cells.mT[IDX], s.x), torch.linalg.solve(cells.mT[IDX], before))
+
+
+def test_forces_on_cells():
+    """The gradient of an energy with respect to the lattice vectors, from its stress."""
+    fractional, cells, strain = (
+        draw(4, 3),
+        CELLS[:1].clone().requires_grad_(),
+        torch.zeros(3, 3, dtype=FLOAT, requires_grad=True),
+    )
+
+    def energy(cell):
+        x = fractional @ cell
+        return (x[:2] - x[2:]).square().sum().sin() + torch.linalg.det(cell).log()
+
+    (gradient,) = torch.autograd.grad(energy(cells[0]), cells)
+    symmetric = torch.eye(3, dtype=FLOAT) + 0.5 * (strain + strain.T)
+    (by_strain,) = torch.autograd.grad(energy(CELLS[0] @ symmetric), strain)
+    volume, found = torch.linalg.det(CELLS[:1]), torch.zeros(1, 3, 3, dtype=FLOAT)
+    stress = by_strain[None] / volume
+    for aligned in (False, True):
+        utils.stress_to_cell_force(*arrays(stress, CELLS[:1].clone(), volume, found), keep_aligned=aligned)
+        close(found, -gradient.tril() if aligned else -gradient)
+
+
+# -- relaxation -----------------------------------------------------------------------------------------
+
+
+def clusters():
+    for n in range(2):
+        atoms = molecule("CH3CH2OH")
+        atoms.rattle(0.05 * (n + 1), seed=n)
+        atoms.calc = LennardJones(sigma=0.9, epsilon=0.3, rc=20.0)
+        yield atoms
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fire_step_by_step(version):
+    """As ASE relaxes each alone; of FIRE 2.0 the steps before one goes uphill, where ASE evaluates forces twice."""
+    n_steps, systems, batch = 60 if version == 1 else 9, list(clusters()), list(clusters())
+    sizes = torch.tensor([len(a) for a in batch])
+    idx = torch.arange(2, dtype=torch.int32).repeat_interleave(sizes)
+    x = torch.tensor(np.concatenate([a.positions for a in batch]))
+    v, dt, alpha = torch.zeros_like(x), torch.full((2,), 0.05, dtype=FLOAT), torch.full((2,), 0.1, dtype=FLOAT)
+    counts, ones, maxstep = (
+        torch.zeros(2, dtype=torch.int32),
+        torch.ones(len(x), dtype=FLOAT),
+        torch.full((2,), 9.0, dtype=FLOAT),
+    )
+    fixed = [torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.99, 1e-9, 1.0)]
+    n_min, factors = (
+        torch.full((2,), 5, dtype=torch.int32),
+        [torch.full((2,), value, dtype=FLOAT) for value in (0.5, 1.1)],
+    )
+    products = {name: arrays(torch.zeros(2, dtype=FLOAT))[0] for name in ("vf", "vv", "ff")}
+    for _ in range(n_steps):
+        for atoms, positions in zip(batch, x.split(sizes.tolist())):
+            atoms.positions = positions.numpy()
+        f = torch.tensor(np.concatenate([a.get_forces() for a in batch]))
+        if version == 1:
+            given = arrays(x, v, f, ones, alpha, dt, *fixed, maxstep, counts, n_min, *factors, torch.zeros_like(counts))
+            fire_step(*given, **products, batch_idx=arrays(idx)[0])
+        else:
+            options = {"delaystep": 5, "dtgrow": 1.1, "dtshrink": 0.5, "alphashrink": 0.99, "alpha0": 0.1, "tmax": 1.0}
+            fire2_step_coord(x, v, f, idx, alpha, dt, counts, tmin=1e-3, maxstep=9.0, **options)
+    for n, (atoms, positions) in enumerate(zip(systems, x.split(sizes.tolist()))):
+        if version == 1:
+            optimizer = FIRE(atoms, logfile=None, dt=0.05, maxstep=9.0)
+        else:
+            optimizer = FIRE2(atoms, logfile=None, dt=0.05, maxstep=9.0, Nmin=5, dtmin=1e-3, astart=0.1)
+        optimizer.run(fmax=0.0, steps=n_steps)
+        np.testing.assert_allclose(positions.numpy(), atoms.positions, atol=1e-9)
+        np.testing.assert_allclose(dt[n].item(), optimizer.dt)
+        assert optimizer.Nsteps == counts[n]
+    assert version == 2 or (dt < 0.05).any() or (dt > 0.05).any()
+
+
+def test_uphill_steps_are_taken_back_and_moves_are_limited():
+    x, v, f = torch.zeros(2, 3, dtype=FLOAT), torch.zeros(2, 3, dtype=FLOAT), torch.zeros(2, 3, dtype=FLOAT)
+    v[0, 0], f[0, 0], f[1, 1] = 1.0, -2.0, 50.0
+    state = [torch.full((2,), value, dtype=FLOAT) for value in (0.05, 0.4, 0.1, 0.99, 0.01, 1.0, 0.2)]
+    integers = [torch.full((2,), value, dtype=torch.int32) for value in (3, 5)]
+    last = [torch.full((2,), value, dtype=FLOAT) for value in (0.5, 1.1)]
+    idx = torch.arange(2, dtype=torch.int32)
+    args = x, v, f, torch.ones(2, dtype=FLOAT), *state, *integers, *last, torch.ones(2, dtype=torch.int32)
+    fire_step(*arrays(*args), batch_idx=arrays(idx)[0])
+    close(x[0, 0], torch.tensor(-0.5 * 0.4 - 0.2 * 0.2 * 2.0, dtype=FLOAT))  # back by half a step, then on from rest
+    close(x[1, 1], torch.tensor(0.2, dtype=FLOAT))  # the limit, not 8
+    assert state[1].tolist() == [0.2, 0.4] and integers[0].tolist() == [0, 3] and state[0].tolist() == [0.1, 0.05]
+
+
+def test_fire_of_cells():
+    """Rows of the cell are atoms more; atoms keep their fractional coordinates when only the cell has forces."""
+    s, cells = Systems(), CELLS.clone()
+    state = [torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.05)]
+    force, of_cell = draw(2, 3, 3, seed=5), torch.zeros(2, 3, 3, dtype=FLOAT)
+    s.v.zero_()
+    fractional = torch.linalg.solve(CELLS.mT[IDX], s.x)
+    counts = torch.zeros(2, dtype=torch.int32)
+    fire2_step_coord_cell(s.x, s.v, 0 * s.f, cells, of_cell, force, IDX, *state, counts, maxstep=9.0)
+    rows, moves = torch.zeros(6, 3, dtype=FLOAT), torch.zeros(6, 3, dtype=FLOAT)
+    alone = [torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.05)]
+    idx = torch.tensor([0] * 3 + [1] * 3, dtype=torch.int32)
+    fire2_step_coord(moves, rows, force.reshape(6, 3), idx, *alone, counts, maxstep=9.0)
+    close(cells - CELLS, moves.reshape(2, 3, 3))
+    close(of_cell, rows.reshape(2, 3, 3))
+    close(torch.linalg.solve(cells.mT[IDX], s.x), fractional)
+
+
+# -- kernels that are launched by their arguments ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_lennard_jones_kernels(half):
+    systems = [bulk("Ar", "hcp", a=3.6, c=6.2), bulk("Ar", "fcc", a=5.2, cubic=True)]
+    x = torch.tensor(np.concatenate([a.positions for a in systems])) + 0.1 * draw(6, 3)
+    cells, pbc = torch.tensor(np.stack([a.cell.array for a in systems])), torch.ones(2, 3, dtype=torch.bool)
+    idx = torch.tensor([0] * 2 + [1] * 4, dtype=torch.int32)
+    matrix, counts, shifts = neighbor_list(x, 6.5, cell=cells, pbc=pbc, batch_idx=idx, half_fill=half)
+    given = {"sigma": 3.4, "epsilon": 0.0104, "cell": cells, "batch_idx": idx}
+    full = neighbor_list(x, 6.5, cell=cells, pbc=pbc, batch_idx=idx)
+    expected = lennard_jones(6.5, r_switch=5.0)(
+        x, **given, neighbor_matrix=full[0], neighbor_matrix_shifts=full[2], compute_forces=True, compute_virial=True,
+        energy_reduction="atom",
+    )  # fmt: skip
+    parameters = [wp.array([value], dtype=wp.float64) for value in (0.0104, 3.4, 6.5, 1.5)]
+    energies, forces, virial = (
+        torch.zeros(6, dtype=FLOAT),
+        torch.zeros(6, 3, dtype=FLOAT),
+        torch.zeros(2, 9, dtype=FLOAT),
+    )
+    near = wp.from_torch(matrix, dtype=N), wp.from_torch(shifts.contiguous(), dtype=wp.vec3i)
+    wp.launch(
+        lj._batch_lj_energy_forces_virial_matrix_kernel_overload[wp.float64],
+        dim=6,
+        inputs=[
+            *arrays(x, cells), *near, *arrays(counts, idx), *parameters, wp.bool(half), N(6), *arrays(energies, forces),
+            scalars(virial),
+        ],
+        device="cpu",
+    )  # fmt: skip
+    close(energies, expected[0], 1e-11)
+    close(forces, expected[1], 1e-11)
+    close(virial.view(2, 3, 3), expected[2], 1e-11)
+    if half:
+        return
+    with pytest.raises(ValueError, match="`scalar` must be"):
+        _ = lj._batch_lj_energy_forces_matrix_kernel_overload[wp.int32]
+    x, cells, energies, forces = x.float(), cells.float(), torch.zeros(6), torch.zeros(6, 3)
+    inputs = [
+        wp.from_torch(x, dtype=wp.vec3f), wp.from_torch(cells, dtype=wp.mat33f), *near, *arrays(counts, idx),
+        *(wp.array([p.numpy()[0]], dtype=wp.float32) for p in parameters), wp.bool(False), N(6),
+        wp.from_torch(energies), wp.from_torch(forces, dtype=wp.vec3f),
+    ]  # fmt: skip
+    wp.launch(lj._batch_lj_energy_forces_matrix_kernel_overload[wp.float32], dim=6, inputs=inputs, device="cpu")
+    torch.testing.assert_close(forces.to(FLOAT), expected[1], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(energies.to(FLOAT), expected[0], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_ewald_kernels(batched):
+    """Structure factors, what atoms get from them, and virials, put together as the client does."""
+    s, q, alpha = Systems(), 1.0 + draw(7, seed=5), torch.tensor([0.5, 0.6], dtype=FLOAT)
+    n, n_atoms, idx = (2, 7, IDX) if batched else (1, 3, None)
+    x, q, cells, alpha = (
+        s.x[:n_atoms].contiguous(),
+        q[:n_atoms].contiguous(),
+        CELLS[:n].contiguous(),
+        alpha[:n].contiguous(),
+    )
+    k = electrostatics.generate_k_vectors_ewald_summation(cells, 6.0).reshape(n, -1, 3).contiguous()
+    exact = ewald.ewald_reciprocal_space(
+        x, q, cells, k if batched else k[0], alpha, idx, True, True, True
+    )  # fmt: skip
+    kernels = get_ewald_recip_kernel(wp.float64, batched=batched, deriv_state=None, cell_grad=True, order="forward")
+    n_k = k.shape[1]
+    cosines, sines = (torch.zeros(n_k, n_atoms, dtype=FLOAT) for _ in range(2))
+    re, im, total = torch.zeros(n, n_k, dtype=FLOAT), torch.zeros(n, n_k, dtype=FLOAT), torch.zeros(n, dtype=FLOAT)
+    waves, flat = wp.from_torch(k, dtype=wp.vec3d), wp.from_torch(k[0].contiguous(), dtype=wp.vec3d)
+    factors, phases = [scalars(re), scalars(im)], [scalars(cosines), scalars(sines)]
+    if batched:
+        ends = torch.tensor([3, 7], dtype=torch.int32)
+        ranges = arrays(ends - torch.tensor(SIZES, dtype=torch.int32), ends)
+        blocks = -(-max(SIZES) // BATCH_BLOCK_SIZE)
+        inputs = [*arrays(x, q), waves, *arrays(cells, alpha), *ranges, *arrays(total), *phases, *factors]
+        wp.launch(kernels.fill, dim=(n_k, n, blocks), inputs=inputs, device="cpu")
+    else:
+        inputs = [*arrays(x, q), flat, *arrays(cells, alpha, total), *phases, scalars(re[0]), scalars(im[0])]
+        wp.launch(kernels.fill, dim=n_k, inputs=inputs, device="cpu")
+    energies, forces, gradients = (
+        torch.zeros(n_atoms, dtype=FLOAT),
+        torch.zeros(n_atoms, 3, dtype=FLOAT),
+        torch.zeros(n_atoms, dtype=FLOAT),
+    )
+    none = alloc_ewald_recip_sentinels(wp.float64, "cpu")
+    systems = arrays(IDX)[0] if batched else wp.empty((0,), dtype=N, device="cpu")
+    inputs = [
+        arrays(q)[0],
+        systems,
+        waves,
+        *phases,
+        *factors,
+        none["grad_energy"],
+        *arrays(energies, forces, gradients),
+    ]
+    wp.launch(kernels.compute, dim=n_atoms, inputs=inputs, device="cpu")
+    volume, virial = torch.linalg.det(cells), torch.zeros(n, 3, 3, dtype=FLOAT)
+    if batched:
+        inputs = [waves, *arrays(alpha, volume), *factors, *arrays(virial)]
+        wp.launch(kernels.virial, dim=(n_k, n), inputs=inputs, device="cpu")
+        energies = ewald.ewald_energy_corrections_batch(energies, q, IDX, volume, alpha, total)
+    else:
+        inputs = [flat, *arrays(alpha, volume), scalars(re[0]), scalars(im[0]), *arrays(virial)]
+        wp.launch(kernels.virial, dim=n_k, inputs=inputs, device="cpu")
+        energies = ewald.ewald_energy_corrections(energies, q, volume, alpha, total)
+    places = idx if batched else torch.zeros(3, dtype=torch.int32)
+    background = np.pi * total / (alpha**2 * volume)
+    gradients -= 2 * alpha[places] / np.sqrt(np.pi) * q + background[places]
+    virial -= (0.5 * background * total)[:, None, None] * torch.eye(3, dtype=FLOAT)
+    for found, expected in zip((energies, forces, gradients, virial), exact, strict=True):
+        close(found, expected, 1e-10)
+    assert EIGHTPI == 8 * np.pi
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_parts_of_pme(batched):
+    """Spread, transform, convolve, gather and correct, as the client does; derivatives are those returned."""
+    s, alpha = Systems(), torch.tensor([0.5, 0.6], dtype=FLOAT)
+    n, n_atoms, idx = (2, 7, IDX) if batched else (1, 3, None)
+    places = IDX[:n_atoms]
+    x, q = s.x[:n_atoms].requires_grad_(), (1.0 + draw(7, seed=5))[:n_atoms].requires_grad_()
+    strain, mesh, order = torch.zeros(n, 3, 3, dtype=FLOAT, requires_grad=True), ((24, 28, 27), (8, 9, 8))[batched], 6
+    deformed = torch.eye(3, dtype=FLOAT) + strain
+    cells, count = pme._prepare_cell(CELLS[:n] @ deformed)
+    at = (x.unsqueeze(1) @ deformed[places]).squeeze(1)
+    alpha = pme._prepare_alpha(alpha[:n], count, FLOAT, x.device)
+    inverse = torch.linalg.inv(cells)
+    waves, squares = electrostatics.generate_k_vectors_pme(
+        cells, mesh_dimensions=mesh, reciprocal_cell=2 * np.pi * inverse
+    )
+    axes = [torch.fft.fftfreq(m, d=1 / m, dtype=FLOAT) for m in mesh[:2]] + [
+        torch.fft.rfftfreq(mesh[2], d=1 / mesh[2], dtype=FLOAT)
+    ]
+    moduli = [pme.compute_bspline_moduli_1d(axis, m, order) for axis, m in zip(axes, mesh)]
+    volume, dims = torch.linalg.det(cells).abs(), (1, 2, 3) if batched else (0, 1, 2)
+    common = {"spline_order": order, "batch_idx": idx, "cell_inv_t": inverse.mT.contiguous()}
+    spectrum = torch.fft.rfftn(spline_spread(at, q, cells, mesh_dims=mesh, **common), dim=dims)
+    pme.register_pme_ops()
+    field = torch.ops.nvalchemiops.pme_fused_convolve(spectrum, squares, *moduli, alpha, volume, batched, False)
+    potential = torch.fft.irfftn(field, norm="forward", s=mesh, dim=dims)
+    values, pull = spline_gather_with_force(at, q, potential, cells, **common)
+    close(spline_gather(at, potential, cells, **common), values)
+    total = torch.zeros(n, dtype=FLOAT).index_add(0, places, q)
+    of_system = volume, alpha, total
+    if batched:
+        energies, gradients = pme._batch_pme_energy_corrections_with_charge_grad(values, q, idx, *of_system)
+        close(pme._batch_pme_energy_corrections(values, q, idx, *of_system), energies)
+    else:
+        energies, gradients = pme._pme_energy_corrections_with_charge_grad(values, q, *of_system)
+        close(pme._pme_energy_corrections(values, q, *of_system), energies)
+    virial = pme._compute_pme_reciprocal_virial(
+        mesh_fft_raw=spectrum, convolved_mesh=field, k_vectors=waves, k_squared=squares, alpha=alpha,
+        mesh_dimensions=mesh, is_batch=batched, device=x.device, dtype=FLOAT,
+    )  # fmt: skip
+    background = 0.5 * np.pi * total**2 / (alpha**2 * volume)
+    virial = virial - background[:, None, None] * torch.eye(3, dtype=FLOAT)
+    slopes = torch.autograd.grad(energies.sum(), (x, q, strain), retain_graph=True)
+    for found, expected in zip((2 * pull, gradients, virial), (-slopes[0], slopes[1], -slopes[2]), strict=True):
+        close(found, expected, 1e-10)
+    exact = ewald.ewald_reciprocal_space(x, q, CELLS[:n], None, alpha, idx, True, True, True, k_cutoff=9.0)
+    error = 0.05 if batched else 1e-5  # of the mesh; a coarse one has waves that are their own images
+    for found, expected in zip((energies, 2 * pull, gradients, virial), exact, strict=True):
+        torch.testing.assert_close(found, expected, atol=error, rtol=error)
+    injected = _InjectChargeGrad.apply(energies.detach(), q, gradients, idx)
+    close(injected, energies)
+    close(torch.autograd.grad(injected.sum(), q)[0], slopes[1], 1e-10)
