@@ -11,11 +11,11 @@ The two are transposes of each other, also with derivatives with respect to u, n
 `nvalchemiops.kernels.moments`. A spline of order p has p - 2 continuous derivatives; derivative p - 1 is piecewise
 constant.
 
-**Spreading.** A thread owns a row of mesh points along z and loops over the atoms whose stencils meet the row. These
-are in p x p columns of mesh cells, by which atoms are sorted. Only one thread adds to a point, so results are
-reproducible. On a CPU, weights are computed for `LANES` atoms at a time, and the points of a stencil along z form a
-vector. On a GPU, a warp owns as many points of a row as it has lanes; each lane prepares an atom, then all lanes add
-this atom to their points.
+**Spreading.** A thread owns points of the mesh and loops over the atoms whose stencils meet them. These are in
+neighboring columns of mesh cells, by which atoms are sorted. Only one thread adds to a point, so results are
+reproducible. On a CPU, a thread owns rows along z of a plane; weights are computed for `LANES` atoms at a time, and the
+points of a stencil along z form a vector. On a GPU, a warp owns as many points of a row as it has lanes; each lane
+prepares an atom, then all lanes add this atom to their points.
 
 **Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, a warp owns an atom, and its lanes share the stencil.
 """
@@ -32,6 +32,9 @@ from nvalchemiops.launch import kernel_variants
 
 WIDTH = 8
 """Number of stored weights along an axis: those beyond the order are zero."""
+
+ROWS = 32
+"""Largest number of rows along z that a thread of a CPU owns."""
 
 _ORDERS = (4, 5, 6, 7, 8)
 _COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))
@@ -216,26 +219,40 @@ def spline_stencils(order: int, derivatives: int) -> Any:
 
 _SPREAD_CPU = """
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
-    const int system = row / (n_x * n_y), x = row / n_y % n_x, y = row % n_y;
+    const int n_parts = (n_y + @rows@ - 1) / @rows@, plane = row / n_parts, system = plane / n_x, x = plane % n_x;
+    const int y_from = row % n_parts * n_y / n_parts, y_to = (row % n_parts + 1) * n_y / n_parts;
     const long long of_channel = 1LL * n_x * n_y * n_z;
-    @real@ *const line = field.data + system * n_channels * of_channel + (1LL * x * n_y + y) * n_z;
+    @real@ *const rows = field.data + system * n_channels * of_channel + 1LL * x * n_y * n_z;
     for (int channel = 0; channel < n_channels; ++channel)
-        for (int z = 0; z < n_z; ++z) line[channel * of_channel + z] = 0;
+        for (int z = y_from * n_z; z < y_to * n_z; ++z) rows[channel * of_channel + z] = 0;
     // columns along y stand together, but for those beyond the boundary
-    const int low = y - @order@ + 1;
-    const int ends[2][2] = {{low < 0 ? 0 : low, y}, {low + n_y, n_y - 1}};
+    const int low = y_from - @order@ + 1;
+    const int ends[2][2] = {{low < 0 ? 0 : low, y_to - 1}, {low + n_y < y_to ? y_to : low + n_y, n_y - 1}};
     for (int i = 0; i < @order@; ++i) {
         const int from_x = x - i < 0 ? x - i + n_x : x - i;
         const int *const begin = column_begin.data + (system * n_x + from_x) * n_y;
         for (int part = 0; part < 1 + (low < 0); ++part)
             for (int k = begin[ends[part][0]]; k < begin[ends[part][1] + 1]; ++k) {
+                typedef double doubles __attribute__((ext_vector_type(@width@), aligned(8)));
                 const double *const w = weights.data + 1LL * k * @size@;
-                const int first = first_z.data[k], ahead = y - first_y.data[k], j = ahead < 0 ? ahead + n_y : ahead;
+                const auto along = [=](int axis, int d) {
+                    return *reinterpret_cast<const doubles *>(w + (axis * @powers@ + d) * @width@);
+                };
+                const int first = first_z.data[k];
                 for (int channel = 0; channel < n_channels; ++channel) {
                     const @real@ *const m = moments.data + (1LL * k * n_channels + channel) * @count@;
+                    double @arrays@;
                     @amplitudes@
-                    @real@ *const to = line + channel * of_channel;
-                    @add@
+                    // rows of the stencil that are among these, before the boundary and beyond
+                    for (int turn = 0; turn <= n_y; turn += n_y) {
+                        const int first_row = first_y.data[k] - turn;
+                        const int j_from = y_from < first_row ? 0 : y_from - first_row;
+                        const int j_to = y_to - first_row < @order@ ? y_to - first_row : @order@;
+                        for (int j = j_from; j < j_to; ++j) {
+                            @real@ *const to = rows + channel * of_channel + (first_row + j) * n_z;
+                            @add@
+                        }
+                    }
                 }
             }
     }
@@ -299,8 +316,6 @@ _ADD_CPU = """
     // both row and weights as vectors, if the row is long enough; weights beyond the stencil are zero
     if (first + @width@ <= n_z) {
         typedef @real@ reals __attribute__((ext_vector_type(@width@), aligned(4)));
-        typedef double doubles __attribute__((ext_vector_type(@width@), aligned(8)));
-        const auto z = [=](int d) { return *reinterpret_cast<const doubles *>(w + (2 * @powers@ + d) * @width@); };
         reals *const at = reinterpret_cast<reals *>(to + first);
         *at += __builtin_convertvector(@products@, reals);
     } else {
@@ -312,25 +327,32 @@ _ADD_CPU = """
 
 def _spread_body(order: int, derivatives: int, precision: str) -> str:
     powers = derivatives + 1
-    amplitudes = []
-    for power in range(powers):
-        terms = [
-            f"m[{n}] * w[{a * WIDTH} + i] * w[{(powers + b) * WIDTH} + j]"
+
+    def amplitude(power: int, along_y: str) -> str:
+        """What a derivative along z is multiplied by; ``along_y`` is the text for a derivative along y."""
+        return " + ".join(
+            f"m[{n}] * w[{a * WIDTH} + i] * {along_y.format(b)}"
             for n, (a, b, c) in enumerate(moments.components(derivatives))
             if c == power
-        ]
-        amplitudes.append(f"a{power} = {' + '.join(terms)};")
+        )
+
     values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
     on_cpu = {
-        "amplitudes": "\n".join(f"const double {line}" for line in amplitudes),
-        "products": " + ".join(f"a{power} * z({power})" for power in range(powers)),
-        "product": " + ".join(f"a{power} * z({power})[l]" for power in range(powers)),
+        "rows": ROWS,
+        "arrays": ", ".join(f"a{power}[{WIDTH}]" for power in range(powers)),
+        "amplitudes": "\n".join(
+            f"*reinterpret_cast<doubles *>(a{power}) = {amplitude(power, 'along(1, {})')};" for power in range(powers)
+        ),
+        "products": " + ".join(f"a{power}[j] * along(2, {power})" for power in range(powers)),
+        "product": " + ".join(f"a{power}[j] * z({power})[l]" for power in range(powers)),
     }
     on_gpu = {
         "warp": WARP,
         "ranges": 2 * order,
         "no_amplitudes": ", ".join(f"a{power} = 0.0" for power in range(powers)),
-        "amplitudes": "\n".join(amplitudes),
+        "amplitudes": "\n".join(
+            f"a{power} = {amplitude(power, f'w[({powers} + {{}}) * {WIDTH} + j]')};" for power in range(powers)
+        ),
         "shared": "\n".join(
             f"const double b{power} = __shfl_sync(0xffffffffu, a{power}, other);" for power in range(powers)
         ),
@@ -340,14 +362,17 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
     return by_device(filled(_SPREAD_CPU, **values, **on_cpu, add=add), filled(_SPREAD_GPU, **values, **on_gpu))
 
 
-def rows_of_mesh(n_systems: int, n_x: int, n_y: int, n_z: int, warps: bool) -> int:
-    """Number of rows of `spline_spread`; on a GPU, rows along z are cut into parts of as many points as lanes."""
-    return n_systems * n_x * n_y * (-(-n_z // WARP) if warps else 1)
+def threads_of_mesh(n_systems: int, n_x: int, n_y: int, n_z: int, warps: bool) -> int:
+    """Number of threads (on a GPU, warps) of `spline_spread`.
+
+    On a CPU, a thread owns up to `ROWS` rows of a plane; on a GPU, a warp owns as many points of a row as it has lanes.
+    """
+    return n_systems * n_x * (n_y * -(-n_z // WARP) if warps else -(-n_y // ROWS))
 
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1)))
 def spline_spread(order: int, derivatives: int, precision: str) -> Any:
-    """The kernel that computes a row of the mesh, or a part of a row (`rows_of_mesh`)."""
+    """The kernel that computes some rows of the mesh, or a part of a row (`threads_of_mesh`)."""
     real = getattr(wp, precision)
 
     @native_kernel(
@@ -375,7 +400,6 @@ _GATHER_CPU = """
     @weights@
     typedef @real@ reals __attribute__((ext_vector_type(@width@), aligned(4)));
     typedef double doubles __attribute__((ext_vector_type(@width@), aligned(8)));
-    const auto inside_stencil = doubles{0, 1, 2, 3, 4, 5, 6, 7} < @order@.0;
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
     const int n_atoms = order.shape[0];
     @stencils@
@@ -467,12 +491,14 @@ _GATHER_ATOM = """
         @sums@
         for (int i = 0; i < @order@; ++i) {
             const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
+            doubles @planes@;
             for (int j = 0; j < @order@; ++j) {
                 const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
                 const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
                 @values@
-                @add@
+                @add_row@
             }
+            @add@
         }
         @results@
     }
@@ -484,8 +510,6 @@ _VALUES_CPU = """
         values = __builtin_convertvector(*reinterpret_cast<const reals *>(line + begin[2]), doubles);
     else
         for (int l = 0; l < @order@; ++l) values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
-    // points beyond the stencil have nothing to say, not even NaN
-    @mask@
 """
 
 
@@ -493,12 +517,13 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
     pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
     parts_of = list(enumerate(moments.components(derivatives)))
     values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
-    mask = "" if order == WIDTH else "values = inside_stencil ? values : doubles(0.0);"
     on_cpu = {
         "number": _NUMBER_CPU,
-        "values": filled(_VALUES_CPU, **values, mask=mask),
+        "values": filled(_VALUES_CPU, **values),
         "sums": "\n".join(f"doubles sum_{a}{b} = {{}};" for a, b in pairs),
-        "add": "\n".join(f"sum_{a}{b} += w[0][{a}][i] * w[1][{b}][j] * values;" for a, b in pairs),
+        "planes": ", ".join(f"plane_{b} = {{}}" for b in range(derivatives + 1)),
+        "add_row": "\n".join(f"plane_{b} += w[1][{b}][j] * values;" for b in range(derivatives + 1)),
+        "add": "\n".join(f"sum_{a}{b} += w[0][{a}][i] * plane_{b};" for a, b in pairs),
         "results": "\n".join(
             f"{{ double sum = lost; for (int l = 0; l < {order}; ++l) sum += sum_{a}{b}[l] * w[2][{c}][l]; "
             f"result[{n}] = sum; }}"

@@ -7,6 +7,11 @@ WARP = 32
 """Number of threads of a GPU that run together and share a row, a point or an atom."""
 
 
+def lanes_of(precision: str) -> int:
+    """Number of values of "float64" or "float32" in a vector of this size."""
+    return LANES if precision == "float64" else 2 * LANES
+
+
 def lanes_of_masks() -> str:
     """A C++ table over bit masks of lanes: the indices of the lanes in a mask, packed into the bytes of an integer."""
     entries = []

@@ -249,8 +249,9 @@ def test_fairchem_while_atoms_move(periodic, smoothing_fraction):
         now = atoms._replace(positions=positions.double() * bohr)
         expected = program(now, PROGRAM["bj"](method="pbe"), cutoff * bohr, cutoff * bohr)
         assert len(output) == 3 + periodic
-        if smoothing_fraction:  # less of what attracts
-            assert 1.0 < float(expected.energy) / float(output[0]) < 1.2
+        if smoothing_fraction:  # less of what attracts, or the same for a molecule within the inner radius
+            least = 1.0 if periodic else 1.0 - 1e-6
+            assert least < float(expected.energy) / float(output[0]) < 1.2
         else:
             within([part.double() for part in output[:2]], expected[:2], 3e-6)
             if periodic:

@@ -6,7 +6,7 @@ does not compile. Threads of a warp meet at each operation with a mask: a lane t
 """
 
 from nvalchemiops.kernels.simd import WARP
-from nvalchemiops.kernels.special import ERFCX, ERFCX_CENTER
+from nvalchemiops.kernels.special import ARITHMETIC, ERFCX_CENTER
 
 ADDRESS = 0x10_0000_0000
 """Where the state is mapped, in bytes: 64 GiB, which programs leave alone."""
@@ -22,6 +22,7 @@ FINDINGS = {
 _UNARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "cbrt")
 _UNARY += ("erf", "erfc", "fabs", "floor", "rint")
 
+ERFCX = ARITHMETIC["float64"].erfcx
 _polynomial = repr(ERFCX[-1])
 for _c in reversed(ERFCX[:-1]):
     _polynomial = f"({_polynomial} * t + {_c!r})"

@@ -34,7 +34,7 @@ class Calls:
         self.system, self.count = system, 0
         self.fixed = on(device, {"cell": system.cell, "sigma": 0.9, "epsilon": 0.7})
         if len(system.cell) > 1:
-            self.fixed["batch_idx"] = system.batch_idx.to(device)
+            self.fixed["batch_idx"] = system.batch_idx.to(device, copy=True)
 
     def positions(self):
         self.count += 1

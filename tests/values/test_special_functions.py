@@ -1,7 +1,7 @@
 """Elementary and special functions of the generated kernels: their coefficients, and how accurate they are.
 
 The coefficients are computed again from the definitions with 60 digits. The accuracy is that of a pair potential whose
-distance, or a parameter, is the argument; the exact values are those of mpmath for the same float64 argument.
+distance, or a parameter, is the argument; the exact values are those of mpmath for the same argument.
 """
 
 import functools
@@ -13,7 +13,8 @@ import torch
 from nvalchemiops.kernels import special
 from nvalchemiops.torch.interactions.pair import PairPotential
 
-UNIT = 1e-16
+UNITS = {torch.float64: 1e-16, torch.float32: 6e-8}
+DOUBLE, SINGLE = special.ARITHMETIC["float64"], special.ARITHMETIC["float32"]
 INF, NAN = float("inf"), float("nan")
 
 
@@ -49,23 +50,25 @@ def erf_of_square(y):
 
 
 @pytest.mark.parametrize(
-    ("stored", "function", "low", "high"),
+    ("name", "function", "low", "high"),
     [
-        (special.ERFCX, erfcx_of_t, "-1", "1"),
-        (special.ERF, erf_of_square, "0", "1"),
-        (special.EXP, mpmath.exp, "-log(2)/2", "log(2)/2"),
+        ("erfcx", erfcx_of_t, "-1", "1"),
+        ("erf", erf_of_square, "0", "1"),
+        ("exp", mpmath.exp, "-log(2)/2", "log(2)/2"),
     ],
     ids=["erfcx", "erf", "exp"],
 )
-def test_coefficients_are_those_of_chebyshev_interpolation(stored, function, low, high):
+@pytest.mark.parametrize(("constants", "tolerance"), [(DOUBLE, 1e-16), (SINGLE, 1e-9)], ids=["float64", "float32"])
+def test_coefficients_are_those_of_chebyshev_interpolation(constants, tolerance, name, function, low, high):
     """The stored polynomial is the interpolating one; the powers themselves are known to fewer digits."""
+    stored = getattr(constants, name)
     with mpmath.workdps(60):
         low, high = ({"log(2)/2": mpmath.log(2) / 2, "-log(2)/2": -mpmath.log(2) / 2}.get(e, e) for e in (low, high))
         low, high = mpmath.mpf(low), mpmath.mpf(high)
         expected = interpolated(function, low, high, len(stored))
         difference = [mpmath.mpf(found) - exact for found, exact in zip(stored, expected, strict=True)][::-1]
         points = [low + (high - low) * k / 300 for k in range(301)]
-        assert max(abs(mpmath.polyval(difference, x)) for x in points) <= 1e-16
+        assert max(abs(mpmath.polyval(difference, x)) for x in points) <= tolerance
 
 
 @functools.cache
@@ -75,10 +78,10 @@ def potential(text):
 
 def of(text, x):
     """The function of a global parameter x, for many values at once."""
-    x = torch.as_tensor(x, dtype=torch.float64)
+    x = x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64)
     n = x.shape[0]
     i = torch.arange(2 * n, dtype=torch.int32)
-    positions = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64).repeat(n, 1)
+    positions = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=x.dtype).repeat(n, 1)
     return potential(text)(
         positions,
         neighbor_list=torch.stack([i, i ^ 1]),
@@ -90,26 +93,36 @@ def of(text, x):
 
 
 def errors(text, function, x):
-    """Relative errors, in units of 1e-16, of a function that pairs evaluate in vectors."""
+    """Relative errors, in units of rounding, of a function that pairs evaluate in vectors."""
     found = of(text, x)
     with mpmath.workdps(40):
         exact = [function(mpmath.mpf(v)) for v in x.tolist()]
-        return torch.tensor([float(abs(mpmath.mpf(f) / e - 1)) for f, e in zip(found.tolist(), exact)]) / UNIT
+        return torch.tensor([float(abs(mpmath.mpf(f) / e - 1)) for f, e in zip(found.tolist(), exact)]) / UNITS[x.dtype]
 
 
-def spread(low, high, count=3000):
-    return torch.linspace(low, high, count, dtype=torch.float64) + 1e-3 * torch.rand(
+def spread(low, high, count=3000, dtype=torch.float64):
+    at = torch.linspace(low, high, count, dtype=torch.float64) + 1e-3 * torch.rand(
         count, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ) * (high - low)
+    return at.to(dtype)
 
 
 # r is 1 for every pair: it keeps the argument from being common to all of them, so that vectors are used
 EXP, ERFC, ERF = "exp(x*r)", "erfc(x*r)", "erf(x*r)"
 
 
-@pytest.mark.parametrize(("low", "high"), [(-0.34, 0.34), (-30.0, 30.0), (-707.0, 708.0)])
-def test_exp(low, high):
-    assert errors(EXP, mpmath.exp, spread(low, high)).max() <= 3.5
+@pytest.mark.parametrize(
+    ("low", "high", "dtype"),
+    [
+        (-0.34, 0.34, torch.float64),
+        (-30.0, 30.0, torch.float64),
+        (-707.0, 708.0, torch.float64),
+        (-0.34, 0.34, torch.float32),
+        (-86.0, 88.0, torch.float32),
+    ],
+)
+def test_exp(low, high, dtype):
+    assert errors(EXP, mpmath.exp, spread(low, high, dtype=dtype)).max() <= 3.5
 
 
 def test_exp_near_its_halves_of_a_power_of_two():
@@ -117,6 +130,22 @@ def test_exp_near_its_halves_of_a_power_of_two():
     x = torch.cat([x, x.nextafter(torch.tensor(INF)), x.nextafter(torch.tensor(-INF))])
     x = x[(x > -707.0) & (x < 709.0)]
     assert errors(EXP, mpmath.exp, x).max() <= 3.5
+
+
+def test_limits_of_exp_in_float32():
+    found = of(EXP, torch.tensor([0.0, 88.7, 88.8, 1e30, INF, -87.0, -120.0, -1e30, -INF, NAN], dtype=torch.float32))
+    assert found[0].item() == 1.0
+    assert found[1].item() == pytest.approx(float(mpmath.exp(mpmath.mpf(float(torch.tensor(88.7))))), rel=3e-7)
+    assert found[2:5].tolist() == [INF] * 3
+    assert found[5:9].tolist() == [0.0] * 4
+    assert found[9].isnan()
+
+
+def test_limits_of_the_error_functions_in_float32():
+    x = torch.tensor([0.0, -0.0, 10.0, 1e12, 3e38, INF, -5.0, -1e12, -3e38, -INF, NAN], dtype=torch.float32)
+    assert of(ERFC, x)[:10].tolist() == pytest.approx([1.0, 1.0, *[0.0] * 4, *[2.0] * 4], rel=3e-7, abs=1e-37)
+    assert of(ERF, x)[:10].tolist() == [0.0, 0.0, *[1.0] * 4, *[-1.0] * 4]
+    assert of(ERFC, x)[10].isnan() and of(ERF, x)[10].isnan()
 
 
 def test_limits_of_exp():
@@ -130,18 +159,25 @@ def test_limits_of_exp():
     assert found[11].isnan()
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.0, 6.0), (6.0, 26.5), (-1.0, 0.0), (-7.0, -1.0)])
-def test_erfc(low, high):
+@pytest.mark.parametrize(
+    ("low", "high", "dtype"),
+    [
+        *((low, high, torch.float64) for low, high in [(0.0, 1.0), (1.0, 6.0), (6.0, 26.4), (-1.0, 0.0), (-7.0, -1.0)]),
+        *((low, high, torch.float32) for low, high in [(0.0, 1.0), (1.0, 9.0), (-1.0, 0.0), (-7.0, -1.0)]),
+    ],
+)
+def test_erfc(low, high, dtype):
     """Within what erfcx and exp promise, and the rounding of x^2, which the exponential amplifies by x^2."""
-    x = spread(low, min(high, 26.4))
+    x = spread(low, high, dtype=dtype)
     bound = 4.5 + 2.5 + 1.2 * x.abs().clamp(min=1.0) ** 2
     found = errors(ERFC, mpmath.erfc, x)
     assert (found <= bound).all(), (found / bound).max()
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1e-3, 1e-3), (0.0, 1.0), (0.9, 1.1), (1.0, 6.0), (-6.0, 0.0)])
-def test_erf(low, high):
-    x = spread(low, high)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_erf(low, high, dtype):
+    x = spread(low, high, dtype=dtype)
     assert errors(ERF, mpmath.erf, x[x != 0.0]).max() <= 9.0
 
 
@@ -178,15 +214,16 @@ def test_functions_of_what_all_pairs_share_are_the_same():
     torch.testing.assert_close(of("r*exp(x)", x), of(EXP, x), rtol=1e-15, atol=0)
 
 
-def test_a_number_has_the_same_value_in_every_lane():
-    """Rows of one to seventeen neighbors: wherever a pair stands in a vector, its energy has the same bits."""
-    x = torch.tensor([0.7], dtype=torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_number_has_the_same_value_in_every_lane(dtype):
+    """Rows of one to 35 neighbors: wherever a pair stands in a vector, its energy has the same bits."""
+    x = torch.tensor([0.7], dtype=dtype)
     one = of(ERFC, x).item()
-    for n in range(1, 18):
-        positions = torch.zeros(n + 1, 3, dtype=torch.float64)
+    for n in range(1, 36):
+        positions = torch.zeros(n + 1, 3, dtype=dtype)
         positions[1:, 0] = 1.0
         around = torch.stack([torch.zeros(n, dtype=torch.int32), torch.arange(1, n + 1, dtype=torch.int32)])
         back = around.flip(0)
-        energies = potential(ERFC)(positions, neighbor_list=torch.cat([around, back], dim=1), x=0.7)
+        energies = potential(ERFC)(positions, neighbor_list=torch.cat([around, back], dim=1), x=x)
         assert energies[1:].tolist() == [0.5 * one] * n
-        assert energies[0].item() == pytest.approx(0.5 * n * one, rel=1e-15)
+        assert energies[0].item() == pytest.approx(0.5 * n * one, rel=torch.finfo(dtype).eps)

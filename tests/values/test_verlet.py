@@ -149,7 +149,7 @@ def test_a_changed_cell_alone_is_a_reason():
     verlet = VerletList(2.5, 0.5, max_neighbors=64)
     verlet(x, cell)
     # fractional coordinates kept, then positions kept
-    for positions, box in ((x * 0.6, cell * 0.6), (x * 0.6, cell * 0.55), (x * 0.6, cell * (0.55 + 1e-12))):
+    for positions, box in ((x * 0.6, cell * 0.6), (x * 0.6, cell * 0.55), (x * 0.6, cell * 0.5)):
         before = verlet.num_builds
         result = verlet(positions, box)
         assert verlet.num_builds == before + 1
@@ -159,9 +159,45 @@ def test_a_changed_cell_alone_is_a_reason():
     builds = verlet.num_builds
     verlet(x * 0.6, box)
     assert verlet.num_builds == builds
-    box[0, 0] += 0.1  # in place, as barostats do
+    box[0, 0] += 0.6  # in place, as barostats do
     verlet(x * 0.6, box)
     assert verlet.num_builds == builds + 1
+
+
+@pytest.mark.parametrize("pbc", [None, (True, True, True), (True, False, True), (False, True, False)])
+@pytest.mark.parametrize("half_fill", [False, True])
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_list_follows_the_cell(pbc, half_fill, quick, monkeypatch):
+    """Cells that breathe and shear, with their atoms, as in NPT: complete at every step, with few searches."""
+    if not quick:
+        monkeypatch.setattr(verlet_module, "_is_unchanged", lambda *_: False)
+    generator = torch.Generator().manual_seed(3)
+    x, cell = random_system(length=5.0)
+    axes = None if pbc is None else torch.tensor(pbc)
+    verlet, rebuilt = VerletList(2.2, 0.6, half_fill=half_fill), []
+    for step in range(60):
+        result = verlet(x, cell, axes)
+        found = pairs_within(2.2, x, result, cell)
+        expected = fresh(2.2, x, cell, axes, half_fill=half_fill)
+        if half_fill:  # which of the two directions is listed may differ
+            ends = [sorted((p, (p[1], p[0], -p[2], -p[3], -p[4]))) for pairs in (found, expected) for p in pairs]
+            found, expected = sorted(ends[: len(found)]), sorted(ends[len(found) :])
+        assert found == expected
+        rebuilt.append(bool(verlet.rebuilt.any()))
+        move = torch.eye(3, dtype=FLOAT64) + 0.01 * torch.randn(3, 3, generator=generator, dtype=FLOAT64)
+        x, cell = x @ move, cell @ move
+        if step < 40:
+            x = x + 0.01 * torch.randn(x.shape, generator=generator, dtype=FLOAT64)
+    assert rebuilt[0] and 3 <= sum(rebuilt) <= 30
+
+
+def test_a_strain_beyond_the_skin_is_seen_without_a_move_of_atoms():
+    """Two atoms at the origin see their images alone: a shrinking cell brings new ones within the cutoff."""
+    x, cell = torch.zeros(1, 3, dtype=FLOAT64), 2.55 * torch.eye(3, dtype=FLOAT64)
+    verlet = VerletList(2.0, 0.5)
+    for length in (2.55, 2.4, 2.2, 2.05, 1.99, 1.5):
+        box = cell * (length / 2.55)
+        assert pairs_within(2.0, x, verlet(x, box), box) == fresh(2.0, x, box)
 
 
 def test_along_open_axes_the_cell_is_no_reason_but_the_axis_is():
@@ -258,7 +294,7 @@ def test_systems_without_atoms_are_part_of_a_batch():
     x[-1] += 1.0
     cells[2] *= 2.0
     result = verlet(x, cells, None, batch_idx)
-    assert verlet.rebuilt.tolist() == [False, False, True, True]
+    assert verlet.rebuilt.tolist() == [False, False, False, True]
     assert pairs_within(3.5, x, result, cells, batch_idx) == fresh(3.5, x, cells, None, batch_idx)
 
 
@@ -471,3 +507,29 @@ def test_a_wild_system_number_is_refused():
             verlet(x, batch_idx=torch.tensor([0, 0, wild, wild]))
     verlet(x, batch_idx=torch.tensor([0, 0, 7, 7]))
     assert verlet.rebuilt.shape == (8,)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_systems_of_a_batch_follow_their_cells(shared):
+    """Each system has its own strain, and is searched for it alone; a cell for all is a reason for all."""
+    generator = torch.Generator().manual_seed(5)
+    one, two = random_system(20, 5.0, 1), random_system(25, 5.5, 2)
+    x, cells = torch.cat([one[0], two[0]]), one[1][None] if shared else torch.stack([one[1], two[1]])
+    batch_idx = torch.tensor([0] * 20 + [1] * 25, dtype=torch.int32)
+    verlet, rebuilt = VerletList(2.2, 0.6), []
+    for _ in range(30):
+        box = cells.expand(2, 3, 3) if shared else cells
+        result = verlet(x, box, None, batch_idx)
+        assert pairs_within(2.2, x, result, box, batch_idx) == fresh(2.2, x, box, None, batch_idx)
+        rebuilt.append(verlet.rebuilt.tolist())
+        size = torch.tensor([0.02, 0.002]).view(2, 1, 1)
+        moves = torch.eye(3, dtype=FLOAT64) + size * torch.randn(2, 3, 3, generator=generator, dtype=FLOAT64)
+        if shared:
+            moves = moves[:1].expand(2, 3, 3)
+        x = (x.unsqueeze(1) @ moves[batch_idx.long()]).squeeze(1)
+        x = x + 0.005 * torch.randn(x.shape, generator=generator, dtype=FLOAT64)
+        cells = cells @ moves[: len(cells)]
+    first, second = (sum(column) for column in zip(*rebuilt))
+    assert first <= 20 and second <= 20
+    if not shared:
+        assert second < first

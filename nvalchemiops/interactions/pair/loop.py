@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import warp as wp
 
 from nvalchemiops.kernels.native import native_kernel, signature
-from nvalchemiops.kernels.simd import LANES, WARP, lanes_of_masks
+from nvalchemiops.kernels.simd import LANES, WARP, lanes_of, lanes_of_masks
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
 from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
 
 BLOCK = 64
-"""Largest number of neighbors that are collected before they are evaluated; a multiple of `LANES`."""
+"""Largest number of neighbors that are collected before they are evaluated; a multiple of the lanes of a vector."""
 
 FAULTS = {
     1: "`neighbor_list` or `neighbor_matrix` holds an atom that does not exist",
@@ -61,18 +61,23 @@ SKELETON = """
 
 #if defined(__CUDA_ARCH__)
     @scalar_functions@
+    typedef one exact;
 #else
     @vector_functions@
+    typedef double exact;  // for differences of positions, also in float32: a distance is short beside coordinates
 #endif
     const real *own = positions.data + 3LL * i;
-    const one x_i[3] = {one(own[0]), one(own[1]), one(own[2])};
+    const exact x_i[3] = {exact(own[0]), exact(own[1]), exact(own[2])};
+    @cell@
     const one cutoff = cutoff_distance, r_switch = switch_distance, cutoff_squared = cutoff * cutoff;
     @shared@
 
-    const auto displacement = [&](long long slot, one *d) {
+    const auto displacement = [&](long long slot, one *result) {
         const real *x_j = positions.data + 3LL * neighbors.data[slot];
-        for (int a = 0; a < 3; ++a) d[a] = one(x_j[a]) - x_i[a];
+        exact d[3];
+        for (int a = 0; a < 3; ++a) d[a] = exact(x_j[a]) - x_i[a];
         @image@
+        for (int a = 0; a < 3; ++a) result[a] = static_cast<one>(d[a]);
     };
     @is_nearest@
     // The neighbor in a slot; false for padding. A distance that is NaN counts as close.
@@ -128,15 +133,12 @@ SKELETON = """
     // Neighbors collected so far, and the numbers of those that are close. The last vector is filled up with harmless
     // entries, whose values are dropped.
     struct alignas(64) Block {
-        double d[3][@room@], factor[@room@];
+        one d[3][@room@], factor[@room@];
         int shift[3][@room@], j[@room@], close[@room@];
     } block;
     const condition numbers = {@numbers@};
-    const auto add_up = [](lanes values) {
-        const auto four = values.lo + values.hi;
-        const auto two = four.lo + four.hi;
-        return two.lo + two.hi;
-    };
+    const auto halve = [](auto values) { return values.lo + values.hi; };
+    const auto add_up = [=](auto values) { return @total@; };
     const int lane = 0;
     int m = 0, n = 0;
     for (long long slot = begin; slot < end;) {
@@ -176,7 +178,9 @@ SKELETON = """
                 for (int l = 0; l < @lanes@; ++l) values[l] = from[stride * j[l]];
                 return values;
             };
-            const auto kept = [live](lanes values) { return live ? values : lanes(0.0); };
+            const auto kept = [live](lanes values) {
+                return __builtin_convertvector(live ? values : lanes(0.0), doubles);
+            };
             @take_both@
             const lanes d0 = load(block.d[0]), d1 = load(block.d[1]), d2 = load(block.d[2]);
             @data@
@@ -259,58 +263,81 @@ const auto is_nearest = [&](long long slot) {
 ALWAYS_NEAREST = "const auto is_nearest = [](long long) { return true; };"
 
 FAST = f"""
-// {LANES} slots at a time, as long as all hold neighbors
-static const unsigned long long lanes_of[{1 << LANES}] = {{{lanes_of_masks()}}};
-const long long from_here = slot;
+// a vector of slots at a time, as long as all that are in use hold neighbors; of the rest nothing is close
+static const unsigned long long lanes_of[256] = {{{lanes_of_masks()}}};
+typedef int ints __attribute__((ext_vector_type(@lanes@), aligned(4)));
+typedef int eight __attribute__((ext_vector_type({LANES}), aligned(4)));
+typedef one ones __attribute__((ext_vector_type(@lanes@), aligned(sizeof(one))));
+typedef bool bools __attribute__((ext_vector_type(@lanes@)));
+typedef unsigned char bytes __attribute__((ext_vector_type({LANES})));
+const auto as_bits = [](bools values) {{ return *reinterpret_cast<const @bits@ *>(&values); }};
+const long long from_here = slot, n_slots = neighbors.shape[0];
 lanes all_squared = 0.0;
-for (; slot + {LANES} <= end && m < {BLOCK}; slot += {LANES}, m += {LANES}) {{
-    typedef int ints __attribute__((ext_vector_type({LANES}), aligned(4)));
-    typedef double doubles __attribute__((ext_vector_type({LANES}), aligned(8)));
-    typedef bool bools __attribute__((ext_vector_type({LANES})));
-    typedef unsigned char bytes __attribute__((ext_vector_type({LANES})));
-    const auto as_bits = [](bools values) {{ return *reinterpret_cast<const unsigned char *>(&values); }};
+int in_place[@lanes@];
+while (slot < end && slot + @lanes@ <= n_slots && m < @block@) {{
+    const int here = end - slot < @lanes@ ? static_cast<int>(end - slot) : @lanes@;
     const int *j = neighbors.data + slot;
-    const ints places = *reinterpret_cast<const ints *>(j);
-    auto unusual = (places == padding) | (places < 0) | (places >= n_atoms);
+    ints places = *reinterpret_cast<const ints *>(j);
+    ints in_use = ints{{@numbers@}} < here;
+    auto unusual = (places < 0) | (places >= n_atoms);
     if (first.shape[0] > 0) unusual |= *reinterpret_cast<const ints *>(first.data + slot) != i;
-    if (as_bits(__builtin_convertvector(unusual, bools))) break;
-    lanes d[3];
-    for (int a = 0; a < 3; ++a) {{
-        for (int l = 0; l < {LANES}; ++l) d[a][l] = positions.data[3LL * j[l] + a];
-        d[a] -= x_i[a];
+    if (padding > @no_padding@) in_use &= places != padding;
+    if (as_bits(__builtin_convertvector(unusual & in_use, bools))) break;
+    const unsigned used = as_bits(__builtin_convertvector(in_use, bools));
+    if (used != @all@) {{
+        places = in_use ? places : ints(i);
+        *reinterpret_cast<ints *>(in_place) = places;
+        j = in_place;
     }}
+    asm("" : "+r"(j));  // loading a number again is faster than taking it out of a vector
+    lanes x[3];
+    #pragma unroll
+    for (int l = 0; l < @lanes@; ++l) {{
+        const real *const x_j = positions.data + 3LL * j[l];
+        for (int a = 0; a < 3; ++a) x[a][l] = x_j[a];
+    }}
+    doubles d[3];
+    for (int a = 0; a < 3; ++a) d[a] = __builtin_convertvector(x[a], doubles) - x_i[a];
     @image@
-    const lanes squared = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
+    for (int a = 0; a < 3; ++a) x[a] = __builtin_convertvector(d[a], lanes);
+    const lanes squared = x[0] * x[0] + x[1] * x[1] + x[2] * x[2];
     all_squared += squared;
-    const unsigned mask = as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
+    unsigned mask = used & as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
     *reinterpret_cast<ints *>(block.j + m) = places;
-    for (int a = 0; a < 3; ++a) *reinterpret_cast<doubles *>(block.d[a] + m) = d[a];
+    for (int a = 0; a < 3; ++a) *reinterpret_cast<ones *>(block.d[a] + m) = x[a];
     @collect_all@
-    const ints hits = __builtin_convertvector(*reinterpret_cast<const bytes *>(&lanes_of[mask]), ints);
-    *reinterpret_cast<ints *>(block.close + n) = hits + m;
-    n += __builtin_popcount(mask);
+    for (int part = 0; part < @lanes@; part += {LANES}, mask >>= {LANES}) {{
+        const auto hits = *reinterpret_cast<const bytes *>(&lanes_of[mask & 255]);
+        *reinterpret_cast<eight *>(block.close + n) = __builtin_convertvector(hits, eight) + (m + part);
+        n += __builtin_popcount(mask & 255);
+    }}
+    slot += here;
+    m += here;
 }}
 if (!(add_up(all_squared) < INFINITY))
-    for (long long place = from_here; place < slot; ++place)
-        if (!has_place(neighbors.data[place])) broken = {NO_NUMBER};
+    for (long long place = from_here; place < slot; ++place) {{
+        const int j = neighbors.data[place];
+        if ((j != padding || padding == @no_padding@) && !has_place(j)) broken = {NO_NUMBER};
+    }}
 @open_axes@
 """
 
-IMAGE_OF_ALL = f"""
+IMAGE_OF_ALL = """
 const int *shift = shifts.data + 3 * slot;
-const ints some = *reinterpret_cast<const ints *>(shift) | *reinterpret_cast<const ints *>(shift + {LANES})
-    | *reinterpret_cast<const ints *>(shift + {2 * LANES});
-if (as_bits(__builtin_convertvector(some != 0, bools))) {{
-    lanes image[3];
+ints some = *reinterpret_cast<const ints *>(shift) | *reinterpret_cast<const ints *>(shift + @lanes@)
+    | *reinterpret_cast<const ints *>(shift + 2 * @lanes@);
+if (as_bits(__builtin_convertvector(some != 0, bools))) {
+    doubles image[3];
     for (int a = 0; a < 3; ++a)
-        for (int l = 0; l < {LANES}; ++l) image[a][l] = shift[3 * l + a];
+        for (int l = 0; l < @lanes@; ++l) image[a][l] = shift[3 * l + a];
     for (int a = 0; a < 3; ++a) d[a] += image[0] * h[a] + image[1] * h[3 + a] + image[2] * h[6 + a];
-}}
+}
 """
 
 OPEN_AXES = f"""
 for (long long place = from_here; place < slot && any_open; ++place)
-    if (points_nowhere(shifts.data + 3 * place)) broken = {NO_NUMBER};
+    if ((neighbors.data[place] != padding || padding == @no_padding@) && points_nowhere(shifts.data + 3 * place))
+        broken = {NO_NUMBER};
 """
 
 
@@ -406,9 +433,9 @@ NO_TABLES: dict[str, list[str]] = {
 """Placeholders for the lines that tables of parameters need."""
 
 
-def vector(name: str, values: Sequence[str]) -> str:
+def vector(name: str, values: Sequence[str], kind: str = "one") -> str:
     """The declaration of an array with these values."""
-    return f"const one {name}[{len(values)}] = {{{', '.join(f'one({value})' for value in values)}}};"
+    return f"const {kind} {name}[{len(values)}] = {{{', '.join(f'{kind}({value})' for value in values)}}};"
 
 
 def body(
@@ -422,6 +449,7 @@ def body(
     evaluation: list[str],
     results: list[str],
     tables: Mapping[str, list[str]] = NO_TABLES,
+    arithmetic: str | None = None,
 ) -> str:
     """The C++ that sums the row of atom i.
 
@@ -429,7 +457,7 @@ def body(
     ----------
     form : Form
     precision : str
-        "float32" or "float64".
+        "float32" or "float64": that of positions and results.
     functions : iterable of str
         Names of the functions that the lines below call.
     totals : mapping
@@ -439,44 +467,52 @@ def body(
         ``sum_<name>``.
     tables : mapping
         Lines for the placeholders of `NO_TABLES`.
+    arithmetic : str, optional
+        The precision in which a CPU evaluates pairs; by default that of positions. On a GPU it is that of positions.
     """
+    arithmetic = arithmetic or precision
+    lanes = lanes_of(arithmetic)
     functions = list(functions)
     real = {"float32": "float", "float64": "double"}[precision]
     stored = [("factor", "factor")] * form.excluding
     stored += [(f"shift{a}", f"shift[{a}]") for a in range(3)] * form.keeps_shifts
     is_nearest = IS_NEAREST.strip().splitlines() if form.periodic else [ALWAYS_NEAREST]
+    numbers = {
+        "real": real,
+        "no_padding": f"({NO_PADDING + 1} - 1)",  # C++ has no literal for the lowest int32
+        "no_number": NO_NUMBER,
+        "block": BLOCK,
+        "room": BLOCK + 2 * lanes,
+        "lanes": lanes,
+        "all": (1 << lanes) - 1,
+        "bits": {8: "unsigned char", 16: "unsigned short", 32: "unsigned"}[lanes],
+        "warp": WARP,
+        "half_warp": WARP // 2,
+        "last_thread": WARP - 1,
+        "numbers": ", ".join(map(str, range(lanes))),
+        "total": "halve(" * (lanes.bit_length() - 1) + "values" + ")" * (lanes.bit_length() - 1),
+    }
     lines: dict[str, list[str]] = {
         **tables,
         "shared": shared,
         "evaluation": [*evaluation, *(f"total_{name} += kept({value});" for name, value in totals.items())],
-        "totals": [*(f"lanes total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
+        "totals": [*(f"doubles total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
         "results": results,
         "checks": _checks(form),
+        "cell": [vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)], "exact")] * form.periodic,
         "image": IMAGE.strip().splitlines() * form.periodic,
         "is_nearest": is_nearest * form.excluding,
         "look": _look(form),
-        "fast": _fast(form),
+        "fast": filled_lines("\n".join(_fast(form)), {}, numbers),
         "collect": _collect(form, "[m]", "it.factor", "it.shift[a]"),
         "keep": _collect(form, "[m]", "block.factor[from]", "block.shift[a][from]"),
         "fill": _collect(form, "[m + rest]", "1.0", "0"),
         "data": [*(f"const lanes {name} = load(block.{place});" for name, place in stored), *data],
         "data_gpu": [*(f"const one {name} = it.{place};" for name, place in stored), *data],
         "scalar_functions": textwrap.dedent(scalar_functions(functions, "real")).strip().splitlines(),
-        "vector_functions": textwrap.dedent(vector_functions(functions)).strip().splitlines(),
-    }
-    numbers = {
-        "real": real,
-        "no_padding": f"({NO_PADDING + 1} - 1)",  # C++ has no literal for the lowest int32
-        "no_number": NO_NUMBER,
-        "block": BLOCK,
-        "room": BLOCK + 2 * LANES,
-        "lanes": LANES,
-        "warp": WARP,
-        "half_warp": WARP // 2,
-        "last_thread": WARP - 1,
-        "numbers": ", ".join(map(str, range(LANES))),
+        "vector_functions": textwrap.dedent(vector_functions(functions, arithmetic)).strip().splitlines(),
     }
     return "\n".join(filled_lines(SKELETON, lines, numbers)) + "\n"
 
@@ -518,11 +554,11 @@ def _look(form: Form) -> list[str]:
 
 
 def _fast(form: Form) -> list[str]:
-    """Lines that collect `LANES` neighbors at a time, for rows without exclusions and tables."""
+    """Lines that collect a vector of neighbors at a time, for rows without exclusions and tables."""
     if form.excluding or form.n_species:
         return []
     keep = [
-        f"for (int l = 0; l < {LANES}; ++l)",
+        "for (int l = 0; l < @lanes@; ++l)",
         "    for (int a = 0; a < 3; ++a) block.shift[a][m + l] = shift[3 * l + a];",
     ]
     pieces = {
@@ -530,7 +566,10 @@ def _fast(form: Form) -> list[str]:
         "open_axes": OPEN_AXES.strip().splitlines() * form.periodic,
         "collect_all": keep * form.keeps_shifts,
     }
-    return filled_lines(FAST.strip(), pieces, {})
+    text = FAST.strip()
+    for name, lines in pieces.items():
+        text = text.replace(f"@{name}@", "\n".join(lines))
+    return text.splitlines()
 
 
 def _collect(form: Form, place: str, factor: str, shift: str) -> list[str]:

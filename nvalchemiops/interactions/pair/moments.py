@@ -426,8 +426,6 @@ def source(variant: Variant) -> str:
     n_moments, n_gathered = count(variant.source), count(variant.derivatives) * (GATHERED in variant.outputs)
 
     shared: list[str] = []
-    if variant.periodic:
-        shared.append(loop.vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)]))
     for k in range(n_directions):
         places = [f"direction_cell.data[9 * ({k}LL * cell.shape[0] + system) + {c}]" for c in range(9)]
         shared.append(loop.vector(f"h_d{k}", places))
@@ -506,4 +504,5 @@ def source(variant: Variant) -> str:
         data=data,
         evaluation=evaluation,
         results=results,
+        arithmetic="float64",  # recurrences of Coulomb functions lose digits at small distances
     )

@@ -5,9 +5,9 @@ lists and matrices, one system and batches, and any padding. It is in gather for
 results. So results do not depend on the number of threads, nor on padding or pairs beyond the cutoff, which are dropped
 before anything is added.
 
-The body is C++. On a CPU, neighbors within the cutoff are collected, evaluated `LANES` at a time in vectors, and summed
-in float64. On a GPU, the lanes of a warp share a row: each lane evaluates a neighbor in the precision of the positions,
-and terms are summed in float64.
+The body is C++. On a CPU, neighbors within the cutoff are collected, evaluated in vectors (`lanes_of`). On a GPU,
+the lanes of a warp share a row, and each lane evaluates a neighbor. Both compute in the precision of the positions, and
+sum in float64.
 """
 
 import re
@@ -17,7 +17,7 @@ from nvalchemiops.interactions.pair import derivatives, loop, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.loop import Array
-from nvalchemiops.kernels.simd import LANES
+from nvalchemiops.kernels.simd import lanes_of
 from nvalchemiops.launch import kernel_variants
 
 
@@ -156,14 +156,14 @@ def source(variant: Variant) -> str:
 
 def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str, list[str]]:
     columns = [(k * variant.n_species, f"lanes({program.results[name]})") for k, name in enumerate(_tables(program))]
-    n_sums = len(columns) * variant.n_species
+    n_sums, lanes = len(columns) * variant.n_species, lanes_of(variant.precision)
     return {
         "take_both": [
             "const auto take_both = [&](const real *from, long long stride) {",
             "    lanes values;",
-            f"    for (int l = 0; l < {LANES}; ++l)",
-            "        values[l] = 0.5 * (from[stride * i + species.data[j[l]]] + from[stride * j[l] + own_species]);",
-            "    return values;",
+            f"    for (int l = 0; l < {lanes}; ++l)",
+            "        values[l] = from[stride * i + species.data[j[l]]] + from[stride * j[l] + own_species];",
+            "    return one(0.5) * values;",
             "};",
         ],
         "take_both_gpu": [
@@ -173,7 +173,7 @@ def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str
         ],
         "table_sums": [f"double table_sums[{n_sums}] = {{}};"] * bool(columns),
         "tables": [
-            f"for (int l = 0; l < {LANES} && at + l < n; ++l) table_sums[{column} + species.data[j[l]]] += {value}[l];"
+            f"for (int l = 0; l < {lanes} && at + l < n; ++l) table_sums[{column} + species.data[j[l]]] += {value}[l];"
             for column, value in columns
         ],
         "tables_gpu": [f"table_sums[{column} + species.data[it.j]] += {value};" for column, value in columns],
@@ -190,8 +190,6 @@ def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
     """Lines that load the data shared by all pairs of an atom."""
     formula, n = variant.formula, variant.n_parameters
     lines = []
-    if variant.periodic:
-        lines.append(loop.vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)]))
     if variant.request.weights:
         lines.append("const one w_i = weights.data[i];")
     names = [("", "", 0)] + [(f"_d{k}", "direction_", k) for k in range(len(variant.request.directions))]

@@ -27,6 +27,7 @@ class _BuiltList(NamedTuple):
     n_systems: int
     rows: tuple[torch.Tensor, ...]  # matrix, counts, shifts if there is a cell
     result: tuple[torch.Tensor, ...]
+    inverse: list[torch.Tensor]  # of the cells, for `_strain`; empty until a cell changes
 
 
 class VerletList:
@@ -34,8 +35,9 @@ class VerletList:
 
     The list is built with ``reach = cutoff + skin``. It holds all pairs closer than ``cutoff`` until an atom has moved
     farther than ``skin / 2`` since the last search. The list of its system is then rebuilt; in a batch the other
-    systems keep their rows. A system is also rebuilt when its pbc or a lattice vector along a periodic axis changes.
-    All systems are rebuilt when the number of atoms or systems, ``batch_idx``, ``batch_ptr``, a dtype or a device
+    systems keep their rows. A cell that changes strains the list, which takes a part of the skin: what counts as a move
+    of an atom is then the difference to the strained position. A system is also rebuilt when its pbc changes. All
+    systems are rebuilt when the number of atoms or systems, ``batch_idx``, ``batch_ptr``, a dtype or a device
     changes. Positions may be wrapped between calls, but an atom that is moved to another image makes the shifts of its
     pairs stale and causes a search: leave positions unwrapped if you can.
 
@@ -152,7 +154,7 @@ class VerletList:
             does not change.
         """
         self.num_calls += 1
-        if self._kept is not None and _is_unchanged(self._kept, positions, cell, pbc, batch_idx, batch_ptr, self.skin):
+        if self._kept is not None and _is_unchanged(self, self._kept, positions, cell, pbc, batch_idx, batch_ptr):
             self.rebuilt = torch.zeros(1, dtype=torch.bool, device=positions.device)
             return self._kept.result
         checks.check_positions(positions, finite=False)
@@ -165,7 +167,7 @@ class VerletList:
         with torch.no_grad(), torch.inference_mode(False), outside_of_transforms():
             kept, flags = self._kept, None
             if kept is not None and _layout(given) == _layout(kept.systems):
-                flags, other_batch = _stale(kept, given, self.skin / 2.0)
+                flags, other_batch = _stale(self, kept, given)
                 is_other, some, every = torch.stack([other_batch, flags.any(), flags.all()]).tolist()
                 if not (some or is_other):
                     self.rebuilt = flags
@@ -192,24 +194,27 @@ class VerletList:
         else:
             system, n_systems = old.system, old.n_systems
             moved = flags.index_select(0, system).unsqueeze(-1)
-            # cells and pbc of the others are the same as before, except for lattice vectors along open axes
+            # pbc of the others is the same as before
             given = given._replace(positions=torch.where(moved, given.positions, old.systems.positions))
+            if given.cell is not None and given.cell.shape[0] == n_systems:
+                given = given._replace(cell=torch.where(flags.view(-1, 1, 1), given.cell, old.systems.cell))
         self.rebuilt, systems = flags, _each(torch.clone, given)
         result = rows
         if self.return_neighbor_list:
             # only the counts mark padding: the caller's padding value may be the number of an atom
             matrix, counts, *shifts = rows
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
-        return _BuiltList(systems, system, n_systems, rows, result)
+        return _BuiltList(systems, system, n_systems, rows, result, [])
 
 
 def _is_unchanged(
-    kept: _BuiltList, positions: Any, cell: Any, pbc: Any, batch_idx: Any, batch_ptr: Any, skin: float
+    verlet: VerletList, kept: _BuiltList, positions: Any, cell: Any, pbc: Any, batch_idx: Any, batch_ptr: Any
 ) -> bool:
     """Whether the list of one system is known to be valid, for plain tensors on a CPU; False if `_stale` decides."""
     old = kept.systems
-    if skin == 0.0 or batch_idx is not None or batch_ptr is not None or kept.system is not None:
+    if verlet.skin == 0.0 or batch_idx is not None or batch_ptr is not None or kept.system is not None:
         return False
+    strain = None
     for now, before in ((positions, old.positions), (cell, old.cell), (pbc, old.pbc)):
         if now is None and before is None:
             continue
@@ -218,25 +223,76 @@ def _is_unchanged(
         if now.shape != before.shape or now.dtype is not before.dtype or now.device != before.device:
             return False
         if before is not old.positions and not torch.equal(now, before):
-            return False
+            if before is not old.cell:
+                return False
+            strain = now.detach()
+    if strain is not None:
+        moved, left = _after_strain(verlet, kept, positions.detach(), strain)
+        return bool((moved <= left).all())
     displacement = (positions.detach().to(torch.float64) - old.positions.to(torch.float64)).square_().sum(1).sqrt_()
-    return bool((displacement <= skin / 2.0).all())
+    return bool((displacement <= verlet.skin / 2.0).all())
 
 
-def _stale(kept: _BuiltList, given: Systems, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _after_strain(
+    verlet: VerletList, kept: _BuiltList, positions: torch.Tensor, cell: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far atoms (n_atoms,) have moved from where a change of the cells took them, and how far (n_systems,) they may.
+
+    With E from `_strain`, a pair at ``d`` was at ``d_0 (1 + E) = d - (u_j - u_i)`` when the list was built, where
+    ``u = x - x_0 (1 + E)``. So ``|d_0| <= (|d| + 2 |u|) / (1 - |E|)``, which must be within the reach for all pairs
+    within the cutoff. The norm of E is bounded by the sums of its rows and columns.
+    """
+    old = kept.systems
+    before, strain = old.positions.to(torch.float64), _strain(kept, cell)
+    if kept.system is None:
+        carried = before @ strain[0]
+    else:
+        carried = (before.unsqueeze(1) @ strain.index_select(0, kept.system)).squeeze(1)
+    moved = (positions.to(torch.float64) - before - carried).square_().sum(1).sqrt_()
+    sizes = strain.abs()
+    norm = (sizes.sum(1).amax(1) * sizes.sum(2).amax(1)).sqrt_()
+    return moved, 0.5 * (verlet.reach * (1.0 - norm) - verlet.cutoff)
+
+
+def _strain(kept: _BuiltList, cell: torch.Tensor) -> torch.Tensor:
+    """The matrices E (n_systems, 3, 3) with ``h = h_0 (1 + E)`` for lattice vectors h along periodic axes."""
+    old = kept.systems
+    assert old.cell is not None
+    before, now = (c.reshape(-1, 3, 3).to(torch.float64) for c in (old.cell, cell))
+    if old.pbc is not None:
+        axes = old.pbc.reshape(-1, 3, 1)
+        before, now = torch.where(axes, before, 0.0), torch.where(axes, now, 0.0)
+    if not kept.inverse:
+        kept.inverse.append(torch.linalg.pinv(before))
+    return kept.inverse[0] @ (now - before)
+
+
+def _stale(verlet: VerletList, kept: _BuiltList, given: Systems) -> tuple[torch.Tensor, torch.Tensor]:
     """Which systems (n_systems,) need a new list, and whether atoms are assigned to systems differently than before.
 
     Does not wait for a GPU.
     """
     old = kept.systems
     batch = None if kept.system is None else (kept.system, kept.n_systems)
-    flags = stale_systems(old.positions, given.positions, threshold, batch=batch)
+    flags = stale_systems(old.positions, given.positions, verlet.skin / 2.0, batch=batch)
     if given.cell is not None and old.cell is not None:
         changed = (given.cell != old.cell).any(-1).reshape(-1, 3)
         if given.pbc is not None and old.pbc is not None:
-            # an open axis may hold NaN, which differs from itself
-            changed = (changed & given.pbc) | (given.pbc != old.pbc).reshape(-1, 3)
-        flags = flags | changed.any(-1)
+            changed = changed & given.pbc  # an open axis may hold NaN, which differs from itself
+        changed = changed.any(-1)
+        if verlet.skin == 0.0 or changed.shape[0] != kept.n_systems:
+            flags = flags | changed
+        elif not layout(changed.device.type).reads or bool(changed.any()):
+            moved, left = _after_strain(verlet, kept, given.positions, given.cell)
+            if kept.system is None:
+                outgrown = (~(moved <= left)).any().reshape(1)
+            else:
+                beyond = (~(moved <= left.index_select(0, kept.system))).to(torch.int32)
+                worst = torch.zeros(kept.n_systems, dtype=torch.int32, device=beyond.device)
+                outgrown = worst.scatter_reduce(0, kept.system, beyond, "amax") > 0
+            flags = torch.where(changed, outgrown, flags)
+        if given.pbc is not None and old.pbc is not None:
+            flags = flags | (given.pbc != old.pbc).reshape(-1, 3).any(-1)
     others = torch.zeros((), dtype=torch.bool, device=given.positions.device)
     for now, before in ((given.batch_idx, old.batch_idx), (given.batch_ptr, old.batch_ptr)):
         if now is not None and before is not None:

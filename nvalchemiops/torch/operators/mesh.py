@@ -138,10 +138,10 @@ def mesh_spread(
     stencils = kernels.spline_stencils(spline_order, derivatives)
     launch(stencils, _rows(moments), [coordinates, order, n_x, n_y, n_z], [first_y, first_z, weights])
     kernel = kernels.spline_spread(spline_order, derivatives, precision_of(moments))
-    rows = kernels.rows_of_mesh(n_systems, n_x, n_y, n_z, warps=layout(moments.device.type).warps)
+    threads = kernels.threads_of_mesh(n_systems, n_x, n_y, n_z, warps=layout(moments.device.type).warps)
     inputs = [moments.index_select(0, order), column_begin, first_y, first_z, weights]
-    kind = (16 * n_atoms * n_channels // rows).bit_length()
-    launch(kernel, rows, inputs, [field.view(-1, n_x, n_y, n_z)], lanes=WARP, kind=kind)
+    kind = (16 * n_atoms * n_channels // threads).bit_length()
+    launch(kernel, threads, inputs, [field.view(-1, n_x, n_y, n_z)], lanes=WARP, kind=kind)
     return field
 
 

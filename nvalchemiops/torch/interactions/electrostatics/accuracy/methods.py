@@ -13,9 +13,9 @@ from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVec
 METHODS = ("ewald", "pme")
 """Names of the methods: a sum over k-vectors, and a mesh."""
 
-COLUMN = 0.85
+COLUMN = 0.57
 """Cost of spreading to, and gathering from, one of the ``order²`` columns of mesh points around an atom, in units of
-`Costs.mesh`. Measured for orders 4 to 8 as 12 to 14 ns beside 15 ns."""
+`Costs.mesh`. Measured for orders 6 to 8 as 8.0 to 8.7 ns beside 15 ns."""
 
 CALL = {"cpu": (1e5, 3e5), "cuda": (5e4, 2e5)}
 """Times of a call, in nanoseconds, that do not depend on the size of a system: for k-vectors and for a mesh. Measured
