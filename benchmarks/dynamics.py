@@ -1,0 +1,228 @@
+"""Steps per second of molecular dynamics, beside ASE and torch-sim, in one run, and what is spent on other than forces.
+
+Argon (Lennard-Jones, truncated at 8.5 angstrom) in float64 on one thread at 60 K, 2 fs: crystals of 64 and of 4,096
+atoms, displaced, and a batch of 256 clusters of 13 atoms. Energies are conserved in NVE (velocity Verlet); NPT is
+isotropic with Nosé-Hoover chains at zero pressure (none for clusters). Contenders:
+
+- *ours*: ``Integrator.step`` with `SumOfTerms` and a skin of 1.5 angstrom. The share of other things than forces is the
+  time of the steps less that of the same calls of the model.
+- *ASE*: its integrators with our calculator and the same skin, so that forces are the same; one cluster after the
+  other.
+- *torch-sim*: its integrators with its Lennard-Jones model and neighbor lists, which are built in each step.
+
+Asked: at most 10 % for other things than forces at 4,096 atoms and 35 % at 64; five times torch-sim's rate for small
+systems. torch-sim lives in a separate environment (``--torch-sim``, or ``NVALCHEMIOPS_TORCH_SIM_PYTHON``).
+
+Run: ``python benchmarks/dynamics.py [--quick] [--torch-sim PYTHON] [--csv FILE]``.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms, units
+from ase.build import bulk
+
+SIGMA, EPSILON, CUTOFF, SKIN = 3.4, 0.0104, 8.5, 1.5
+TEMPERATURE, TIMESTEP, MASS = 60.0, 2.0, 39.948  # K, fs, u
+SYSTEMS = ("64 atoms", "4,096 atoms", "256 clusters")
+ENSEMBLES = ("NVE", "NPT")
+ROUNDS = 5
+PATIENCE = 0.5  # seconds of one time
+
+
+def structures(name: str) -> list[Atoms]:
+    """Crystals or clusters with velocities."""
+    rng = np.random.default_rng(1)
+    if name == "256 clusters":
+        from ase.cluster import Icosahedron
+
+        found = [Icosahedron("Ar", 2, 5.4) for _ in range(256)]
+        for atoms in found:
+            atoms.pbc = False
+            atoms.cell = None
+    else:
+        # 64 atoms need a cell of more than one cutoff
+        copies = {"64 atoms": (4, 4, 4), "4,096 atoms": (16, 16, 16)}[name]
+        found = [bulk("Ar", "fcc", a=5.35).repeat(copies)]
+    for atoms in found:
+        atoms.positions += 0.05 * rng.standard_normal(atoms.positions.shape)
+        spread = np.sqrt(TEMPERATURE * units.kB / MASS)
+        velocities = spread * rng.standard_normal(atoms.positions.shape)
+        atoms.set_masses([MASS] * len(atoms))
+        atoms.set_velocities(velocities - velocities.mean(0))
+    return found
+
+
+def ours(name: str, ensemble: str) -> tuple[Callable[[int], None], Callable[[int], None]]:
+    """What makes steps, and what evaluates the model alone at the positions of such steps."""
+    from nvalchemiops.torch import System
+    from nvalchemiops.torch.dynamics import SumOfTerms, npt, nve
+    from nvalchemiops.torch.interactions.pair import lennard_jones
+
+    atoms = structures(name)
+    system = System.from_ase(atoms)
+    terms = partial(lennard_jones(CUTOFF), sigma=SIGMA, epsilon=EPSILON)
+    model = SumOfTerms(terms, skin=SKIN, stress=ensemble == "NPT")
+    dt = TIMESTEP * units.fs
+    integrator = nve(dt) if ensemble == "NVE" else npt(dt, TEMPERATURE * units.kB, 0.0)
+    velocities = torch.tensor(np.concatenate([a.get_velocities() for a in atoms]))
+    state = integrator.start(system, model, velocities=velocities, masses=torch.full((len(velocities),), MASS))
+    visited = []
+
+    def steps(n: int) -> None:
+        nonlocal state
+        for _ in range(n):
+            state = integrator.step(state, model)
+            visited.append(state.system)
+            del visited[:-400]
+
+    def forces(n: int) -> None:
+        for k in range(n):
+            model(visited[k % len(visited)])
+
+    return steps, forces
+
+
+def in_ase(name: str, ensemble: str) -> Callable[[int], None]:
+    """The same steps in ASE."""
+    from ase.md.nose_hoover_chain import IsotropicMTKNPT
+    from ase.md.verlet import VelocityVerlet
+
+    from nvalchemiops.ase import Calculator, Pair
+
+    runs = []
+    for atoms in structures(name)[:8]:
+        atoms.calc = Calculator(Pair("lennard_jones", cutoff=CUTOFF, sigma=SIGMA, epsilon=EPSILON), skin=SKIN)
+        dt = TIMESTEP * units.fs
+        if ensemble == "NVE":
+            runs.append(VelocityVerlet(atoms, dt))
+        else:
+            runs.append(IsotropicMTKNPT(atoms, dt, TEMPERATURE, 0.0, tdamp=100 * dt, pdamp=1000 * dt))
+    share = len(structures(name)) / len(runs)
+
+    def steps(n: int) -> None:
+        for run in runs:
+            run.run(max(1, round(n * share)))
+
+    return steps
+
+
+def in_torch_sim(name: str, ensemble: str) -> Callable[[int], None]:
+    """The same steps in torch-sim."""
+    import torch_sim as ts
+    from torch_sim.models.lennard_jones import LennardJonesModel
+
+    atoms = structures(name)
+    for one in atoms:  # it wants cells
+        if not one.pbc.any():
+            one.cell = 60.0 * np.eye(3)
+    kT, dt = TEMPERATURE * units.kB, TIMESTEP * units.fs
+    model = LennardJonesModel(
+        sigma=SIGMA, epsilon=EPSILON, cutoff=CUTOFF, dtype=torch.float64, compute_stress=ensemble == "NPT"
+    )
+    given = ts.initialize_state(atoms, dtype=torch.float64)
+    if ensemble == "NVE":
+        state = ts.nve_init(given, model, kT=kT)
+        step = partial(ts.nve_step, model=model, dt=torch.tensor(dt))
+    else:
+        state = ts.npt_nose_hoover_isotropic_init(given, model, kT=torch.tensor(kT), dt=torch.tensor(dt))
+        step = partial(
+            ts.npt_nose_hoover_isotropic_step,
+            model=model,
+            dt=torch.tensor(dt),
+            kT=torch.tensor(kT),
+            external_pressure=torch.tensor(0.0),
+        )
+
+    def steps(n: int) -> None:
+        nonlocal state
+        for _ in range(n):
+            state = step(state)
+
+    return steps
+
+
+def rate(run: Callable[[int], None], quick: bool) -> float:
+    """Seconds of a step."""
+    run(1)
+    start = time.perf_counter()
+    run(1)
+    n = max(1, min(400, int((0.2 if quick else 1.0) * PATIENCE / (time.perf_counter() - start))))
+    start = time.perf_counter()
+    run(n)
+    return (time.perf_counter() - start) / n
+
+
+class Ours:
+    """This library, and ASE on it."""
+
+    def __init__(self, quick: bool) -> None:
+        self.quick, self.kept = quick, {}
+
+    def ask(self, contender: str, name: str, ensemble: str) -> list[float]:
+        key = contender, name, ensemble
+        if key not in self.kept:
+            self.kept[key] = ours(name, ensemble) if contender == "ours" else (in_ase(name, ensemble),)
+            self.kept[key][0](50 if contender == "ours" else 2)
+        return [rate(run, self.quick) for run in self.kept[key]]
+
+
+def serve() -> None:
+    """Answer as torch-sim, in its environment."""
+    torch.set_num_threads(1)
+    kept: dict[Any, Any] = {}
+    for line in sys.stdin:
+        found: Any = "torch-sim"
+        question = json.loads(line)
+        if question != [""]:
+            _, name, ensemble, quick = question
+            if (name, ensemble) not in kept:
+                kept[name, ensemble] = in_torch_sim(name, ensemble)
+            found = [rate(kept[name, ensemble], quick)]
+        print("answer " + json.dumps(found), flush=True)
+
+
+def main() -> None:
+    from common import Peer, parser_for, start, write_csv
+
+    parser = parser_for(__doc__, "shorter times", "torch-sim")
+    arguments = parser.parse_args()
+    peer = Peer(arguments.torch_sim, __file__, "cpu") if arguments.torch_sim else None
+    start(1, "cpu", f"torch-sim {'there' if peer else 'not there'}")
+    side, rows = Ours(arguments.quick), []
+    contenders = ["ours", "ASE"] + ["torch-sim"] * bool(peer)
+    for name in SYSTEMS:
+        for ensemble in ENSEMBLES[: 1 if name == "256 clusters" else 2]:
+            times: dict[str, list[list[float]]] = {c: [] for c in contenders}
+            for _ in range(2 if arguments.quick else ROUNDS):
+                for contender in contenders:
+                    if contender == "torch-sim":
+                        assert peer is not None
+                        times[contender].append(peer.ask("time", name, ensemble, arguments.quick))
+                    else:
+                        times[contender].append(side.ask(contender, name, ensemble))
+            mine, forces = (statistics.median(column) for column in zip(*times["ours"]))
+            other = 1.0 - forces / mine
+            text = f"{name:>14s} {ensemble}: {1e3 * mine:8.3f} ms a step, {100 * other:4.0f} % not forces"
+            for contender in contenders[1:]:
+                its = statistics.median(t[0] for t in times[contender])
+                rows.append([name, ensemble, contender, its, its / mine])
+                text += f"; {contender} {its / mine:.1f} times as long"
+            rows.append([name, ensemble, "ours", mine, 1.0])
+            rows.append([name, ensemble, "ours, not forces", mine - forces, other])
+            print(text, flush=True)
+    write_csv(arguments.csv, ["system", "ensemble", "contender", "seconds", "ratio"], rows)
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        serve()
+    else:
+        main()
