@@ -142,8 +142,8 @@ class Rescale(Flow):
 
     The exact solution for a time h multiplies all velocities by α with
     ``α² = (√c + q R)² + q² S``, ``c = exp(-h/τ)``, ``q² = (1 - c) kT / Σ m v²``, where R is a normal number and S a sum
-    of squares of f - 1 normal numbers, for f degrees of freedom. The sign of α is that of ``√c + q R``. Systems at rest,
-    or without degrees of freedom, stay as they are.
+    of squares of f - 1 normal numbers, for f degrees of freedom. The sign of α is that of ``√c + q R``. Systems at
+    rest, or without degrees of freedom, stay as they are.
 
     Source: G. Bussi, D. Donadio and M. Parrinello, J. Chem. Phys. 126, 014101 (2007), doi:10.1063/1.2408420, appendix.
     """
