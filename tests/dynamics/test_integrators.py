@@ -384,6 +384,14 @@ def test_no_atoms_at_all(name):
     assert state.system.positions.shape == (0, 3) and integrator.conserved(state).isfinite().all()
 
 
+@pytest.mark.parametrize("pbc", [True, torch.tensor(True), torch.ones(1, 3, dtype=torch.bool), [True, True, True]])
+def test_periodicity_in_any_form_that_a_search_takes(pbc):
+    system, integrator, model = System.from_ase(crystal()), nve(0.1), argon()
+    expected = integrator.start(system, model, seed=1)
+    state = integrator.start(system._replace(pbc=pbc), model, seed=1)
+    assert torch.equal(integrator.step(state, model).velocities, integrator.step(expected, model).velocities)
+
+
 # -- frozen atoms, momentum -----------------------------------------------------------------------
 
 
