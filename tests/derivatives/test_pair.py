@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.reference import pair as ref
 from tests.support.potentials import BY_NAME, CASES, close, find_pairs, from_pairs, pair_of_systems
 from tests.support.systems import triclinic
@@ -169,3 +170,25 @@ def test_torch_func_jacrev_and_hessian(name):
     close([torch.func.jacrev(flat.energies)(flat.vector)], [jacobian])
     expected = torch.autograd.functional.hessian(lambda v: flat.reference(v) @ weights, flat.vector)
     close([torch.func.hessian(lambda v: flat.energies(v) @ weights)(flat.vector)], [expected], tolerance=1e-11)
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", [1e2, 0.1, 1e-8])
+def test_three_orders_in_float32_in_any_unit_of_length(unit):
+    """In pm, nm and, as long as the results are numbers, in cm: no power of a length alone may leave the range."""
+    potential = lennard_jones(30.0 * unit)
+    distances = (0.03, 0.9, 1.5, 2.0, 5.0) if unit > 1e-3 else (0.9, 1.5, 2.0, 5.0)
+    for distance in distances:
+        orders = []
+        for dtype in (torch.float32, torch.float64):
+            x = torch.tensor([[0.0, 0.0, 0.0], [3.4 * distance * unit, 0.0, 0.0]]).to(dtype).requires_grad_()
+            sigma = torch.tensor(3.4 * unit).to(dtype)
+            energies = potential(x, neighbor_list=torch.tensor([[0, 1], [1, 0]]), sigma=sigma.item(), epsilon=0.01)
+            values = [energies.sum()]
+            for _ in range(3 if unit > 1e-3 else 1):
+                values.append(torch.autograd.grad(values[-1], x, create_graph=True)[0][0, 0])
+            orders.append(torch.stack(values).detach().double())
+        # attraction and repulsion cancel by a digit or two
+        torch.testing.assert_close(orders[0], orders[1], rtol=1e-4, atol=0.0)

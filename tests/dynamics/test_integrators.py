@@ -384,6 +384,14 @@ def test_no_atoms_at_all(name):
     assert state.system.positions.shape == (0, 3) and integrator.conserved(state).isfinite().all()
 
 
+@pytest.mark.parametrize("pbc", [True, torch.tensor(True), torch.ones(1, 3, dtype=torch.bool), [True, True, True]])
+def test_periodicity_in_any_form_that_a_search_takes(pbc):
+    system, integrator, model = System.from_ase(crystal()), nve(0.1), argon()
+    expected = integrator.start(system, model, seed=1)
+    state = integrator.start(system._replace(pbc=pbc), model, seed=1)
+    assert torch.equal(integrator.step(state, model).velocities, integrator.step(expected, model).velocities)
+
+
 # -- frozen atoms, momentum -----------------------------------------------------------------------
 
 
@@ -416,6 +424,19 @@ def test_the_centre_of_mass_stays_at_rest(name):
     assert state.extra["degrees_of_freedom"].item() == 93.0 and momentum.abs().max() < 1e-12
     state = run(integrator, state, model, 20)
     assert (state.masses.unsqueeze(1) * state.velocities).sum(0).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("name", ["csvr", "stochastic cell", "chain of 3"])
+def test_rounding_without_degrees_of_freedom_is_not_heated(name):
+    """One atom and its images: forces, zero but for rounding, move a centre of mass that counts as fixed."""
+    integrator, model = every(0.1)[name], springs(0.0)
+    system = System(torch.zeros(1, 3, dtype=float64), cell=4.0 * torch.eye(3, dtype=float64))
+    state = integrator.start(system, lambda s: model(s)._replace(stress=s.cell * 0.0), masses=torch.ones(1))
+    assert state.extra["degrees_of_freedom"].item() == 0.0 and not state.velocities.any()
+    state = state._replace(velocities=torch.full_like(state.velocities, 1e-17))
+    for _ in range(5):
+        state = integrator.step(state, lambda s: model(s)._replace(stress=s.cell * 0.0))
+    assert state.velocities.abs().max() < 1e-16
 
 
 def test_a_moving_centre_of_mass_counts_as_degrees_of_freedom():

@@ -533,3 +533,19 @@ def test_systems_of_a_batch_follow_their_cells(shared):
     assert first <= 20 and second <= 20
     if not shared:
         assert second < first
+
+
+@pytest.mark.parametrize("n_systems", [2, 3])
+def test_systems_with_axes_of_their_own_follow_one_cell(n_systems):
+    """A search for an open system, which moves, is none for those that share its cell, an atom with its images."""
+    x, cell = torch.zeros(n_systems, 3, dtype=FLOAT64), 1.8 * torch.eye(3, dtype=FLOAT64)
+    pbc = torch.ones(n_systems, 3, dtype=torch.bool)
+    pbc[0] = False
+    batch_idx, verlet = torch.arange(n_systems, dtype=torch.int32), VerletList(1.5, 0.2)
+    for _ in range(25):
+        result = verlet(x, cell, pbc, batch_idx)
+        box = cell.expand(n_systems, 3, 3)
+        assert pairs_within(1.5, x, result, box, batch_idx) == fresh(1.5, x, cell, pbc, batch_idx)
+        x[0] += 0.2
+        cell = cell * 0.99
+    assert verlet.num_builds == 25 and len(pairs_within(1.5, x, result, box, batch_idx)) == 6 * (n_systems - 1)

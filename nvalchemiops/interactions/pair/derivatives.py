@@ -179,18 +179,46 @@ class _Printer:
         self.statements: dict[bool, list[str]] = {True: [], False: []}
         self.done: dict[Any, _Code] = {}
         self.squared = sympy.Symbol("s", positive=True)
-        expressions = [_with_shared_exponential(e) for e in results.values()]
+        self.quotients: dict[Any, Any] = {}  # symbols by what they stand for
+        expressions = [self.with_quotients(_with_shared_exponential(e)) for e in results.values()]
         # replace powers of the distance by symbols, which the search for common subexpressions cannot split
-        powers = {p for e in expressions for p in e.atoms(sympy.Pow) if p.base == self.squared and p.exp.is_Rational}
+        found = [p for e in (*expressions, *self.quotients) for p in e.atoms(sympy.Pow) if p.base == self.squared]
+        powers = {p for p in found if p.exp.is_Rational}
         self.has_root = any(not p.exp.is_Integer for p in powers)
         self.powers = {sympy.Symbol(f"power{p.exp}", positive=True): p for p in powers}
         expressions = [e.xreplace({p: symbol for symbol, p in self.powers.items()}) for e in expressions]
         for symbol, expression in definitions.items():
             self.done[symbol] = self.code(_with_shared_exponential(expression))
+        for quotient, symbol in self.quotients.items():
+            self.done[symbol] = self.code(quotient)
         parts, reduced = sympy.cse(expressions, symbols=sympy.numbered_symbols("part", real=True), order="canonical")
         for symbol, expression in parts:
             self.done[symbol] = self.code(expression)
         self.results = {name: self.code(e).text for name, e in zip(results, reduced)}
+
+    def with_quotients(self, expression: Any) -> Any:
+        """Powers of ``b²/s`` and ``s/b²`` in place of products such as ``b^12 s^-6``, from the third power of b on.
+
+        The factors may be out of the range of float32 where their product is not, or have few digits left there:
+        ``s^-8``, in the second derivative of a Lennard-Jones potential, is 1e-41 at 400 pm.
+        """
+        import sympy
+
+        def regrouped(product: Any) -> Any:
+            factors = [factor.as_base_exp() for factor in product.args]
+            of_s = next((e for b, e in factors if b == self.squared and e.is_Rational), 0)
+            sign, left, new = 1 if of_s < 0 else -1, int(abs(of_s)), []
+            for base, exponent in factors:
+                if exponent.is_Integer and exponent * sign > 2 and not base.is_number and not base.has(self.squared):
+                    n = min(int(exponent) * sign // 2, left)
+                    if n:
+                        quotient = (base**2 / self.squared) ** sign
+                        name = sympy.Symbol(f"quotient{len(self.quotients)}", nonnegative=True)
+                        new.append((self.quotients.setdefault(quotient, name) / quotient) ** n)
+                        left -= n
+            return sympy.Mul(product, *new) if new else product
+
+        return expression.replace(lambda e: e.is_Mul and e.has(self.squared), regrouped)
 
     def program(self) -> Program:
         return Program(sorted(self.inputs), self.statements[True], self.statements[False], self.results, self.functions)

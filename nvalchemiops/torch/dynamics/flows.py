@@ -142,8 +142,8 @@ class Rescale(Flow):
 
     The exact solution for a time h multiplies all velocities by α with
     ``α² = (√c + q R)² + q² S``, ``c = exp(-h/τ)``, ``q² = (1 - c) kT / Σ m v²``, where R is a normal number and S a sum
-    of squares of f - 1 normal numbers, for f degrees of freedom. The sign of α is that of ``√c + q R``. Systems at rest
-    stay at rest.
+    of squares of f - 1 normal numbers, for f degrees of freedom. The sign of α is that of ``√c + q R``. Systems at
+    rest, or without degrees of freedom, stay as they are.
 
     Source: G. Bussi, D. Donadio and M. Parrinello, J. Chem. Phys. 126, 014101 (2007), doi:10.1063/1.2408420, appendix.
     """
@@ -156,7 +156,8 @@ class Rescale(Flow):
         """Scale the velocities."""
         extra = state.extra
         twice = trace(state.twice_kinetic())
-        moves = twice > 0.0
+        # without degrees of freedom motion is rounding, which must not be heated
+        moves = (twice > 0.0) & (extra["degrees_of_freedom"] > 0.0)
         exponent = -h / extra["thermostat_time"]
         q = (-torch.expm1(exponent) * extra["temperature"] / torch.where(moves, twice, 1.0)).sqrt()
         numbers = extra["seed"], extra["key"], state.step

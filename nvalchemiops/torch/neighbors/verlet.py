@@ -197,7 +197,7 @@ class VerletList:
             # pbc of the others is the same as before
             given = given._replace(positions=torch.where(moved, given.positions, old.systems.positions))
             cell, before = given.cell, old.systems.cell
-            if cell is not None and before is not None and cell.shape[0] == n_systems:
+            if cell is not None and before is not None and cell.ndim == 3 and cell.shape[0] == n_systems:
                 given = given._replace(cell=torch.where(flags.view(-1, 1, 1), cell, before))
         self.rebuilt, systems = flags, _each(torch.clone, given)
         result = rows
@@ -281,7 +281,8 @@ def _stale(verlet: VerletList, kept: _BuiltList, given: Systems) -> tuple[torch.
         if given.pbc is not None and old.pbc is not None:
             changed = changed & given.pbc  # an open axis may hold NaN, which differs from itself
         changed = changed.any(-1)
-        if verlet.skin == 0.0 or changed.shape[0] != kept.n_systems:
+        if verlet.skin == 0.0 or given.cell.reshape(-1, 3, 3).shape[0] != kept.n_systems:
+            # a cell for all is kept once, and would not tell which system was built with which
             flags = flags | changed
         elif not layout(changed.device.type).reads or bool(changed.any()):
             moved, left = _after_strain(verlet, kept, given.positions, given.cell)
