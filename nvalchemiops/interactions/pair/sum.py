@@ -5,9 +5,9 @@ lists and matrices, one system and batches, and any padding. It is in gather for
 results. So results do not depend on the number of threads, nor on padding or pairs beyond the cutoff, which are dropped
 before anything is added.
 
-The body is C++. On a CPU, neighbors within the cutoff are collected, evaluated in vectors (`lanes_of`). On a GPU,
-the lanes of a warp share a row, and each lane evaluates a neighbor. Both compute in the precision of the positions, and
-sum in float64.
+The body is C++. On a CPU, neighbors within the cutoff are collected and evaluated in vectors (`lanes_of`). On a GPU, the
+lanes of a warp share a row, and each lane evaluates a neighbor. Both compute in the precision of the positions (a CPU in
+float64 where float32 might not do, see `Variant.arithmetic`), and sum in float64.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from nvalchemiops.interactions.pair import derivatives, loop, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
-from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.interactions.pair.expression import Formula, has_high_powers
 from nvalchemiops.interactions.pair.loop import Array
 from nvalchemiops.kernels.simd import lanes_of
 from nvalchemiops.launch import kernel_variants
@@ -49,6 +49,13 @@ class Variant(NamedTuple):
     def formula(self) -> Formula:
         """The potential."""
         return self.request.formula
+
+    @property
+    def arithmetic(self) -> str:
+        """The precision in which a CPU evaluates pairs: float32 where its range and digits are certain to suffice."""
+        if self.precision == "float32" and (self.request.directions or has_high_powers(self.formula)):
+            return "float64"
+        return self.precision
 
     @property
     def form(self) -> loop.Form:
@@ -151,12 +158,13 @@ def source(variant: Variant) -> str:
         evaluation=evaluation,
         results=_results(variant, program),
         tables=_lines_of_tables(variant, program) if variant.n_species else loop.NO_TABLES,
+        arithmetic=variant.arithmetic,
     )
 
 
 def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str, list[str]]:
     columns = [(k * variant.n_species, f"lanes({program.results[name]})") for k, name in enumerate(_tables(program))]
-    n_sums, lanes = len(columns) * variant.n_species, lanes_of(variant.precision)
+    n_sums, lanes = len(columns) * variant.n_species, lanes_of(variant.arithmetic)
     return {
         "take_both": [
             "const auto take_both = [&](const real *from, long long stride) {",
