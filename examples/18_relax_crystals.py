@@ -1,13 +1,14 @@
 """Relaxation of two hundred perturbed crystals with their cells, in one batch.
 
-Atoms that attract each other as noble gases do pack as densely as they can: in a cubic or hexagonal close packing, where
-each has 12 neighbors. Here crystals of five structures are strained and their atoms displaced at random. `relax` moves
-atoms and cells of all of them at once by L-BFGS, each with its own history, until no force is larger than 0.01 eV/Å;
-those that have converged leave the batch.
+Copper with a Morse potential (L. A. Girifalco and V. G. Weizer, Phys. Rev. 114, 687 (1959), doi:10.1103/PhysRev.114.687),
+in five structures that are strained, with atoms displaced at random. `relax` moves atoms and cells of all crystals at
+once by FIRE, each with its own time step, until no force is larger than 0.01 eV/Å; those that have converged leave the
+batch.
 
-What to look at: simple cubic and body-centred crystals are not stable for such forces. Most of them find a close packing,
-whose energy is -8.6 depths of the pair potential, or nearly that with a cutoff (for all distances: J. E. Lennard-Jones
-and A. E. Ingham, Proc. R. Soc. A 107, 636 (1925), doi:10.1098/rspa.1925.0047). Takes some seconds; nothing is downloaded.
+What to look at: the close packings have the lowest energy. Simple cubic and diamond crystals are not even minima: most of
+them find a close packing, where each atom has 12 neighbors, others end with faults between layers. The lattice constant
+of the face-centred crystals is that of copper, to which the potential was fitted. Takes half a minute; nothing is
+downloaded.
 """
 
 import argparse
@@ -27,15 +28,15 @@ from nvalchemiops.ase import Calculator, FromASE, Pair, neighbor_list
 from nvalchemiops.torch import System
 from nvalchemiops.torch.dynamics import relax, to_ase
 
-SIGMA, EPSILON = 3.4, 0.0104  # argon, in angstrom and eV
-NEAREST = 2 ** (1 / 6) * SIGMA
+MORSE = {"depth": 0.3429, "steepness": 1.3588, "r0": 2.866}  # eV, 1/angstrom, angstrom
+NEAREST = 2.55  # distance of neighbors in copper, angstrom
 
 MAKE = {
-    "face-centred": lambda: bulk("Ar", "fcc", a=np.sqrt(2) * NEAREST, cubic=True),
-    "hexagonal": lambda: bulk("Ar", "hcp", a=NEAREST, c=np.sqrt(8 / 3) * NEAREST).repeat((2, 2, 1)),
-    "body-centred": lambda: bulk("Ar", "bcc", a=2 / np.sqrt(3) * NEAREST, cubic=True).repeat((2, 2, 1)),
-    "simple cubic": lambda: bulk("Ar", "sc", a=NEAREST).repeat((3, 2, 2)),
-    "diamond": lambda: bulk("Ar", "diamond", a=4 / np.sqrt(3) * NEAREST, cubic=True),
+    "face-centred": lambda: bulk("Cu", "fcc", a=np.sqrt(2) * NEAREST, cubic=True),
+    "hexagonal": lambda: bulk("Cu", "hcp", a=NEAREST, c=np.sqrt(8 / 3) * NEAREST).repeat((2, 2, 1)),
+    "body-centred": lambda: bulk("Cu", "bcc", a=2 / np.sqrt(3) * NEAREST, cubic=True).repeat((2, 2, 1)),
+    "simple cubic": lambda: bulk("Cu", "sc", a=NEAREST).repeat((3, 2, 2)),
+    "diamond": lambda: bulk("Cu", "diamond", a=4 / np.sqrt(3) * NEAREST, cubic=True),
 }
 
 
@@ -60,24 +61,26 @@ def main() -> None:
     quiet_warp()
 
     rng = np.random.default_rng(1)
-    names = np.array([name for name in MAKE for _ in range(10 if options.quick else 40)])
+    names = np.array([name for name in MAKE for _ in range(8 if options.quick else 40)])
     crystals = [perturbed(name, rng) for name in names]
-    model = FromASE(Calculator(Pair("lennard_jones", cutoff=10.0, r_switch=8.5, sigma=SIGMA, epsilon=EPSILON)))
+    model = FromASE(Calculator(Pair("morse", cutoff=9.0, r_switch=8.0, **MORSE)))
     sizes = np.array([len(atoms) for atoms in crystals])
-    before = model(System.from_ase(crystals)).energies.numpy() / sizes / EPSILON
+    before = model(System.from_ase(crystals)).energies.numpy() / sizes
 
     begin = time.perf_counter()
-    result = relax(System.from_ase(crystals), model, "lbfgs", fmax=1e-3, cell=True, progress=True)
+    result = relax(System.from_ase(crystals), model, "fire", fmax=0.01, cell=True, progress=True)
     seconds = time.perf_counter() - begin
-    after = result.evaluation.energies.numpy() / sizes / EPSILON
+    after = result.evaluation.energies.numpy() / sizes
     relaxed = to_ase(result.system)
     packed = np.array([bool((neighbors(atoms) == 12).all()) for atoms in relaxed])
     steps = result.steps.numpy()
 
     print(f"{len(crystals)} crystals of {sizes.min()} to {sizes.max()} atoms, in {seconds:.1f} s")
-    print(f"converged                  {int(result.converged.sum()):6d}")
-    print(f"largest stress that is left {result.evaluation.stress.abs().max():.1e} eV/Å³\n")
-    print("start          energy per atom / depth, before   after, mean   lowest   steps   close packings")
+    print(f"converged                     {int(result.converged.sum()):6d}")
+    cubic = (names == "face-centred") & packed
+    constants = [(4.0 * atoms.get_volume() / len(atoms)) ** (1 / 3) for atoms, of in zip(relaxed, cubic) if of]
+    print(f"face-centred lattice constant {np.mean(constants):6.3f} Å (measured: 3.61)\n")
+    print("start          energy per atom (eV): before   after, mean   lowest   steps   close packings")
     for name in MAKE:
         of = names == name
         print(
@@ -94,10 +97,10 @@ def draw(path: Path, names: np.ndarray, before: np.ndarray, after: np.ndarray, s
     for color, name in zip(colors, MAKE):
         of = names == name
         energy.plot(before[of], after[of], "o", ms=4, alpha=0.6, color=color, label=name)
-    energy.set(xlabel="energy per atom before / depth", ylabel="after", title="Energies")
+    energy.set(xlabel="energy per atom before (eV)", ylabel="after (eV)", title="Energies")
     energy.legend(frameon=False)
     count.hist([steps[names == name] for name in MAKE], bins=20, stacked=True, color=list(colors))
-    count.set(xlabel="steps of L-BFGS", ylabel="crystals", title="Each takes the steps that it needs")
+    count.set(xlabel="steps of FIRE", ylabel="crystals", title="Each takes the steps that it needs")
     for axes in (energy, count):
         axes.grid(alpha=0.25)
     figure.savefig(path, dpi=130)

@@ -27,19 +27,22 @@ from nvalchemiops._warp import quiet_warp
 from nvalchemiops.constants import FEMTOSECOND, KELVIN
 from nvalchemiops.torch import System
 from nvalchemiops.torch.dynamics import State, SumOfTerms, maxwell_boltzmann, nve, remove_momentum, simulate
-from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.interactions.pair import PairPotential
 
 TRUE, START = 10.4, 6.0  # depths in meV
 SIGMA = 3.4  # angstrom
 STEP = 20.0  # fs
+LENNARD_JONES = PairPotential(
+    "4e-3*depth*((sigma/r)^12 - (sigma/r)^6)", global_parameters=("sigma", "depth"), cutoff=6.5, r_switch=5.5
+)
 
 
 class Displacements:
-    """Mean squared displacements (n_records,) of a set of crystals, as a function of the depth."""
+    """Mean squared displacements (n_records, copies) of a set of crystals, as a function of the depth."""
 
     def __init__(self, copies: int, steps: int, seed: int) -> None:
         crystal = bulk("Ar", "fcc", a=5.3, cubic=True).repeat((3, 3, 2))
-        self.steps, self.system = steps, System.from_ase([crystal] * copies)
+        self.steps, self.size, self.system = steps, len(crystal), System.from_ase([crystal] * copies)
         masses = torch.tensor(crystal.get_masses()).repeat(copies)
         velocities = maxwell_boltzmann(
             masses, 2.0 * 40.0 * KELVIN, self.system.batch_idx, copies, seed=seed
@@ -50,10 +53,11 @@ class Displacements:
         self.velocities *= (1.5 * 2.0 * 40.0 * KELVIN / kinetic).sqrt()
 
     def __call__(self, depth: Tensor, checkpoint_every: int | None = None) -> Tensor:
-        model = SumOfTerms(partial(lennard_jones(7.5, r_switch=6.5), sigma=SIGMA, epsilon=1e-3 * depth), skin=1.0)
+        model = SumOfTerms(partial(LENNARD_JONES, sigma=SIGMA, depth=depth), skin=1.0)
 
         def displacement(state: State) -> Tensor:
-            return (state.system.positions - self.system.positions).square().sum(1).mean()
+            squares = (state.system.positions - self.system.positions).square().sum(1, keepdim=True)
+            return state.of_systems(squares).squeeze(1) / self.size
 
         run = simulate(
             self.system,
@@ -69,7 +73,7 @@ class Displacements:
 
 def fit(simulated: Displacements, data: Tensor, start: float) -> tuple[float, list[tuple[float, float]]]:
     """The depth that fits best, and (depth, loss) of each evaluation."""
-    scale = data.mean()
+    scale, data = data.mean(), data.mean(1)
     depth = torch.tensor(start, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([depth], lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
     history: list[tuple[float, float]] = []
@@ -77,7 +81,7 @@ def fit(simulated: Displacements, data: Tensor, start: float) -> tuple[float, li
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = 1e3 * ((simulated(depth, checkpoint_every=10) - data) / scale).square().mean()
+            loss = 1e3 * ((simulated(depth, checkpoint_every=10).mean(1) - data) / scale).square().mean()
             loss.backward()
             history.append((depth.item(), loss.item()))
             bar.update()
@@ -87,6 +91,15 @@ def fit(simulated: Displacements, data: Tensor, start: float) -> tuple[float, li
     return depth.item(), history
 
 
+def error_of(found: float, simulated: Displacements, data: Tensor) -> float:
+    """Standard error of the depth, from the differences between crystals, of which each is a measurement."""
+    with torch.no_grad():
+        low, here, high = (simulated(torch.tensor(found * f, dtype=torch.float64)) for f in (0.99, 1.0, 1.01))
+    slope = (high - low).mean(1) / (0.02 * found)
+    shifts = [(slope[:, None] * curves).sum(0) / slope.square().sum() for curves in (here, data)]
+    return float(sum(shift.var() / len(shift) for shift in shifts)) ** 0.5
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("fit_by_trajectories.png"), help="picture")
@@ -94,14 +107,14 @@ def main() -> None:
     options = parser.parse_args()
     quiet_warp()
 
-    copies, steps = (4, 50) if options.quick else (8, 80)
+    copies, steps = (4, 40) if options.quick else (12, 60)
     data = Displacements(copies, steps, seed=100)(torch.tensor(TRUE, dtype=torch.float64))
     simulated = Displacements(copies, steps, seed=0)
 
     depth = torch.tensor(START, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(simulated(depth, checkpoint_every=10)[-1], depth)
+    (slope,) = torch.autograd.grad(simulated(depth, checkpoint_every=10)[-1].mean(), depth)
     with torch.no_grad():
-        high, low = (simulated(torch.tensor(START + sign * 1e-3, dtype=torch.float64))[-1] for sign in (1.0, -1.0))
+        high, low = (simulated(torch.tensor(START + sign * 1e-3, dtype=torch.float64))[-1].mean() for sign in (1.0, -1.0))
     print(f"atoms and steps                    {len(simulated.velocities):8d}{steps:8d}")
     print(f"d(displacement)/d(depth), Å²/meV   {slope.item():14.8f}")
     print(f"by a finite difference             {((high - low) / 2e-3).item():14.8f}\n")
@@ -110,11 +123,12 @@ def main() -> None:
     print("trajectory   depth (meV)         loss")
     for number, (value, loss) in enumerate(history):
         print(f"{number:10d}{value:14.4f}{loss:13.6f}")
-    print(f"\ndepth: start, found, true          {START:8.3f}{found:8.3f}{TRUE:8.3f}")
+    error = error_of(found, simulated, data)
+    print(f"\ndepth: start, found, error, true   {START:8.3f}{found:8.3f}{error:8.3f}{TRUE:8.3f}")
 
     with torch.no_grad():
-        curves = [simulated(torch.tensor(value, dtype=torch.float64)) for value in (START, found)]
-    draw(options.output, data, curves, history)
+        curves = [simulated(torch.tensor(value, dtype=torch.float64)).mean(1) for value in (START, found)]
+    draw(options.output, data.mean(1), curves, history)
     print(f"\npicture: {options.output}")
 
 
