@@ -8,8 +8,8 @@ the same isothermal bulk modulus K:
     K = -V dP/dV  from a curve through the mean volumes,      K = kT <V> / (<V²> - <V>²)  from their fluctuations
 
 What to look at: both agree within the errors of a short run. The barostat's time is a parameter of the algorithm: the
-volume of such a stiff crystal oscillates 25 times faster, and a step has to resolve this. Takes half a minute; nothing is
-downloaded.
+volume of such a stiff crystal oscillates 25 times faster, and a step has to resolve this. Takes half a minute; nothing
+is downloaded.
 """
 
 import argparse
@@ -105,7 +105,9 @@ def draw(
     traces.set(xlabel="time (ps)", ylabel="volume per atom (Å³)", title="One batch, a pressure for each system")
     modulus.plot(PRESSURES, from_curve, color="#1f6fb4", label="slope of the curve")
     modulus.plot(PRESSURES, from_fluctuations, "o", color="#c1440e", label="fluctuations of the volume")
-    modulus.set(xlabel="pressure (GPa)", ylabel="bulk modulus (GPa)", title="The same from two averages", ylim=(0, None))
+    modulus.set(
+        xlabel="pressure (GPa)", ylabel="bulk modulus (GPa)", title="The same from two averages", ylim=(0, None)
+    )
     modulus.legend(frameon=False)
     for axes in (state, traces, modulus):
         axes.grid(alpha=0.25)

@@ -1,13 +1,14 @@
 """A parameter fitted to how far atoms move: gradients through trajectories.
 
 The depth of a Lennard-Jones potential is to be found from mean squared displacements, which no energy or force is given
-for. Crystals of argon start from their lattice sites with random velocities of 40 K, and move for 1.6 ps by velocity
-Verlet. `simulate` keeps the graph of these steps, so the derivative of the mean squared displacement at every time by
-the depth comes from one backward pass, and L-BFGS of torch fits the curve. States are kept after every tenth step alone;
-the steps between them are computed again in the backward pass.
+for. Crystals of argon start from their lattice sites with random velocities, and move for 1.2 ps by velocity Verlet.
+`simulate` keeps the graph of these steps, so the derivative of the curve's error by the depth comes from one backward
+pass, and torch's L-BFGS fits the depth. States are kept after every tenth step alone; the steps between them are
+computed again in the backward pass.
 
 The data are made with a known depth, from other random velocities. What to look at: the derivative agrees with a finite
-difference, and the depth is found within the noise of the data. Takes half a minute; nothing is downloaded.
+difference, and the depth is found within its error, which is that of averages over a few crystals. Takes half a minute;
+nothing is downloaded.
 """
 
 import argparse
@@ -114,7 +115,9 @@ def main() -> None:
     depth = torch.tensor(START, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(simulated(depth, checkpoint_every=10)[-1].mean(), depth)
     with torch.no_grad():
-        high, low = (simulated(torch.tensor(START + sign * 1e-3, dtype=torch.float64))[-1].mean() for sign in (1.0, -1.0))
+        high, low = (
+            simulated(torch.tensor(START + sign * 1e-3, dtype=torch.float64))[-1].mean() for sign in (1.0, -1.0)
+        )
     print(f"atoms and steps                    {len(simulated.velocities):8d}{steps:8d}")
     print(f"d(displacement)/d(depth), Å²/meV   {slope.item():14.8f}")
     print(f"by a finite difference             {((high - low) / 2e-3).item():14.8f}\n")

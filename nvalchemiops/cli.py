@@ -82,14 +82,18 @@ def _parser() -> argparse.ArgumentParser:
     md.add_argument("--steps", type=int, default=1000, help="number of steps (1000)")
     md.add_argument("--pressure", type=float, nargs="+", metavar="GPA", help="for npt, like the temperature (0)")
     md.add_argument(
-        "--cell", choices=["isotropic", "axes", "full"], help="for npt: which changes of the cell are allowed (isotropic)"
+        "--cell",
+        choices=["isotropic", "axes", "full"],
+        help="for npt: which changes of the cell are allowed (isotropic)",
     )
     md.add_argument("--thermostat-time", type=float, metavar="FS", help="of the coupling to the temperature (100 dt)")
     md.add_argument("--barostat-time", type=float, metavar="FS", help="of the coupling to the pressure (1000 dt)")
     md.add_argument("--seed", type=int, default=0, help="of velocities and noise (0)")
     md.add_argument("--every", type=int, help="steps between two rows of the table, and two frames (a tenth of all)")
     md.add_argument(
-        "--trajectory", metavar="FILE", help="where to write frames, as .xyz or .traj; for several systems out-0.xyz ..."
+        "--trajectory",
+        metavar="FILE",
+        help="where to write frames, as .xyz or .traj; for several systems out-0.xyz ...",
     )
     md.set_defaults(run=_md)
 

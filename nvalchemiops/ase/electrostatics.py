@@ -16,16 +16,16 @@ from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.electrostatics.error_models import order_of_least_cost, reciprocal_cutoff
 from nvalchemiops.torch.checks import check_positive
 from nvalchemiops.torch.interactions import pair
+from nvalchemiops.torch.interactions.electrostatics import Electrostatics as AnyElectrostatics
 from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
     EwaldSummation,
     ParticleMeshEwald,
+    compute_slab_correction,
     estimate_ewald_parameters,
     estimate_pme_parameters,
     ewald_summation,
     particle_mesh_ewald,
 )
-from nvalchemiops.torch.interactions.electrostatics import Electrostatics as AnyElectrostatics
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import check_accuracy, optimal_splitting
 from nvalchemiops.torch.interactions.electrostatics.accuracy.methods import method_of_one
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of_system

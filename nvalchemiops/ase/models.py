@@ -30,8 +30,8 @@ class FromASE:
     TypeError
         An object that is not a calculator.
     ValueError
-        In a call: a system without ``numbers``, or one that requires gradients, which ASE's calculators do not have; and
-        what the calculator raises.
+        In a call: a system without ``numbers``, or one that requires gradients, if they would not be there; and what the
+        calculator raises.
 
     Notes
     -----
@@ -83,14 +83,15 @@ class FromASE:
         assert numbers is not None
         atoms = ase.Atoms(numbers.cpu().numpy(), charges=None if charges is None else charges.detach().cpu().numpy())
         of_terms = AtomsOfTerms(atoms, positions.detach(), None, True, SharedLists(0.0))
-        terms = [getattr(term, "for_batches", lambda _: None)(of_terms) for term in self.calculator.terms]
-        if any(term is None for term in terms):
+        found = [getattr(term, "for_batches", lambda _: None)(of_terms) for term in self.calculator.terms]
+        terms = [term for term in found if term is not None]
+        if len(terms) < len(found):
             self._sum = None
         else:
             made = SumOfTerms(
                 *(term.interaction for term in terms), skin=self.calculator.parameters["skin"], stress=self.stress
             )
-            if self._sum is not None:
+            if self._sum is not None and self._bound[1][2:] == made_for[1][2:]:
                 made.neighbors = self._sum.neighbors  # reaches do not depend on the atoms, and it notices other atoms
             self._sum = made
             self._charges = next((term.charges for term in terms if term.charges is not None), None)
@@ -108,7 +109,11 @@ class FromASE:
             energies.append(atoms.get_potential_energy(force_consistent=self._energy))
             if wants_stress:
                 has_volume = int(atoms.cell.rank) == 3
-                stress = torch.tensor(atoms.get_stress(voigt=False)) if has_volume else torch.zeros(3, 3, dtype=torch.float64)
+                stress = (
+                    torch.tensor(atoms.get_stress(voigt=False))
+                    if has_volume
+                    else torch.zeros(3, 3, dtype=torch.float64)
+                )
                 stresses.append(stress)
         results = [torch.tensor(energies, dtype=torch.float64), torch.cat([torch.zeros(0, 3), *forces])]
         if wants_stress:

@@ -246,9 +246,8 @@ class _Writer:
 def to_ase(state: State | System) -> list[Any]:
     """The systems as a list of ``ase.Atoms``.
 
-    Those of a `State` have momenta, and energies, forces and stress as results; units must be eV, angstrom and u. Frozen
-    atoms have the mass of their element, and a constraint that fixes them. Those of a `System` have their charges as
-    initial charges.
+    Those of a `State` have momenta, and energies, forces and stress as results; units must be eV, angstrom and u.
+    Frozen atoms have the mass of their element, and a constraint that fixes them. Charges are initial charges.
     """
     if not isinstance(state, State):
         return [atoms for atoms, _ in _structures(state)]
