@@ -30,7 +30,7 @@ class FromASE:
     TypeError
         An object that is not a calculator.
     ValueError
-        In a call: a system without ``numbers``, or one that requires gradients, if they would not be there; and what the
+        In a call: a system without ``numbers``; one that requires gradients, if there would be none; and what the
         calculator raises.
 
     Notes

@@ -545,7 +545,7 @@ def test_md_of_a_batch_at_its_temperatures_and_pressures(crystals, capsys):
     ]
     rows = records(capsys, "argon.xyz", *options, "--trajectory", "out.xyz", "--seed", 3)
     system = System.from_ase(ase.io.read("argon.xyz", ":"))
-    integrator = npt(4 * FEMTOSECOND, torch.tensor([40.0, 80.0]) * KELVIN, 0.1 * GIGAPASCAL, cell="axes")
+    integrator = npt(4 * FEMTOSECOND, torch.tensor([40.0, 80.0], dtype=torch.float64) * KELVIN, 0.1 * GIGAPASCAL, cell="axes")
     run = simulate(system, FromASE(argon()), integrator, 5, seed=3, record=("temperature", "volume", "pressure"))
     assert [(row["step"], row["system"]) for row in rows] == [(n, k) for n in range(6) for k in range(2)]
     for row in rows:
