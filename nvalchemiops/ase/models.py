@@ -30,8 +30,7 @@ class FromASE:
     TypeError
         An object that is not a calculator.
     ValueError
-        In a call: a system without ``numbers``; one that requires gradients, if there would be none; and what the
-        calculator raises.
+        In a call: no ``numbers``; a system that requires gradients, if there would be none; what the calculator raises.
 
     Notes
     -----

@@ -103,6 +103,7 @@ def test_terms_for_one_system_and_other_calculators_go_one_by_one():
     copper = [ase.build.bulk("Cu", a=a, cubic=True) for a in (3.5, 3.7)]
     for calculator, structures in (
         (Calculator(*by_array), frames),
+        (Calculator(Pair("lennard_jones", cutoff=6.0, sigma=np.linspace(3.0, 3.5, 8), epsilon=0.01)), frames),
         (Calculator(Trap()), frames),
         (EMT(), copper),
     ):
@@ -126,6 +127,7 @@ def test_one_list_is_kept_while_atoms_move_and_follows_other_batches():
     found = model(System.from_ase(other))
     assert model._sum.neighbors is lists
     np.testing.assert_allclose(found.forces, expected(calculator, [other])[1], atol=1e-12)
+    model(batch)
     batch.numbers[:] = 17  # in place
     frames = salts()
     for atoms in frames:

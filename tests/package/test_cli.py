@@ -545,7 +545,9 @@ def test_md_of_a_batch_at_its_temperatures_and_pressures(crystals, capsys):
     ]
     rows = records(capsys, "argon.xyz", *options, "--trajectory", "out.xyz", "--seed", 3)
     system = System.from_ase(ase.io.read("argon.xyz", ":"))
-    integrator = npt(4 * FEMTOSECOND, torch.tensor([40.0, 80.0], dtype=torch.float64) * KELVIN, 0.1 * GIGAPASCAL, cell="axes")
+    integrator = npt(
+        4 * FEMTOSECOND, torch.tensor([40.0, 80.0], dtype=torch.float64) * KELVIN, 0.1 * GIGAPASCAL, cell="axes"
+    )
     run = simulate(system, FromASE(argon()), integrator, 5, seed=3, record=("temperature", "volume", "pressure"))
     assert [(row["step"], row["system"]) for row in rows] == [(n, k) for n in range(6) for k in range(2)]
     for row in rows:
@@ -562,12 +564,12 @@ def test_md_of_a_batch_at_its_temperatures_and_pressures(crystals, capsys):
 
 
 def test_md_repeats_one_structure_for_several_temperatures(crystals, capsys):
-    options = ["--index", 0, "--temperature", 30, 60, 90, "--steps", 3, "--every", 3, "--dt", 2]
+    options = ["--index", 0, "--temperature", 30, 60, 90, "--steps", 4, "--every", 3, "--dt", 2]
     for ensemble in ("nve", "langevin", "nvt"):
         rows = records(capsys, "argon.xyz", "--ensemble", ensemble, *options)
-        assert len(rows) == 6 and len({row["potential_energy"] for row in rows[:3]}) == 1
+        assert len(rows) == 9 and len({row["potential_energy"] for row in rows[:3]}) == 1
         assert len({row["kinetic_energy"] for row in rows[:3]}) == 3
-        for before, after in zip(rows[:3], rows[3:]):
+        for before, after in zip(rows[:3], rows[6:]):
             assert after["conserved"] == pytest.approx(before["conserved"], abs=1e-4)
 
 
@@ -591,6 +593,7 @@ def test_relaxed_structures_are_minima_of_the_calculator(cell, crystals, capsys)
     for atoms, start, row in zip(ase.io.read("out.xyz", ":"), crystals, rows[1:]):
         assert float(row[3]) == pytest.approx(atoms.get_potential_energy(), abs=1e-7)
         assert int(row[-2]) > 2
+        assert float(row[4]) == pytest.approx(np.linalg.norm(atoms.get_forces(), axis=1).max(), abs=1e-7)
         atoms.calc = argon()
         # forces of the chart are those in the initial cell, which differs by some percent
         assert np.linalg.norm(atoms.get_forces(), axis=1).max() < (1e-3 if cell is None else 1.1e-3)
