@@ -1,4 +1,4 @@
-"""The ``nvalchemiops`` command: ``info``, ``warmup``, ``tune``, ``energy`` and ``stand-in``."""
+"""The ``nvalchemiops`` command: ``info``, ``warmup``, ``tune``, ``energy``, ``md``, ``relax`` and ``stand-in``."""
 
 import argparse
 import importlib
@@ -63,30 +63,54 @@ def _parser() -> argparse.ArgumentParser:
     energy = commands.add_parser(
         "energy", help="energies and forces of the structures in a file", epilog=_ENERGY_EXAMPLE
     )
-    energy.add_argument("file", help="any file with atoms that ASE reads")
-    energy.add_argument("--index", default=":", help="which frames, as 0, -1, 10:20 or, with =, -5:; by default all")
-    energy.add_argument("--potential", metavar="NAME", help="pair potential, such as lennard_jones or buckingham")
-    energy.add_argument(
-        "--parameters",
-        nargs="+",
-        action="extend",
-        metavar="KEY=VALUE",
-        help="its cutoff, parameters and options; KEY:Mg=VALUE and KEY:Mg-O=VALUE by element or pair of elements, "
-        "KEY:*=VALUE for all others",
-    )
-    energy.add_argument("--electrostatics", metavar="METHOD", help="auto, or ewald, pme, coulomb, dsf ...")
-    energy.add_argument("--charges", metavar="Na=1,Cl=-1", help="by element; by default those in the file")
-    energy.add_argument("--accuracy", type=float, help="relative error of forces for auto, ewald and pme (1e-6)")
-    energy.add_argument(
-        "--electrostatics-parameters", nargs="+", action="extend", metavar="KEY=VALUE", help="cutoff, alpha ..."
-    )
-    energy.add_argument("--slab-correction", action="store_true", help="ewald or pme with one open axis")
-    energy.add_argument("--dispersion", metavar="FUNCTIONAL", help="DFT-D3 for a density functional, such as pbe")
-    energy.add_argument("--damping", metavar="KIND", help="of the dispersion: bj (the default), zero, bjm or zerom")
+    _add_structures_and_terms(energy)
     energy.add_argument("--forces", action="store_true", help="print the force on each atom, too")
-    energy.add_argument("--device", default="cpu", help="where to compute (cpu)")
-    energy.add_argument("--json", action="store_true", help="print one JSON object")
     energy.set_defaults(run=_energy)
+
+    md = commands.add_parser("md", help="molecular dynamics of the structures in a file", epilog=_MD_EXAMPLE)
+    _add_structures_and_terms(md)
+    md.add_argument("--ensemble", choices=["nve", "langevin", "nvt", "npt"], default="nve", help="(nve)")
+    md.add_argument(
+        "--temperature",
+        type=float,
+        nargs="+",
+        metavar="K",
+        help="one, or one for each system; one frame and several temperatures or pressures are as many systems. "
+        "Velocities are drawn for it if the file has none, and with nve always",
+    )
+    md.add_argument("--dt", type=float, default=1.0, metavar="FS", help="time step in fs (1)")
+    md.add_argument("--steps", type=int, default=1000, help="number of steps (1000)")
+    md.add_argument("--pressure", type=float, nargs="+", metavar="GPA", help="for npt, like the temperature (0)")
+    md.add_argument(
+        "--cell",
+        choices=["isotropic", "axes", "full"],
+        help="for npt: which changes of the cell are allowed (isotropic)",
+    )
+    md.add_argument("--thermostat-time", type=float, metavar="FS", help="of the coupling to the temperature (100 dt)")
+    md.add_argument("--barostat-time", type=float, metavar="FS", help="of the coupling to the pressure (1000 dt)")
+    md.add_argument("--seed", type=int, default=0, help="of velocities and noise (0)")
+    md.add_argument("--every", type=int, help="steps between two rows of the table, and two frames (a tenth of all)")
+    md.add_argument(
+        "--trajectory",
+        metavar="FILE",
+        help="where to write frames, as .xyz or .traj; for several systems out-0.xyz ...",
+    )
+    md.set_defaults(run=_md)
+
+    relax = commands.add_parser("relax", help="relax the structures in a file", epilog=_RELAX_EXAMPLE)
+    _add_structures_and_terms(relax)
+    relax.add_argument("--fmax", type=float, default=0.01, metavar="EV/A", help="largest force at the end (0.01 eV/Å)")
+    relax.add_argument("--optimizer", choices=["fire", "fire2", "lbfgs"], default="fire", help="(fire)")
+    relax.add_argument("--max-steps", type=int, default=1000, help="of the optimizer (1000)")
+    relax.add_argument(
+        "--cell",
+        choices=["isotropic", "axes", "full"],
+        help="relax cells, too: their size; the length of each Cartesian axis; or lengths and angles",
+    )
+    relax.add_argument("--pressure", type=float, metavar="GPA", help="for cells that relax (0)")
+    relax.add_argument("--forces", action="store_true", help="print the force on each atom, too")
+    relax.add_argument("--output", metavar="FILE", help="where to write the relaxed structures, in a format of ASE")
+    relax.set_defaults(run=_relax)
 
     stand_in = commands.add_parser(
         "stand-in",
@@ -99,6 +123,32 @@ def _parser() -> argparse.ArgumentParser:
     stand_in.add_argument("--folder", type=Path, default=Path("dist"), help="where to write it (dist)")
     stand_in.set_defaults(run=_stand_in)
     return parser
+
+
+def _add_structures_and_terms(parser: argparse.ArgumentParser) -> None:
+    """The arguments of commands that compute something of the structures in a file."""
+    parser.add_argument("file", help="any file with atoms that ASE reads")
+    parser.add_argument("--index", default=":", help="which frames, as 0, -1, 10:20 or, with =, -5:; by default all")
+    parser.add_argument("--potential", metavar="NAME", help="pair potential, such as lennard_jones or buckingham")
+    parser.add_argument(
+        "--parameters",
+        nargs="+",
+        action="extend",
+        metavar="KEY=VALUE",
+        help="its cutoff, parameters and options; KEY:Mg=VALUE and KEY:Mg-O=VALUE by element or pair of elements, "
+        "KEY:*=VALUE for all others",
+    )
+    parser.add_argument("--electrostatics", metavar="METHOD", help="auto, or ewald, pme, coulomb, dsf ...")
+    parser.add_argument("--charges", metavar="Na=1,Cl=-1", help="by element; by default those in the file")
+    parser.add_argument("--accuracy", type=float, help="relative error of forces for auto, ewald and pme (1e-6)")
+    parser.add_argument(
+        "--electrostatics-parameters", nargs="+", action="extend", metavar="KEY=VALUE", help="cutoff, alpha ..."
+    )
+    parser.add_argument("--slab-correction", action="store_true", help="ewald or pme with one open axis")
+    parser.add_argument("--dispersion", metavar="FUNCTIONAL", help="DFT-D3 for a density functional, such as pbe")
+    parser.add_argument("--damping", metavar="KIND", help="of the dispersion: bj (the default), zero, bjm or zerom")
+    parser.add_argument("--device", default="cpu", help="where to compute (cpu)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 _TUNE_EFFECT = (
@@ -117,6 +167,18 @@ _WARMUP_LEAVES = (
 _ENERGY_EXAMPLE = (
     "For example: nvalchemiops energy MgO.cif --potential buckingham "
     "--parameters cutoff=9 A:Mg-O=1280 'A:*=0' rho=0.3 C=0 --electrostatics auto --charges Mg=2,O=-2"
+)
+
+
+_MD_EXAMPLE = (
+    "For example: nvalchemiops md argon.xyz --potential lennard_jones --parameters cutoff=8.5 sigma=3.4 epsilon=0.0104 "
+    "--ensemble npt --temperature 60 80 100 --dt 4 --steps 5000 --trajectory out.xyz. Atoms that the file fixes stay."
+)
+
+_RELAX_EXAMPLE = (
+    "For example: nvalchemiops relax argon.xyz --potential lennard_jones --parameters cutoff=8.5 sigma=3.4 "
+    "epsilon=0.0104 --cell full --optimizer lbfgs --output relaxed.xyz. The exit status is 1 if a structure did not "
+    "converge. Atoms that the file fixes stay."
 )
 
 
@@ -332,12 +394,25 @@ def import_all(package: ModuleType) -> Iterator[ModuleType]:
             yield from import_all(module)
 
 
-# -- energy ---------------------------------------------------------------------------------------
+# -- structures in files --------------------------------------------------------------------------
 
 
 def _energy(options: argparse.Namespace) -> int:
+    return _of_ase("energy", "command", "run", options)
+
+
+def _md(options: argparse.Namespace) -> int:
+    return _of_ase("md", "motion", "md", options)
+
+
+def _relax(options: argparse.Namespace) -> int:
+    return _of_ase("relax", "motion", "relax", options)
+
+
+def _of_ase(command: str, module: str, function: str, options: argparse.Namespace) -> int:
+    """Run a function of `nvalchemiops.ase`, if ASE is installed."""
     try:
-        from nvalchemiops.ase import command
+        found = importlib.import_module(f"nvalchemiops.ase.{module}")
     except ImportError as error:
-        return _fail("energy", error)
-    return command.run(options)
+        return _fail(command, error)
+    return int(getattr(found, function)(options))

@@ -25,17 +25,20 @@ from nvalchemiops.ase.calculator import Calculator
 from nvalchemiops.ase.dispersion import Dispersion
 from nvalchemiops.ase.electrostatics import Electrostatics
 from nvalchemiops.ase.graphs import Graph, atoms_to_graph
+from nvalchemiops.ase.models import FromASE
 from nvalchemiops.ase.neighbors import neighbor_list
 from nvalchemiops.ase.pair import Pair
 from nvalchemiops.ase.ranks import on_ranks
-from nvalchemiops.ase.system import Contribution, System, Term
+from nvalchemiops.ase.system import Contribution, InBatches, System, Term
 
 __all__ = [
     "Calculator",
     "Contribution",
     "Dispersion",
     "Electrostatics",
+    "FromASE",
     "Graph",
+    "InBatches",
     "Pair",
     "System",
     "Term",

@@ -1,10 +1,13 @@
-"""The command ``nvalchemiops energy``: energies and forces of the structures in a file."""
+"""The command ``nvalchemiops energy``: energies and forces of the structures in a file.
+
+What it has in common with other commands about structures, in `nvalchemiops.ase.motion`, is here.
+"""
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ase
@@ -21,28 +24,38 @@ from nvalchemiops.constants import EV_PER_ANGSTROM3_IN_GPA
 UNITS = {"energy": "eV", "forces": "eV/angstrom", "stress": "eV/angstrom^3, in the order xx yy zz yz xz xy"}
 
 
-class _Misuse(Exception):
-    """A mistake in the arguments of the command; the message is shown to the user."""
+class Misuse(Exception):
+    """A mistake in the arguments of a command; the message is shown to the user."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Print energies according to the options of the command; returns the exit status."""
+    return told("energy", _energies, options)
+
+
+def told(command: str, body: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """The exit status of ``body(options)``; 2 if it fails, after one line that says why."""
     try:
-        frames = _frames(options.file, options.index)
-        quiet_warp()
-        calculator = Calculator(*_terms(options), device=options.device)
-        results = list(_evaluate(frames, calculator, options.forces))
-    except (_Misuse, ValueError, TypeError) as error:
-        print(f"nvalchemiops energy: {error}", file=sys.stderr)
+        return body(options)
+    except (Misuse, ValueError, TypeError, FloatingPointError, OSError) as error:
+        print(f"nvalchemiops {command}: {error}", file=sys.stderr)
         return 2
+
+
+def read(options: argparse.Namespace) -> tuple[list[tuple[int, ase.Atoms]], Calculator]:
+    """The frames that the options name, and the calculator that they describe."""
+    frames = _frames(options.file, options.index)
+    quiet_warp()
+    return frames, Calculator(*_terms(options), device=options.device)
+
+
+def _energies(options: argparse.Namespace) -> int:
+    frames, calculator = read(options)
+    results = list(_evaluate(frames, calculator, options.forces))
     if options.json:
-        terms = calculator.parameters["terms"]
-        print(_compact({"file": options.file, "terms": terms, "units": UNITS, "frames": results}))
+        print(as_json(options, calculator, UNITS, frames=results))
         return 0
-    _print_table(results)
-    if options.forces:
-        for result in results:
-            _print_forces(result)
+    print_results(results)
     return 0
 
 
@@ -62,9 +75,9 @@ def _terms(options: argparse.Namespace) -> list[Term]:
             continue
         for other in others:
             if getattr(options, other):
-                raise _Misuse(f"--{other.replace('_', '-')} is given without --{option}")
+                raise Misuse(f"--{other.replace('_', '-')} is given without --{option}")
     if not terms:
-        raise _Misuse("nothing to compute: give --potential, --electrostatics, --dispersion, or several of them")
+        raise Misuse("nothing to compute: give --potential, --electrostatics, --dispersion, or several of them")
     return terms
 
 
@@ -88,7 +101,7 @@ def _dispersion(options: argparse.Namespace) -> Term:
 
         return Dispersion(options.dispersion, damping=options.damping or "bj")
     except ImportError as error:
-        raise _Misuse(f"--dispersion: {error}") from error
+        raise Misuse(f"--dispersion: {error}") from error
 
 
 def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:
@@ -98,10 +111,10 @@ def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:
         key, equals, value = entry.partition("=")
         name, colon, member = key.partition(":")
         if not (equals and name and value) or (colon and not member):
-            raise _Misuse(f"{option}: {entry!r} is not of the form KEY=VALUE")
+            raise Misuse(f"{option}: {entry!r} is not of the form KEY=VALUE")
         group, key = (found.setdefault(name, {}), member) if colon else (found, name)
         if not isinstance(group, dict) or key in group:
-            raise _Misuse(f"{option}: {name!r} is given twice")
+            raise Misuse(f"{option}: {name!r} is given twice")
         group[key] = _value(value)
     return found
 
@@ -125,18 +138,18 @@ def _frames(file: str, index: str) -> list[tuple[int, ase.Atoms]]:
     """The requested frames, each with its number in the file."""
     chosen = ase.io.formats.string2index(index)
     if isinstance(chosen, str):
-        raise _Misuse(f"--index: {index!r} is neither a number nor a slice such as 0:100:10")
+        raise Misuse(f"--index: {index!r} is neither a number nor a slice such as 0:100:10")
     try:
         read: Any = ase.io.read(file, index=chosen if isinstance(chosen, int) else ":", do_not_split_by_at_sign=True)
     except (IndexError, StopIteration) as error:
-        raise _Misuse(f"{file} has no frame {index}") from error
+        raise Misuse(f"{file} has no frame {index}") from error
     except Exception as error:  # readers raise errors of many types for files of other formats
-        raise _Misuse(f"cannot read {file}: {str(error) or type(error).__name__}") from error
+        raise Misuse(f"cannot read {file}: {str(error) or type(error).__name__}") from error
     if isinstance(chosen, int):
         return [(chosen, read)]
     frames = list(enumerate(read))[chosen]
     if not frames:
-        raise _Misuse(f"{file} has no frame {index}")
+        raise Misuse(f"{file} has no frame {index}")
     return frames
 
 
@@ -145,22 +158,32 @@ def _evaluate(
 ) -> Iterator[dict[str, Any]]:
     for number, atoms in frames:
         atoms.calc = calculator
-        forces = atoms.get_forces()
-        energy = atoms.get_potential_energy()
-        result = {
-            "frame": number,
-            "formula": atoms.get_chemical_formula(),
-            "n_atoms": len(atoms),
-            "energy": energy,
-            "energy_per_atom": energy / max(len(atoms), 1),
-            "largest_force": float(np.sqrt((forces**2).sum(axis=1)).max(initial=0.0)),
-        }
-        if atoms.cell.rank == 3:
-            stress = atoms.get_stress()
-            result |= {"stress": stress.tolist(), "pressure": -float(stress[:3].mean())}
-        if with_forces:
-            result |= {"symbols": list(atoms.symbols), "forces": forces.tolist()}
-        yield result
+        yield result_of(number, atoms, with_forces, atoms.cell.rank == 3)
+
+
+def result_of(number: int, atoms: ase.Atoms, with_forces: bool, with_stress: bool) -> dict[str, Any]:
+    """What is printed of a frame, by its calculator."""
+    forces = atoms.get_forces()
+    energy = atoms.get_potential_energy()
+    result = {
+        "frame": number,
+        "formula": atoms.get_chemical_formula(),
+        "n_atoms": len(atoms),
+        "energy": energy,
+        "energy_per_atom": energy / max(len(atoms), 1),
+        "largest_force": float(np.sqrt((forces**2).sum(axis=1)).max(initial=0.0)),
+    }
+    if with_stress:
+        stress = atoms.get_stress()
+        result |= {"stress": stress.tolist(), "pressure": -float(stress[:3].mean())}
+    if with_forces:
+        result |= {"symbols": list(atoms.symbols), "forces": forces.tolist()}
+    return result
+
+
+def as_json(options: argparse.Namespace, calculator: Calculator, units: dict[str, str], **results: Any) -> str:
+    """One JSON object, with the file, the terms and the units."""
+    return _compact({"file": options.file, "terms": calculator.parameters["terms"], "units": units, **results})
 
 
 def _compact(facts: dict[str, Any]) -> str:
@@ -169,18 +192,31 @@ def _compact(facts: dict[str, Any]) -> str:
     return re.sub(r"\[\n([^][{}]*)\n\s*\]", lambda found: "[" + re.sub(r",\n\s*", ", ", found[1].strip()) + "]", text)
 
 
+def print_results(results: list[dict[str, Any]]) -> None:
+    """A table, then the forces that were asked for."""
+    _print_table(results)
+    for result in results:
+        if "forces" in result:
+            _print_forces(result)
+
+
 def _print_table(results: list[dict[str, Any]]) -> None:
+    """A row for each frame; with two columns more if the frames were relaxed."""
     width = max(len("formula"), *(len(result["formula"]) for result in results))
+    relaxed = f"  {'steps':>6}  {'converged':>9}" if "steps" in results[0] else ""
     print(
         f"{'frame':>5}  {'formula':<{width}}  {'atoms':>7}  {'energy (eV)':>18}  {'per atom (eV)':>14}  "
-        f"{'max force (eV/Å)':>16}  {'pressure (GPa)':>14}"
+        f"{'max force (eV/Å)':>16}  {'pressure (GPa)':>14}{relaxed}"
     )
     for result in results:
         pressure = f"{EV_PER_ANGSTROM3_IN_GPA * result['pressure']:14.6f}" if "pressure" in result else f"{'-':>14}"
-        print(
+        row = (
             f"{result['frame']:5d}  {result['formula']:<{width}}  {result['n_atoms']:7d}  {result['energy']:18.8f}  "
             f"{result['energy_per_atom']:14.8f}  {result['largest_force']:16.8f}  {pressure}"
         )
+        if relaxed:
+            row += f"  {result['steps']:6d}  {'yes' if result['converged'] else 'no':>9}"
+        print(row)
 
 
 def _print_forces(result: dict[str, Any]) -> None:

@@ -6,10 +6,11 @@ import ase
 import torch
 
 from nvalchemiops.ase.pair import shown
-from nvalchemiops.ase.system import Contribution, System
+from nvalchemiops.ase.system import Contribution, InBatches, System
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
 from nvalchemiops.torch.checks import as_float, check_positive
 from nvalchemiops.torch.interactions.dispersion import (
+    DFTD3,
     D3Parameters,
     RationalDamping,
     ZeroDamping,
@@ -107,6 +108,12 @@ class Dispersion:
             forces * (HARTREE_IN_EV / BOHR_IN_ANGSTROM),
             virial[0][0] * HARTREE_IN_EV if virial else None,
         )
+
+    def for_batches(self, system: System) -> InBatches:
+        """The term for atoms of several systems."""
+        elements = sorted(set(system.atoms.numbers.tolist()))
+        with system.positions.device:
+            return InBatches(DFTD3(self.damping, elements, self.parameters, **self._options))
 
     def __repr__(self) -> str:
         return f"Dispersion({', '.join(self._shown)})"

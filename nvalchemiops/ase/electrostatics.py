@@ -1,6 +1,7 @@
 """`Electrostatics`: charges as a term of the calculator, within a cutoff or over all distances."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,12 +11,15 @@ import torch
 
 from nvalchemiops.ase.elements import atom_values, of_array
 from nvalchemiops.ase.pair import Parameters, from_library, names, shown
-from nvalchemiops.ase.system import Contribution, System, periodicity
+from nvalchemiops.ase.system import Contribution, InBatches, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.electrostatics.error_models import order_of_least_cost, reciprocal_cutoff
 from nvalchemiops.torch.checks import check_positive
 from nvalchemiops.torch.interactions import pair
+from nvalchemiops.torch.interactions.electrostatics import Electrostatics as AnyElectrostatics
 from nvalchemiops.torch.interactions.electrostatics import (
+    EwaldSummation,
+    ParticleMeshEwald,
     compute_slab_correction,
     estimate_ewald_parameters,
     estimate_pme_parameters,
@@ -195,6 +199,15 @@ class Electrostatics:
         virial, torques = (None if v is None else k * v for v in (virial, _torques(fixed, found.gradients)))
         return Contribution(k * found.energies, k * forces, virial, fixed["charges"], fixed.get("dipoles"), torques)
 
+    def for_batches(self, system: System) -> InBatches | None:
+        """The term for atoms of several systems; None if sources are functions or arrays of one system, or moments."""
+        whole = self._sum.of_periodic if isinstance(self._sum, AnySum) else self._sum
+        by_element = self.charges is None or isinstance(self.charges, Mapping)
+        if len(self._of_atoms) > 1 or not by_element or isinstance(whole, SourceSum):
+            return None
+        charges = system.of_atoms(self._of_atoms["charges"](system.atoms))
+        return whole.for_batches(system, charges)
+
     def __repr__(self) -> str:
         return f"Electrostatics({', '.join([repr(self.method), *shown({'charges': self.charges, **self._arguments})])})"
 
@@ -224,6 +237,13 @@ class PairSum:
     def reach(self, _: ase.Atoms, __: Sources) -> float | None:
         """The cutoff."""
         return self.potential.cutoff
+
+    def for_batches(self, system: System, charges: torch.Tensor) -> InBatches | None:
+        """The sum for atoms of several systems, whose energies are in eV: they are products of two charges."""
+        if self.potential.cutoff is None or not self.parameters.by_element:
+            return None
+        q = charges * math.sqrt(COULOMB_EV_ANGSTROM)
+        return InBatches(functools.partial(self.potential, q=q, **self.parameters.of(system)))
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, _: Sources) -> Found:
         """Energies, forces, charge gradients if requested, and virial if wanted; in e²/angstrom."""
@@ -295,6 +315,13 @@ class LatticeSum:
         self.accuracy = check_accuracy(accuracy)
         self.slab_correction = bool(slab_correction)
         self._chosen: Chosen | None = None
+
+    def for_batches(self, _: System, charges: torch.Tensor) -> InBatches:
+        """The sum for atoms of several systems."""
+        if self.method == "auto":
+            return InBatches(AnyElectrostatics(self.accuracy), charges)
+        made = {"ewald": EwaldSummation, "pme": ParticleMeshEwald}[self.method](accuracy=self.accuracy)
+        return InBatches(functools.partial(made, slab_correction=self.slab_correction), charges)
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, whole: Sources) -> Found:
         """As for `PairSum`, with gradients for dipoles and quadrupoles; ``whole`` are the sources of all atoms."""

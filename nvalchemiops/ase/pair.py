@@ -1,5 +1,6 @@
 """`Pair`: a pair potential as a term of the calculator."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from ase.data import atomic_numbers
 
 from nvalchemiops.ase.elements import atom_values, is_by_pair, number, of_pairs, pair_table
-from nvalchemiops.ase.system import Contribution, System
+from nvalchemiops.ase.system import Contribution, InBatches, System
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.pair import PairPotential
 
@@ -87,6 +88,12 @@ class Pair:
         energies, forces, *virial = self.parameters.sum_over(system)
         return Contribution(energies, forces, virial[0][0] if virial else None)
 
+    def for_batches(self, system: System) -> InBatches | None:
+        """The potential for atoms of several systems; None without a cutoff, or if values are arrays of one system."""
+        if self.potential.cutoff is None or not self.parameters.by_element:
+            return None
+        return InBatches(functools.partial(self.potential, **self.parameters.of(system)))
+
     def __repr__(self) -> str:
         return f"Pair({', '.join([repr(self.name), *shown(self._arguments)])})"
 
@@ -139,14 +146,11 @@ class Parameters:
         self._numbers = {name: number(name, values[name]) for name in formula.global_parameters}
         self._of_atoms = {name: atom_values(name, values[name]) for name in formula.per_atom if name in values}
         self._of_pairs = {name: pair_table(name, values[name]) for name in formula.per_pair}
+        self.by_element = all(isinstance(v, Mapping) or np.ndim(v) == 0 for v in values.values())
 
-    def sum_over(self, system: System, **options: Any) -> Any:
-        """Energies, forces, further results that the options request, and the virial if wanted, for these atoms.
-
-        Raises if the atoms lack a value.
-        """
-        atoms = system.atoms
-        found = system.neighbors(self._potential.cutoff) | self._numbers
+    def of(self, system: System) -> dict[str, Any]:
+        """The values for these atoms by name, as arguments of the potential. Raises if the atoms lack a value."""
+        atoms, found = system.atoms, dict[str, Any](self._numbers)
         found |= {name: system.of_atoms(values(atoms)) for name, values in self._of_atoms.items()}
         if self._of_pairs:
             elements = np.flatnonzero(np.bincount(atoms.numbers))
@@ -154,6 +158,14 @@ class Parameters:
             found["species"] = system.of_atoms(species, torch.int32)
             for name, table in self._of_pairs.items():
                 found[name] = system.tensor(of_pairs(name, table, elements))
+        return found
+
+    def sum_over(self, system: System, **options: Any) -> Any:
+        """Energies, forces, further results that the options request, and the virial if wanted, for these atoms.
+
+        Raises if the atoms lack a value.
+        """
+        found = system.neighbors(self._potential.cutoff) | self.of(system)
         found |= {**options, "compute_forces": True, "compute_virial": system.wants_virial}
         return self._potential(system.positions, system.cell, **found)
 

@@ -39,11 +39,28 @@ class Contribution(NamedTuple):
 class Term(Protocol):
     """A part of a potential energy: `Pair`, `Electrostatics`, or any class with the method `evaluate`.
 
-    A term whose contributions have charges also has an attribute ``has_charges = True``.
+    A term whose contributions have charges also has an attribute ``has_charges = True``. A term with a method
+    ``for_batches(system)``, which returns an `InBatches` or None, is computed for all systems of a batch in one call of
+    `FromASE`.
     """
 
     def evaluate(self, system: "System") -> Contribution:
         """The contribution for these atoms. Raises ValueError for atoms that the term does not support."""
+
+
+class InBatches(NamedTuple):
+    """A term for the atoms of several systems, whose values depend on elements and initial charges alone.
+
+    Attributes
+    ----------
+    interaction : callable
+        For `nvalchemiops.torch.dynamics.SumOfTerms`.
+    charges : (n_atoms,) tensor, e, or None
+        Charges of the `nvalchemiops.torch.System` for this term.
+    """
+
+    interaction: Any
+    charges: torch.Tensor | None = None
 
 
 class SharedLists:

@@ -7,14 +7,20 @@ import sys
 from pathlib import Path
 
 import ase.io
+import ase.units
 import numpy as np
 import pytest
 import torch
 from ase.build import bulk, molecule
+from ase.constraints import FixAtoms, FixCartesian
+from ase.md.verlet import VelocityVerlet
 
 import nvalchemiops
 from nvalchemiops import cli
-from nvalchemiops.ase import Calculator, Electrostatics, Pair
+from nvalchemiops.ase import Calculator, Electrostatics, FromASE, Pair
+from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
+from nvalchemiops.torch import System
+from nvalchemiops.torch.dynamics import npt, simulate
 from tests.support.processes import output_of, run_interpreter, run_python
 
 
@@ -96,7 +102,10 @@ KERNELS = """
 import sys
 import warp as wp
 from nvalchemiops import cli
-from nvalchemiops.ase import Calculator, Electrostatics, Pair
+from nvalchemiops.ase import Calculator, Electrostatics, FromASE, Pair
+from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
+from nvalchemiops.torch import System
+from nvalchemiops.torch.dynamics import npt, simulate
 
 @wp.kernel(module="unique")
 def good(x: wp.array(dtype=wp.float64)):
@@ -452,3 +461,193 @@ def test_energy_as_a_command_is_clean(files):
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     assert json.loads(finished.stdout)["frames"][0]["energy"] < -30.0
+
+
+# -- md and relax ---------------------------------------------------------------------------------
+
+ARGON = ["--potential", "lennard_jones", "--parameters", "cutoff=6", "r_switch=5", "sigma=3.4", "epsilon=0.0104"]
+
+
+def argon():
+    return Calculator(Pair("lennard_jones", cutoff=6.0, r_switch=5.0, sigma=3.4, epsilon=0.0104))
+
+
+@pytest.fixture
+def crystals(tmp_path, monkeypatch):
+    """Files with two crystals of argon, with one that moves, and with constraints, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    found = [bulk("Ar", "fcc", a=a, cubic=True).repeat((2, 1, 1)) for a in (5.2, 5.6)]
+    for seed, atoms in enumerate(found):
+        atoms.rattle(0.1, seed=seed)
+    ase.io.write("argon.xyz", found)
+    moving, held = found[0].copy(), found[0].copy()
+    moving.set_velocities(np.random.default_rng(0).normal(scale=0.01, size=(8, 3)))
+    ase.io.write("moving.traj", moving)
+    held.set_constraint(FixAtoms([0, 3]))
+    ase.io.write("held.traj", held)
+    held.set_constraint(FixCartesian([1], (True, False, False)))
+    ase.io.write("sliding.traj", held)
+    return found
+
+
+def said(capsys, *arguments: object, status: int = 0, note: str = "") -> str:
+    """What a command prints: to standard output, or to standard error if it fails."""
+    assert cli.main([*map(str, arguments)]) == status
+    captured = capsys.readouterr()
+    printed, silent = (captured.err, captured.out) if status == 2 else (captured.out, captured.err)
+    assert note in silent if note else silent == ""
+    return printed
+
+
+def records(capsys, *arguments, **options):
+    return json.loads(said(capsys, "md", *arguments, *ARGON, "--json", **options))["records"]
+
+
+def test_md_is_the_dynamics_of_ase(crystals, capsys):
+    """The velocities of the file, and velocity Verlet: time, energies, temperature and pressure in their units."""
+    rows = records(capsys, "moving.traj", "--dt", 4, "--steps", 20, "--every", 10, "--trajectory", "out.traj")
+    atoms = ase.io.read("moving.traj")
+    atoms.calc = argon()
+    dynamics = VelocityVerlet(atoms, 4 * ase.units.fs)
+    for row in rows:
+        assert (row["step"], row["system"], row["time"]) == (dynamics.nsteps, 0, pytest.approx(0.004 * row["step"]))
+        kinetic = atoms.get_kinetic_energy()
+        assert row["potential_energy"] == pytest.approx(atoms.get_potential_energy(), rel=1e-7)
+        assert row["kinetic_energy"] == pytest.approx(kinetic, rel=1e-6)
+        assert row["conserved"] == pytest.approx(row["potential_energy"] + row["kinetic_energy"], rel=1e-12)
+        # the centre of mass moves, so that all atoms count
+        assert row["temperature"] == pytest.approx(atoms.get_temperature(), rel=1e-6)
+        stress = atoms.get_stress(include_ideal_gas=True) / ase.units.GPa
+        assert row["pressure"] == pytest.approx(-stress[:3].mean(), rel=1e-6)
+        assert row["volume"] == pytest.approx(atoms.get_volume())
+        dynamics.run(10)
+    assert len(rows) == 3
+    frames = ase.io.read("out.traj", ":")
+    assert len(frames) == 3
+    assert frames[2].get_potential_energy() == pytest.approx(rows[2]["potential_energy"])
+
+
+def test_md_of_a_batch_at_its_temperatures_and_pressures(crystals, capsys):
+    options = [
+        "--ensemble",
+        "npt",
+        "--temperature",
+        40,
+        80,
+        "--pressure",
+        0.1,
+        "--cell",
+        "axes",
+        "--dt",
+        4,
+        "--steps",
+        5,
+    ]
+    rows = records(capsys, "argon.xyz", *options, "--trajectory", "out.xyz", "--seed", 3)
+    system = System.from_ase(ase.io.read("argon.xyz", ":"))
+    integrator = npt(
+        4 * FEMTOSECOND, torch.tensor([40.0, 80.0], dtype=torch.float64) * KELVIN, 0.1 * GIGAPASCAL, cell="axes"
+    )
+    run = simulate(system, FromASE(argon()), integrator, 5, seed=3, record=("temperature", "volume", "pressure"))
+    assert [(row["step"], row["system"]) for row in rows] == [(n, k) for n in range(6) for k in range(2)]
+    for row in rows:
+        place = row["step"], row["system"]
+        assert row["temperature"] == pytest.approx(run.records["temperature"][place].item() / KELVIN, rel=1e-9)
+        assert row["volume"] == pytest.approx(run.records["volume"][place].item(), rel=1e-9)
+        assert row["pressure"] == pytest.approx(run.records["pressure"][place].item() / GIGAPASCAL, rel=1e-9)
+    assert [len(ase.io.read(f"out-{n}.xyz", ":")) for n in range(2)] == [6, 6]
+    table = said(capsys, "md", "argon.xyz", *options, "--seed", 3, *ARGON).splitlines()
+    assert len(table) == 13 and table[0].split()[:3] == ["step", "time", "(ps)"]
+    last = table[-1].split()
+    assert float(last[3]) == pytest.approx(rows[-1]["temperature"], abs=0.01)
+    assert float(last[6]) == pytest.approx(rows[-1]["volume"], abs=0.01)
+
+
+def test_md_repeats_one_structure_for_several_temperatures(crystals, capsys):
+    options = ["--index", 0, "--temperature", 30, 60, 90, "--steps", 4, "--every", 3, "--dt", 2]
+    for ensemble in ("nve", "langevin", "nvt"):
+        rows = records(capsys, "argon.xyz", "--ensemble", ensemble, *options)
+        assert len(rows) == 9 and len({row["potential_energy"] for row in rows[:3]}) == 1
+        assert len({row["kinetic_energy"] for row in rows[:3]}) == 3
+        for before, after in zip(rows[:3], rows[6:]):
+            assert after["conserved"] == pytest.approx(before["conserved"], abs=1e-4)
+
+
+def test_fixed_atoms_stay(crystals, capsys):
+    held = ase.io.read("held.traj")
+    records(capsys, "held.traj", "--temperature", 50, "--steps", 5, "--trajectory", "out.traj")
+    said(capsys, "relax", "held.traj", *ARGON, "--output", "relaxed.traj")
+    for name in ("out.traj", "relaxed.traj"):
+        moved = np.abs(ase.io.read(name).positions - held.positions).max(1)
+        assert (moved[[0, 3]] == 0.0).all() and (moved[[1, 2, 4, 5, 6, 7]] > 1e-3).all()
+
+
+@pytest.mark.parametrize("cell", ["isotropic", "axes", "full", None])
+def test_relaxed_structures_are_minima_of_the_calculator(cell, crystals, capsys):
+    options = [] if cell is None else ["--cell", cell, "--pressure", 0.2]
+    printed = said(
+        capsys, "relax", "argon.xyz", *ARGON, "--fmax", 1e-3, "--optimizer", "lbfgs", "--output", "out.xyz", *options
+    )
+    rows = [line.split() for line in printed.splitlines()]
+    assert rows[0][-1] == "converged" and [row[-1] for row in rows[1:]] == ["yes", "yes"]
+    for atoms, start, row in zip(ase.io.read("out.xyz", ":"), crystals, rows[1:]):
+        assert float(row[3]) == pytest.approx(atoms.get_potential_energy(), abs=1e-7)
+        assert int(row[-2]) > 2
+        assert float(row[4]) == pytest.approx(np.linalg.norm(atoms.get_forces(), axis=1).max(), abs=1e-7)
+        atoms.calc = argon()
+        # forces of the chart are those in the initial cell, which differs by some percent
+        assert np.linalg.norm(atoms.get_forces(), axis=1).max() < (1e-3 if cell is None else 1.1e-3)
+        stress = -atoms.get_stress() / ase.units.GPa
+        change = np.linalg.solve(start.cell[:], atoms.cell[:])
+        if cell is None:
+            assert (atoms.cell[:] == start.cell[:]).all()
+        elif cell == "isotropic":
+            assert np.allclose(change, change[0, 0] * np.eye(3)) and abs(stress[:3].mean() - 0.2) < 5e-3
+        elif cell == "axes":
+            assert np.allclose(change, np.diag(np.diag(change))) and np.abs(stress[:3] - 0.2).max() < 5e-3
+        else:
+            assert np.abs(stress - [0.2, 0.2, 0.2, 0, 0, 0]).max() < 5e-3
+
+
+def test_relax_that_does_not_converge(crystals, capsys):
+    options = ["--max-steps", 2, "--fmax", 1e-6, "--json", "--forces"]
+    printed = said(
+        capsys, "relax", "argon.xyz", *ARGON, *options, status=1, note="note: 2 of 2 systems did not converge"
+    )
+    for frame in json.loads(printed)["frames"]:
+        assert (frame["steps"], frame["converged"], len(frame["forces"])) == (2, False, 8)
+
+
+def test_molecules_move_and_relax(files, capsys):
+    """Without a cell there is no pressure."""
+    options = ["--electrostatics", "auto", "--charges", "O=-0.4,H=0.2"]
+    table = said(capsys, "md", files / "water.xyz", *options, "--temperature", 300, "--steps", 1)
+    assert table.splitlines()[-1].split()[-2:] == ["-", "-"]
+    rows = said(capsys, "relax", files / "water.xyz", *options, "--fmax", 100)
+    assert rows.splitlines()[-1].split()[-3:] == ["-", "0", "yes"]
+
+
+MOTION_MISTAKES = {
+    "no velocities": (["md", "argon.xyz"], "--temperature is needed, since argon.xyz has no velocities"),
+    "no temperature": (["md", "argon.xyz", "--ensemble", "nvt"], "--temperature is needed for --ensemble nvt"),
+    "pressure": (["md", "argon.xyz", "--pressure", "1"], "--pressure does not belong to --ensemble nve"),
+    "cell": (["md", "argon.xyz", "--ensemble", "nvt", "--cell", "full"], "--cell does not belong to --ensemble nvt"),
+    "numbers": (["md", "argon.xyz", "--temperature", "1", "2", "3"], "--temperature has 3 values for 2 systems"),
+    "dt": (["md", "argon.xyz", "--temperature", "1", "--dt", "0"], "--dt must be positive, got 0"),
+    "cold": (["md", "argon.xyz", "--temperature", "-1"], "`temperature` must be"),
+    "too long": (["md", "argon.xyz", "--temperature", "90", "--dt", "9000"], "(is --dt = 9000 fs too long?)"),
+    "folder": (["md", "argon.xyz", "--temperature", "9", "--trajectory", "no/out.xyz"], "there is no folder no"),
+    "format": (["relax", "argon.xyz", "--output", "out.abc"], "the format of out.abc is not known to ASE"),
+    "one frame": (["relax", "argon.xyz", "--output", "POSCAR"], "cannot write several frames in the format of POSCAR"),
+    "constraint": (["relax", "sliding.traj"], "a constraint FixCartesian; only fixed atoms"),
+    "no cell": (["relax", "argon.xyz", "--pressure", "1"], "--pressure is given without --cell"),
+    "fmax": (["relax", "argon.xyz", "--fmax", "-1"], "`fmax` must be"),
+}
+
+
+@pytest.mark.parametrize("name", MOTION_MISTAKES)
+def test_md_and_relax_tell_what_is_wrong(name, crystals, capsys):
+    (command, *arguments), message = MOTION_MISTAKES[name]
+    assert cli.main([command, *arguments, *ARGON]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"nvalchemiops {command}: ") and message in printed and printed.count("\n") == 1

@@ -179,6 +179,35 @@ def test_molten_salt_has_the_structure_of_the_liquid(tmp_path):
 
 
 @pytest.mark.later
+def test_slope_and_fluctuations_give_the_same_bulk_modulus(tmp_path):
+    text = printed(tmp_path, "17_equation_of_state.py", "--quick", bars=r" *\d+%.*|\d+step.*")
+    assert abs(numbers(text, "conserved energy changes by")[0]) < 0.05  # of 5 meV thermal energy
+    assert abs(numbers(text, "mean temperature")[0] - 60.0) < 2.0
+    rows = [numbers(text, f"{pressure:.1f} ") for pressure in (0.0, 0.3, 0.7)]
+    assert rows[0][0] > rows[1][0] > rows[2][0] > 32.0
+    assert abs(numbers(text, "ratio of the two, mean:")[0] - 1.0) < 0.3
+
+
+@pytest.mark.later
+def test_perturbed_crystals_relax_to_close_packings(tmp_path):
+    text = printed(tmp_path, "18_relax_crystals.py", "--quick", bars="relax")
+    assert numbers(text, "converged") == [40]
+    assert abs(numbers(text, "face-centred lattice constant")[0] - 3.61) < 0.01
+    for name, packed in {"face-centred": 8, "hexagonal": 8, "body-centred": 1, "simple cubic": 3, "diamond": 3}.items():
+        before, after, lowest, _, found, of = numbers(text, f"{name} ")
+        assert before > after and abs(lowest + 3.531) < 2e-3 and of == 8 and found >= packed
+
+
+@pytest.mark.later
+def test_a_depth_is_found_by_gradients_through_trajectories(tmp_path):
+    text = printed(tmp_path, "19_fit_by_trajectories.py", "--quick", bars="fitting")
+    by_gradient, by_difference = (numbers(text, label)[-1] for label in ("d(displacement)", "by a finite difference"))
+    assert abs(by_gradient - by_difference) < 1e-5 * abs(by_difference)
+    start, found, error, true = numbers(text, "depth: start, found, error, true")
+    assert abs(start - true) > 4.0 and error < 1.0 and abs(found - true) < 3.0 * error
+
+
+@pytest.mark.later
 def test_molten_salt_in_jax_and_derivatives_of_its_trajectory(tmp_path):
     pytest.importorskip("jax")
     text = printed(tmp_path, "13_jax_molten_salt.py", "--quick")

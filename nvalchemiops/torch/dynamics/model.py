@@ -29,7 +29,8 @@ class Evaluation(NamedTuple):
     forces : (n_atoms, 3) tensor, energy / length
         ``-dE/dR``.
     stress : (n_systems, 3, 3) tensor, energy / volume, or None
-        ``dE/dstrain / volume``, symmetric, positive for tension (as in ASE). None without cells.
+        ``dE/dstrain / volume``, symmetric, positive for tension (as in ASE). None without cells; zero for systems
+        without a volume.
     """
 
     energies: torch.Tensor
@@ -52,6 +53,12 @@ def count_systems(system: System) -> int:
     if found is not None:
         return found
     return int(system.batch_idx.max()) + 1 if system.batch_idx.numel() else 0
+
+
+def _volumes(system: System) -> torch.Tensor:
+    """Volumes (n_systems, 1, 1) by which virials are divided, infinite without one: a molecule has no stress."""
+    volumes = system.volume.reshape(-1, 1, 1)
+    return torch.where(volumes == 0.0, torch.inf, volumes)
 
 
 class SumOfTerms:
@@ -156,8 +163,7 @@ class SumOfTerms:
         if not wants_stress:
             return results
         # a virial is symmetric up to rounding and the error of a mesh
-        volume = system.volume.reshape(-1, 1, 1)
-        return *results, (found.virial + found.virial.mT) * (-0.5 * energy / length**3 / volume)
+        return *results, (found.virial + found.virial.mT) * (-0.5 * energy / length**3 / _volumes(system))
 
 
 def _interaction(term: Any) -> Any:
@@ -230,5 +236,5 @@ class FromEnergies:
             energies = energies.detach()
         stress = None
         if len(wanted) > 1 and system.cell is not None:
-            stress = slopes[1] / system.volume.reshape(-1, 1, 1)
+            stress = slopes[1] / _volumes(system)
         return Evaluation(energies, -slopes[0], stress)

@@ -11,7 +11,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.integrators import Integrator
-from nvalchemiops.torch.dynamics.model import Model
+from nvalchemiops.torch.dynamics.model import Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.systems import System
 
@@ -243,39 +243,54 @@ class _Writer:
                 ase.io.write(path, atoms, append=n > 0)
 
 
-def to_ase(state: State) -> list[Any]:
-    """The systems as a list of ``ase.Atoms``, with momenta, and with energies, forces and stress as results.
+def to_ase(state: State | System) -> list[Any]:
+    """The systems as a list of ``ase.Atoms``.
 
-    Units must be eV, angstrom and u. Frozen atoms have the mass of their element, and a constraint that fixes them.
+    Those of a `State` have momenta, and energies, forces and stress as results; units must be eV, angstrom and u.
+    Frozen atoms have the mass of their element, and a constraint that fixes them. Charges are initial charges.
     """
-    import ase
+    if not isinstance(state, State):
+        return [atoms for atoms, _ in _structures(state)]
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.constraints import FixAtoms
     from ase.stress import full_3x3_to_voigt_6_stress
 
-    system, evaluation = state.system, state.evaluation
-    if system.numbers is None:
-        raise ValueError("`numbers` of the system are needed for ASE")
-
-    def array(tensor: torch.Tensor) -> Any:
-        return tensor.detach().cpu().numpy()
-
-    found, index = [], system.batch_idx
-    for n in range(len(evaluation.energies)):
-        of = slice(None) if index is None else array((index == n).nonzero().squeeze(1))
-        cell = None if system.cell is None else array(system.cell[n])
-        pbc = False if cell is None else True if system.pbc is None else array(system.pbc[n])
-        masses = array(state.masses)[of]
-        atoms = ase.Atoms(array(system.numbers)[of], array(system.positions)[of], cell=cell, pbc=pbc)
+    evaluation = state.evaluation
+    found = _structures(state.system)
+    for n, (atoms, of) in enumerate(found):
+        masses = _array(state.masses)[of]
         frozen = masses == float("inf")
         masses[frozen] = atoms.get_masses()[frozen]
         atoms.set_masses(masses)
-        atoms.set_velocities(array(state.velocities)[of])
+        atoms.set_velocities(_array(state.velocities)[of])
         if frozen.any():
             atoms.set_constraint(FixAtoms(mask=frozen))
-        results = {"energy": float(evaluation.energies[n].detach()), "forces": array(evaluation.forces)[of]}
+        results = {"energy": float(evaluation.energies[n].detach()), "forces": _array(evaluation.forces)[of]}
         if evaluation.stress is not None:
-            results["stress"] = full_3x3_to_voigt_6_stress(array(evaluation.stress[n]))
+            results["stress"] = full_3x3_to_voigt_6_stress(_array(evaluation.stress[n]))
         atoms.calc = SinglePointCalculator(atoms, **results)
-        found.append(atoms)
+    return [atoms for atoms, _ in found]
+
+
+def _structures(system: System) -> list[tuple[Any, Any]]:
+    """For each system its ``ase.Atoms``, and where its atoms are in the batch."""
+    import ase
+
+    if system.numbers is None:
+        raise ValueError("`numbers` of the system are needed for ASE")
+    n_systems, positions, numbers = count_systems(system), _array(system.positions), _array(system.numbers)
+    index = None if system.batch_idx is None else _array(system.batch_idx)
+    cells = None if system.cell is None else _array(system.cell.reshape(-1, 3, 3).expand(n_systems, 3, 3))
+    axes = None if system.pbc is None else _array(system.pbc.reshape(-1, 3).expand(n_systems, 3))
+    charges = None if system.charges is None or system.charges.ndim > 1 else _array(system.charges)
+    found = []
+    for n in range(n_systems):
+        of = slice(None) if index is None else index == n
+        cell, pbc = (None, False) if cells is None else (cells[n], True if axes is None else axes[n])
+        of_atoms = None if charges is None else charges[of]
+        found.append((ase.Atoms(numbers[of], positions[of], cell=cell, pbc=pbc, charges=of_atoms), of))
     return found
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().numpy()

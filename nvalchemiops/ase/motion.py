@@ -1,0 +1,294 @@
+"""The commands ``nvalchemiops md`` and ``nvalchemiops relax``: dynamics and relaxation of the structures in a file."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ase
+import ase.io
+import ase.io.formats
+import numpy as np
+import torch
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixAtoms
+from ase.stress import full_3x3_to_voigt_6_stress
+
+from nvalchemiops.ase import command
+from nvalchemiops.ase.command import Misuse
+from nvalchemiops.ase.models import FromASE
+from nvalchemiops.constants import EV_PER_ANGSTROM3_IN_GPA, FEMTOSECOND, GIGAPASCAL, KELVIN
+from nvalchemiops.torch import dynamics
+from nvalchemiops.torch.dynamics import CellFilter, Integrator, State, langevin, nose_hoover, npt, nve, simulate
+from nvalchemiops.torch.systems import System
+
+UNITS = {
+    "time": "ps",
+    "temperature": "K",
+    "potential_energy": "eV",
+    "kinetic_energy": "eV",
+    "conserved": "eV",
+    "volume": "angstrom^3",
+    "pressure": "GPa",
+}
+
+CELLS: dict[str | None, bool | CellFilter] = {
+    None: False,
+    "isotropic": CellFilter(hydrostatic_strain=True),
+    "axes": CellFilter(mask=[True, True, True, False, False, False]),
+    "full": CellFilter(),
+}
+
+
+def md(options: argparse.Namespace) -> int:
+    """Run dynamics according to the options of the command; returns the exit status."""
+    return command.told("md", _md, options)
+
+
+def relax(options: argparse.Namespace) -> int:
+    """Relax structures according to the options of the command; returns the exit status: 1 if one did not converge."""
+    return command.told("relax", _relax, options)
+
+
+# -- dynamics -------------------------------------------------------------------------------------
+
+
+def _md(options: argparse.Namespace) -> int:
+    _check_ensemble(options)
+    lowest = {"dt": 0.0, "thermostat_time": 0.0, "barostat_time": 0.0, "steps": -1, "every": 0}
+    for name, limit in lowest.items():
+        value = getattr(options, name)
+        if value is not None and not value > limit:
+            raise Misuse(f"--{name.replace('_', '-')} must be positive, got {value:g}")
+    found, calculator = command.read(options)
+    frames = [atoms for _, atoms in found]
+    given = [values for values in (options.temperature, options.pressure) if values is not None]
+    if len(frames) == 1:
+        frames = frames * max(map(len, given), default=1)
+    kt, pressure = (
+        _each(name, values, len(frames), unit)
+        for name, values, unit in (
+            ("temperature", options.temperature, KELVIN),
+            ("pressure", options.pressure, GIGAPASCAL),
+        )
+    )
+    paths = None if options.trajectory is None else _paths(options.trajectory, len(frames))
+    integrator, drawing = _integrators(options, kt, pressure)
+    has_velocities = all(atoms.has("momenta") for atoms in frames) and drawing is None
+    if options.ensemble == "nve" and not has_velocities and drawing is None:
+        raise Misuse(f"--temperature is needed, since {options.file} has no velocities")
+    device, model = calculator.device, FromASE(calculator)
+    system = System.from_ase(frames, device=device)
+
+    def of_all(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+        return torch.as_tensor(np.concatenate(arrays), device=device)
+
+    masses = of_all([np.where(_fixed(atoms), np.inf, atoms.get_masses()) for atoms in frames])
+    velocities = of_all([atoms.get_velocities() for atoms in frames]) if has_velocities else None
+    with torch.no_grad():
+        state = (drawing or integrator).start(system, model, masses=masses, velocities=velocities, seed=options.seed)
+    table = _Table(integrator, options)
+    table.add(state)
+    options_of_run: Any = {"record": (), "hooks": [table.after_step], "progress": sys.stderr.isatty()}
+    try:
+        simulate(
+            state,
+            model,
+            integrator,
+            options.steps,
+            trajectory=paths,
+            trajectory_every=table.every,
+            **options_of_run,
+        )
+    except ValueError as error:  # such as positions that are not finite, or far away
+        raise Misuse(f"after step {table.step}: {error} (is --dt = {options.dt:g} fs too long?)") from error
+    if options.json:
+        print(command.as_json(options, calculator, UNITS, records=table.rows))
+    return 0
+
+
+def _check_ensemble(options: argparse.Namespace) -> None:
+    """Raise for options that do not belong to the ensemble, or that it lacks."""
+    of_npt = ("pressure", "cell", "barostat_time")
+    others = {"nve": ("thermostat_time", *of_npt), "langevin": of_npt, "nvt": of_npt, "npt": ()}[options.ensemble]
+    for name in others:
+        if getattr(options, name) is not None:
+            raise Misuse(f"--{name.replace('_', '-')} does not belong to --ensemble {options.ensemble}")
+    if options.ensemble != "nve" and options.temperature is None:
+        raise Misuse(f"--temperature is needed for --ensemble {options.ensemble}")
+
+
+def _integrators(options: argparse.Namespace, kt: Any, pressure: Any) -> tuple[Integrator, Integrator | None]:
+    """The integrator, and another that draws velocities for it if it has no temperature itself."""
+    dt = options.dt * FEMTOSECOND
+    time, cell_time = (
+        None if value is None else value * FEMTOSECOND for value in (options.thermostat_time, options.barostat_time)
+    )
+    if options.ensemble == "nve":
+        return nve(dt), None if kt is None else nose_hoover(dt, kt)
+    if options.ensemble == "langevin":
+        return langevin(dt, kt, friction=None if time is None else 1.0 / time), None
+    if options.ensemble == "nvt":
+        return nose_hoover(dt, kt, thermostat_time=time), None
+    times: Any = {"thermostat_time": time, "barostat_time": cell_time}
+    return npt(dt, kt, 0.0 if pressure is None else pressure, cell=options.cell or "isotropic", **times), None
+
+
+def _each(name: str, values: list[float] | None, n_systems: int, unit: float) -> float | torch.Tensor | None:
+    """One number, or one for each system."""
+    if values is None or len(values) == 1:
+        return None if values is None else values[0] * unit
+    if len(values) != n_systems:
+        raise Misuse(f"--{name} has {len(values)} values for {n_systems} systems")
+    return torch.tensor(values, dtype=torch.float64) * unit
+
+
+class _Table:
+    """Rows of records, printed as they come, or kept for JSON."""
+
+    def __init__(self, integrator: Integrator, options: argparse.Namespace) -> None:
+        self.every = options.every or max(options.steps // 10, 1)
+        self.rows: list[dict[str, Any]] = []
+        self._integrator, self._dt, self._last, self.step = integrator, options.dt, options.steps, 0
+        self._print = not options.json
+        self._write = _writer()
+
+    def after_step(self, state: State) -> None:
+        """A hook of `simulate`."""
+        self.step += 1
+        if self.step % self.every == 0 or self.step == self._last:
+            self.add(state)
+
+    def add(self, state: State) -> None:
+        """A row for each system."""
+        columns = {
+            "temperature": state.temperatures / KELVIN,
+            "potential_energy": state.evaluation.energies,
+            "kinetic_energy": state.kinetic_energies,
+            "conserved": self._integrator.conserved(state),
+        }
+        if state.evaluation.stress is not None:
+            columns |= {"volume": state.volumes, "pressure": state.pressures * EV_PER_ANGSTROM3_IN_GPA}
+        values = {name: column.tolist() for name, column in columns.items()}
+        if self._print and self.step == 0:
+            self._write(HEAD)
+        for system in range(len(values["temperature"])):
+            row = {"step": self.step, "time": 1e-3 * self._dt * self.step, "system": system}
+            row |= {name: column[system] for name, column in values.items()}
+            if row.get("volume") == 0.0:
+                del row["volume"], row["pressure"]
+            if not np.isfinite(list(row.values())).all():
+                raise FloatingPointError(
+                    f"system {system} has energies or velocities that are not finite at step {self.step}: is --dt "
+                    f"= {self._dt:g} fs too long?"
+                )
+            self.rows.append(row)
+            if self._print:
+                self._write(_line(row))
+
+
+HEAD = (
+    f"{'step':>8}  {'time (ps)':>10}  {'system':>6}  {'T (K)':>9}  {'potential (eV)':>16}  {'conserved (eV)':>16}  "
+    f"{'volume (Å³)':>12}  {'pressure (GPa)':>14}"
+)
+
+
+def _line(row: dict[str, Any]) -> str:
+    volume, pressure = (
+        f"{row[name]:{width}}" if name in row else "-" for name, width in (("volume", ".2f"), ("pressure", ".4f"))
+    )
+    return (
+        f"{row['step']:8d}  {row['time']:10.4f}  {row['system']:6d}  {row['temperature']:9.2f}  "
+        f"{row['potential_energy']:16.6f}  {row['conserved']:16.6f}  {volume:>12}  {pressure:>14}"
+    )
+
+
+def _writer() -> Any:
+    """``print``, without spoiling a progress bar."""
+    try:
+        return importlib.import_module("tqdm").tqdm.write
+    except ImportError:
+        return print
+
+
+# -- relaxation -----------------------------------------------------------------------------------
+
+
+def _relax(options: argparse.Namespace) -> int:
+    if options.pressure is not None and options.cell is None:
+        raise Misuse("--pressure is given without --cell")
+    found, calculator = command.read(options)
+    numbers, frames = zip(*found)
+    if options.output is not None:
+        _check_output(Path(options.output), len(frames))
+    cell = CELLS[options.cell]
+    if isinstance(cell, CellFilter):
+        cell = cell._replace(scalar_pressure=(options.pressure or 0.0) * GIGAPASCAL)
+    fixed = torch.as_tensor(np.concatenate([_fixed(atoms) for atoms in frames]), device=calculator.device)
+    relaxed = dynamics.relax(
+        System.from_ase(frames, device=calculator.device),
+        FromASE(calculator),
+        options.optimizer,
+        fmax=options.fmax,
+        cell=cell,
+        fixed=fixed if bool(fixed.any()) else None,
+        max_steps=options.max_steps,
+        progress=sys.stderr.isatty(),
+    )
+    results = []
+    stress = relaxed.evaluation.stress
+    for n, (number, atoms, moved) in enumerate(zip(numbers, frames, dynamics.to_ase(relaxed.system))):
+        of = slice(first := sum(map(len, frames[:n])), first + len(atoms))
+        atoms.set_cell(moved.cell)
+        atoms.set_positions(moved.positions, apply_constraint=False)
+        values: dict[str, Any] = {"energy": float(relaxed.evaluation.energies[n])}
+        values["forces"] = relaxed.evaluation.forces[of].cpu().numpy()
+        if stress is not None and atoms.cell.rank == 3:
+            values["stress"] = full_3x3_to_voigt_6_stress(stress[n].cpu().numpy())
+        atoms.calc = SinglePointCalculator(atoms, **values)
+        result = command.result_of(number, atoms, options.forces, "stress" in values)
+        result |= {"steps": int(relaxed.steps[n]), "converged": bool(relaxed.converged[n])}
+        results.append(result)
+    if options.output is not None:
+        ase.io.write(options.output, list(frames))
+    if options.json:
+        print(command.as_json(options, calculator, command.UNITS, frames=results))
+    else:
+        command.print_results(results)
+    return 0 if bool(relaxed.converged.all()) else 1
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def _fixed(atoms: ase.Atoms) -> np.ndarray:
+    """Whether each atom is fixed; raise for other constraints."""
+    fixed = np.zeros(len(atoms), dtype=bool)
+    for constraint in atoms.constraints:
+        if not isinstance(constraint, FixAtoms):
+            raise Misuse(f"the file has a constraint {type(constraint).__name__}; only fixed atoms are supported")
+        fixed[constraint.index] = True
+    return fixed
+
+
+def _paths(text: str, n_systems: int) -> list[Path]:
+    """A file for the trajectory of each system."""
+    path = Path(text)
+    _check_output(path, 2)
+    if n_systems == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(n_systems)]
+
+
+def _check_output(path: Path, n_frames: int) -> None:
+    """Raise unless ASE can write so many frames there, before anything is computed."""
+    if not path.parent.is_dir():
+        raise Misuse(f"there is no folder {path.parent} for {path.name}")
+    try:
+        form = ase.io.formats.ioformats[ase.io.formats.filetype(str(path), read=False)]
+    except (ase.io.formats.UnknownFileTypeError, KeyError):
+        raise Misuse(f"the format of {path.name} is not known to ASE") from None
+    if not form.can_write or (n_frames > 1 and form.single):
+        raise Misuse(f"ASE cannot write {'several frames' if form.can_write else 'files'} in the format of {path.name}")

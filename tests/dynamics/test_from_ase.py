@@ -1,0 +1,184 @@
+"""`FromASE`: calculators as models, all systems in one call or one after the other."""
+
+import ase.build
+import numpy as np
+import pytest
+import torch
+from ase.calculators.calculator import Calculator as CalculatorOfASE
+from ase.calculators.emt import EMT
+
+from nvalchemiops.ase import Calculator, Contribution, Dispersion, Electrostatics, FromASE, Pair
+from nvalchemiops.torch.dynamics import npt, nve, relax, simulate, to_ase
+from nvalchemiops.torch.systems import System
+
+from .systems import SOFT, crystal
+
+CHARGES = {"Na": 1.0, "Cl": -1.0}
+PAIRS = {"sigma": {"Na": 2.4, "Cl": 3.4}, "epsilon": 0.02}
+
+
+def salts(charged=False):
+    """Two sheared crystals of Na and Cl, of different size."""
+    found = []
+    for seed, repeat in ((1, (2, 1, 1)), (2, 1)):
+        atoms = crystal(repeat, a=5.6, rattle=0.1, seed=seed)
+        atoms.numbers[:] = [11, 17] * (len(atoms) // 2)
+        if charged:
+            atoms.set_initial_charges([0.9, -0.9] * (len(atoms) // 2))
+        found.append(atoms)
+    return found
+
+
+def slab():
+    atoms = crystal((1, 1, 1), a=5.6)
+    atoms.numbers[:] = [11, 17, 11, 17]
+    atoms.center(vacuum=6.0, axis=2)
+    atoms.pbc = (True, True, False)
+    return atoms
+
+
+def molecules():
+    return [ase.build.molecule(name) for name in ("NaCl", "CH3CH2OH")]
+
+
+ALL = CHARGES | {"C": -0.3, "O": -0.5, "H": 0.2}
+OWN = {"sigma": {"*": 2.0}, "epsilon": 0.02}
+IN_ONE_CALL = {
+    "pairs": ([Pair("lennard_jones", cutoff=6.0, r_switch=5.0, **PAIRS)], salts(), 1e-12),
+    "pairs by pair": (
+        [Pair("buckingham", cutoff=6.0, A={"Na-Cl": 1256.0, "*": 3.0}, rho=0.317, C={"Cl-Cl": 9.0, "*": 0.0})],
+        salts(),
+        1e-12,
+    ),
+    "auto": ([Electrostatics("auto", CHARGES)], salts(), 1e-5),
+    "ewald": ([Electrostatics("ewald", CHARGES), Pair("lennard_jones", cutoff=6.0, **PAIRS)], salts(), 1e-5),
+    "pme": ([Electrostatics("pme", CHARGES)], salts(), 1e-5),
+    "initial charges": ([Electrostatics("ewald")], salts(charged=True), 1e-5),
+    "within a cutoff": ([Electrostatics("dsf", CHARGES, cutoff=7.0, alpha=0.2)], salts(), 1e-12),
+    "dispersion": ([Dispersion("pbe", cutoff=7.0, coordination_cutoff=6.0, smoothing=1.0)], salts(), 1e-12),
+    "slab": ([Electrostatics("ewald", CHARGES, slab_correction=True)], [slab(), *salts()], 1e-5),
+    "any": ([Electrostatics("auto", ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], [slab(), *molecules()], 1e-5),
+    "molecules": ([Electrostatics("auto", ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], molecules(), 1e-5),
+}
+
+
+def expected(calculator, frames):
+    """By ASE, system by system."""
+    found = []
+    for atoms in frames:
+        atoms.calc = calculator
+        stress = atoms.get_stress(voigt=False) if atoms.cell.rank == 3 else np.zeros((3, 3))
+        found.append((atoms.get_potential_energy(), atoms.get_forces(), stress))
+    energies, forces, stresses = zip(*found)
+    return np.array(energies), np.concatenate(forces), np.array(stresses)
+
+
+@pytest.mark.parametrize("name", IN_ONE_CALL)
+def test_terms_of_a_batch_are_those_of_each_system(name):
+    terms, frames, tolerance = IN_ONE_CALL[name]
+    calculator = Calculator(*terms)
+    model = FromASE(calculator)
+    found = model(System.from_ase(frames))
+    assert calculator.searches == 0  # all in one call
+    energies, forces, stresses = expected(calculator, frames)
+    np.testing.assert_allclose(found.energies, energies, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(found.forces, forces, atol=tolerance)
+    if name == "molecules":
+        assert found.stress is None
+    else:
+        np.testing.assert_allclose(found.stress, stresses, atol=tolerance)
+
+
+class Trap:
+    """A term of a user: springs to the origin."""
+
+    def evaluate(self, system):
+        x = system.positions
+        return Contribution(0.5 * x.square().sum(1), -x, x.mT @ x)
+
+
+def test_terms_for_one_system_and_other_calculators_go_one_by_one():
+    frames = [crystal((2, 1, 1), a=5.6, seed=n) for n in range(2)]
+    by_array = Pair(SOFT, sigma=3.4, epsilon=0.0104), Electrostatics("dsf", np.arange(8.0), cutoff=6.0, alpha=0.2)
+    copper = [ase.build.bulk("Cu", a=a, cubic=True) for a in (3.5, 3.7)]
+    for calculator, structures in (
+        (Calculator(*by_array), frames),
+        (Calculator(Pair("lennard_jones", cutoff=6.0, sigma=np.linspace(3.0, 3.5, 8), epsilon=0.01)), frames),
+        (Calculator(Trap()), frames),
+        (EMT(), copper),
+    ):
+        found = FromASE(calculator)(System.from_ase(structures))
+        energies, forces, stresses = expected(calculator, structures)
+        np.testing.assert_allclose(found.energies, energies, rtol=1e-13)
+        np.testing.assert_allclose(found.forces, forces, atol=1e-13)
+        np.testing.assert_allclose(found.stress, stresses, atol=1e-13)
+
+
+def test_one_list_is_kept_while_atoms_move_and_follows_other_batches():
+    calculator = Calculator(Pair("lennard_jones", cutoff=6.0, **PAIRS), skin=0.7)
+    model = FromASE(calculator)
+    batch = System.from_ase(salts())
+    for n in range(3):
+        model(batch._replace(positions=batch.positions + 0.05 * n))
+    lists = model._sum.neighbors
+    assert (lists.skin, lists.num_calls, lists.num_builds) == (0.7, 3, 1)
+    other = salts()[1]
+    other.numbers[:] = [17, 17, 17, 11]
+    found = model(System.from_ase(other))
+    assert model._sum.neighbors is lists
+    np.testing.assert_allclose(found.forces, expected(calculator, [other])[1], atol=1e-12)
+    model(batch)
+    batch.numbers[:] = 17  # in place
+    frames = salts()
+    for atoms in frames:
+        atoms.numbers[:] = 17
+    np.testing.assert_allclose(model(batch).energies, expected(calculator, frames)[0], rtol=1e-12)
+
+
+def test_a_calculator_of_ase_relaxes_and_moves_a_batch():
+    copper = [ase.build.bulk("Cu", a=a, cubic=True) for a in (3.5, 3.7)]
+    for seed, atoms in enumerate(copper):
+        atoms.rattle(0.05, seed=seed)
+    result = relax(System.from_ase(copper), FromASE(EMT()), "lbfgs", fmax=0.01, cell=True)
+    assert result.converged.all()
+    for atoms in to_ase(result.system):
+        atoms.calc = EMT()
+        assert np.linalg.norm(atoms.get_forces(), axis=1).max() < 0.01 and abs(atoms.get_stress()).max() < 1e-3
+        assert abs(atoms.get_volume() / 4 - 3.59**3 / 4) < 0.05  # of copper in EMT
+    run = simulate(result.system, FromASE(EMT()), npt(0.2, 0.02, 0.01), 20, record=("conserved", "kinetic_energy"))
+    assert run.records["conserved"].std(0).max() < 0.01 * run.records["kinetic_energy"].std(0).min()
+
+
+class NoStress(CalculatorOfASE):
+    implemented_properties = ["energy", "forces"]  # noqa: RUF012
+
+    def calculate(self, atoms, properties, changes):
+        self.results = {"energy": float((atoms.positions**2).sum()), "forces": -2.0 * atoms.positions}
+
+
+def test_what_a_calculator_lacks():
+    system, copper = System.from_ase(crystal(1)), System.from_ase(ase.build.bulk("Cu"))
+    model = FromASE(NoStress())
+    assert model(system).stress is None and FromASE(EMT(), stress=False)(copper).stress is None
+    simulate(system, model, nve(0.1), 2)
+    with pytest.raises(ValueError, match="no stress"):
+        simulate(system, model, npt(0.1, 0.01, 0.0), 2)
+    with pytest.raises(ValueError, match="gradients"):
+        model(system._replace(positions=system.positions.clone().requires_grad_()))
+    with pytest.raises(ValueError, match="numbers"):
+        model(System(torch.zeros(2, 3)))
+    for wrong in (EMT, 3.0):
+        with pytest.raises(TypeError, match="calculator"):
+            FromASE(wrong)
+    single = System.from_ase(ase.build.bulk("Cu"), dtype=torch.float32)
+    assert all(value.dtype == torch.float32 for value in FromASE(EMT())(single))
+
+
+def test_terms_keep_their_gradients():
+    """In one call the model is a sum of differentiable operators."""
+    model = FromASE(Calculator(Pair("lennard_jones", cutoff=6.0, **PAIRS)))
+    system = System.from_ase(salts())
+    positions = system.positions.clone().requires_grad_()
+    found = model(system._replace(positions=positions))
+    (slope,) = torch.autograd.grad(found.energies.sum(), positions)
+    assert (slope + found.forces).abs().max() < 1e-12
