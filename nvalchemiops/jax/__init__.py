@@ -13,7 +13,7 @@ except Exception as error:  # JAX may also raise RuntimeError, for example for a
         f'nvalchemiops.jax needs JAX ({type(error).__name__}: {error}): pip install "nvalchemiops[jax]"', name="jax"
     ) from error
 
-_SUBMODULES = frozenset({"bridge", "interactions", "neighbors", "spline", "torch_bridge", "utils"})
+_SUBMODULES = frozenset({"bridge", "dynamics", "interactions", "neighbors", "spline", "systems", "torch_bridge", "utils"})
 
 
 def __getattr__(name: str) -> Any:
