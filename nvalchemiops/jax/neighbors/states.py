@@ -317,7 +317,7 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
     lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
     search = search._replace(sizes=tuple(one[0].shape[1] for one in lists))
     largest, fits = _occupancy(search, lists, arguments)
-    used: dict[str, Any] = {name: arguments[name] for name in SYSTEMS}
+    used: dict[str, Any] = {name: _shaped_like(getattr(state, name), arguments[name]) for name in SYSTEMS}
     after = dataclasses.replace(
         state,
         search=search,
@@ -330,6 +330,13 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
         reference=reference,
     )
     return found, after
+
+
+def _shaped_like(before: Any, now: Any) -> Any:
+    """``now``, with the shape of ``before`` if only axes of size 1 differ: a state keeps its types in a loop."""
+    if before is None or now is None or jnp.size(now) != jnp.size(before):
+        return now
+    return jnp.reshape(now, jnp.shape(before))
 
 
 # -- lists with a skin ----------------------------------------------------------------------------
