@@ -1,7 +1,7 @@
 """Molecular dynamics inside of ``jit``, ``scan`` and ``grad``, by the integrators of `nvalchemiops.torch.dynamics`.
 
-A step is two calls of torch with the forces between them, which any JAX function computes; with a `TorchModel` it is one
-call.
+A step is two calls of torch, with the forces between them, which any JAX function computes. With a `TorchModel` it is
+one call of torch.
 """
 
 import functools
@@ -107,10 +107,11 @@ class _Part:
     def _changed(self, state: State) -> list[int]:
         """The numbers of the leaves that change."""
         given = _of_torch(state)
-        before, after = jax.tree.flatten(given), jax.tree.flatten(self._for_shapes(given))
-        if before[1] != after[1]:
-            raise ValueError(f"a flow changes the fields of the state from {before[1]} to {after[1]}")
-        return [n for n, (old, new) in enumerate(zip(before[0], after[0])) if new is not old]
+        after = self._for_shapes(given)
+        before, tree = jax.tree.leaves(given), jax.tree_util.tree_structure(given)
+        if jax.tree_util.tree_structure(after) != tree:
+            raise ValueError(f"`{self._bridge.name}`: flows change the fields of the state, which `start` must return")
+        return [n for n, (old, new) in enumerate(zip(before, jax.tree.leaves(after))) if new is not old]
 
     def _call(self, state: State, places: tuple[int, ...]) -> list[torch.Tensor]:
         leaves = jax.tree.leaves(self._function(_of_torch(state)))
@@ -171,8 +172,8 @@ class Integrator:
         if is_traced((tuple(system), options)):
             raise TypeError("`start` reads values: call it outside of jit, and replace fields of the state inside")
 
-        def in_torch(given: TorchSystem) -> Evaluation:
-            found = model(System(*from_torch_values(tuple(given))))
+        def in_torch(system: TorchSystem) -> Evaluation:
+            found = model(System(*from_torch_values(tuple(system))))
             if is_traced(tuple(found)):
                 raise TypeError("`model` is traced: call `start` outside of jit, and `evaluated` inside")
             return Evaluation(*map(to_torch, found))
@@ -192,8 +193,8 @@ class Integrator:
 
     def _step_of(self, model: "TorchModel") -> _Part:
         def for_shapes(state: dynamics.State) -> dynamics.State:
-            anew = Evaluation(*(None if value is None else torch.empty_like(value) for value in state.evaluation))  # type: ignore[arg-type]
-            return self.integrator.step(state, lambda _: anew)
+            anew = jax.tree.map(torch.empty_like, state.evaluation)
+            return self.integrator.step(state, lambda system: anew)
 
         step = functools.partial(self.integrator.step, model=model.evaluate)
         return _Part(step, "step", for_shapes, with_gradients=model.requires_grad)
@@ -204,9 +205,10 @@ class Integrator:
 
     def evaluated(self, state: State, model: Model) -> State:
         """The state with energies, forces and stress at its positions, with the dtypes that they had before."""
-        found, before = model(state.system), state.evaluation
-        values = {}
-        for name, old in before._asdict().items():
+        system: Any = state.system
+        values: dict[str, Any] = {}
+        found = model(system)
+        for name, old in state.evaluation._asdict().items():
             new = getattr(found, name)
             if old is None:
                 continue
@@ -214,7 +216,7 @@ class Integrator:
                 got = None if new is None else jnp.shape(new)
                 raise ValueError(f"`model`: {name} must have shape {jnp.shape(old)}, got {got}")
             values[name] = jnp.asarray(new, jnp.result_type(old))
-        return state._replace(evaluation=Evaluation(**values))
+        return state._replace(evaluation=state.evaluation._replace(**values))
 
     def second_half(self, state: State) -> State:
         """The flows after the forces, which end the step."""
@@ -287,30 +289,30 @@ class FromEnergies:
 
     def __call__(self, system: System, *args: Any, **kwargs: Any) -> Evaluation:
         """Energies, forces and stress."""
+        positions: Any
+        cell: Any
         positions, cell, batch_idx = system.positions, system.cell, system.batch_idx
-        strained = self.stress and cell is not None
+        one_cell, n_systems = cell is not None and cell.ndim == 2, 1
+        if strained := self.stress and cell is not None:
+            n_systems = number_of_systems("FromEnergies", cell, batch_idx)
 
         def total(positions: Any, strain: Any) -> Any:
             moved = system._replace(positions=positions)
             if strained:
                 symmetric = 0.5 * (strain + jnp.swapaxes(strain, 1, 2))
-                of_atoms = symmetric[0] if len(symmetric) == 1 else symmetric[batch_idx]
-                x = positions + (positions[:, None] @ of_atoms)[:, 0]
-                cells = jnp.reshape(cell, (-1, 3, 3))  # type: ignore[arg-type]
-                cells = cells + cells @ symmetric
-                moved = system._replace(positions=x, cell=jnp.reshape(cells, cell.shape) if one_cell else cells)  # type: ignore[arg-type, union-attr]
+                of_atoms = symmetric[0] if n_systems == 1 else symmetric[batch_idx]
+                positions = positions + (positions[:, None] @ of_atoms)[:, 0]
+                cells = cell + cell @ symmetric
+                moved = system._replace(positions=positions, cell=cells[0] if one_cell and n_systems == 1 else cells)
             energies = jnp.reshape(self.function(moved, *args, **kwargs), (-1,))
             return jnp.sum(energies), energies
 
+        strain = jnp.zeros((n_systems, 3, 3), positions.dtype)
+        derivatives = jax.value_and_grad(total, argnums=(0, 1) if strained else (0,), has_aux=True)
+        (_, energies), (slope, *by_strain) = derivatives(positions, strain)
         if not strained:
-            (_, energies), slope = jax.value_and_grad(total, has_aux=True)(positions, None)
             return Evaluation(energies, -slope)
-        n_systems = number_of_systems("FromEnergies", cell, batch_idx)
-        one_cell = n_systems == 1
-        strain = jnp.zeros((n_systems, 3, 3), cell.dtype)  # type: ignore[union-attr]
-        derivatives = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
-        (_, energies), (slope, by_strain) = derivatives(positions, strain)
-        return Evaluation(energies, -slope, by_strain / jnp.reshape(system.volume, (-1, 1, 1)))
+        return Evaluation(energies, -slope, by_strain[0] / jnp.reshape(system.volume, (-1, 1, 1)))
 
 
 class TorchModel:
@@ -342,13 +344,13 @@ class TorchModel:
 
     def evaluate(self, system: TorchSystem) -> Evaluation:
         """The same for tensors."""
-        found = self.model(system)
-        values: list[torch.Tensor | None] = [found.energies, found.forces]
-        if self.stress and system.cell is not None:
-            if found.stress is None:
-                raise ValueError("`model` gives no stress: TorchModel(model, stress=False)")
-            values.append(found.stress)
-        return Evaluation(*(value.to(system.positions.dtype) for value in values))  # type: ignore[union-attr]
+        energies, forces, stress = self.model(system)
+        if not self.stress or system.cell is None:
+            stress = None
+        elif stress is None:
+            raise ValueError("`model` gives no stress: TorchModel(model, stress=False)")
+        dtype = system.positions.dtype
+        return Evaluation(energies.to(dtype), forces.to(dtype), None if stress is None else stress.to(dtype))
 
     def _of_leaves(self, system: System) -> list[torch.Tensor]:
         return [value for value in self.evaluate(TorchSystem(*system)) if value is not None]
