@@ -15,7 +15,8 @@ import torch
 
 from nvalchemiops.jax.bridge import Bridge, from_torch, types_without_data
 from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, number_of_systems, to_torch
-from nvalchemiops.jax.systems import System
+from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
+from nvalchemiops.jax.systems import Neighbors, System
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch import checks, dynamics
 from nvalchemiops.torch.dynamics import Evaluation
@@ -108,8 +109,9 @@ class _Part:
         """The numbers of the leaves that change."""
         given = _of_torch(state)
         after = self._for_shapes(given)
-        before, tree = jax.tree.leaves(given), jax.tree_util.tree_structure(given)
-        if jax.tree_util.tree_structure(after) != tree:
+        before: list[Any] = jax.tree.leaves(given)
+        tree: Any = jax.tree.structure(given)
+        if jax.tree.structure(after) != tree:
             raise ValueError(f"`{self._bridge.name}`: flows change the fields of the state, which `start` must return")
         return [n for n, (old, new) in enumerate(zip(before, jax.tree.leaves(after))) if new is not old]
 
@@ -190,6 +192,30 @@ class Integrator:
                 self._steps[model] = self._step_of(model)
             return self._steps[model](state)
         return self.second_half(self.evaluated(self.first_half(state), model))
+
+    def step_with_list(
+        self, state: State, model: Callable[[System, Neighbors], Evaluation], near: NeighborListState
+    ) -> tuple[State, NeighborListState]:
+        """The state after one step with a list of neighbors, which follows the atoms and cells, and the list.
+
+        If neighbors do not fit in the list, ``near.valid`` is False afterwards, and the state is the one before the
+        step. It then stays as it is: prepare a list with more room, outside of ``jit``, and go on from there.
+
+        Parameters
+        ----------
+        state : State
+        model : callable
+            ``model(system, neighbors)``, such as a `FromEnergies` whose function takes both.
+        near : NeighborListState
+            From `nvalchemiops.jax.neighbors.prepare_neighbor_list`, best with a skin.
+        """
+        half = self.first_half(state)
+        _, near = neighbor_list(half.system.positions, cell=half.system.cell, state=near)  # type: ignore[arg-type]
+
+        def rest() -> State:
+            return self.second_half(self.evaluated(half, lambda system: model(system, Neighbors.from_state(near))))
+
+        return jax.lax.cond(near.valid.all(), rest, lambda: state), near
 
     def _step_of(self, model: "TorchModel") -> _Part:
         def for_shapes(state: dynamics.State) -> dynamics.State:
