@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import torch
 
 from nvalchemiops.jax.bridge import Bridge, from_torch, types_without_data
-from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, number_of_systems, to_torch
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
+from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, number_of_systems, to_torch
 from nvalchemiops.jax.systems import Neighbors, System
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch import checks, dynamics

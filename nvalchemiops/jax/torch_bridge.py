@@ -301,7 +301,9 @@ def from_module(
                 raise ValueError(f"`{key}` must have shape {shapes[key]}, got {jax.numpy.shape(value)}")
         return bridge(parameters, *args, **kwargs)
 
-    return apply, {key: from_torch_values(parameter) for key, parameter in module.named_parameters()}
+    # clones: JAX may share the memory of a tensor, which an optimiser of torch would change
+    copies = {key: parameter.detach().clone() for key, parameter in module.named_parameters()}
+    return apply, from_torch_values(copies)
 
 
 # -- modules and devices --------------------------------------------------------------------------

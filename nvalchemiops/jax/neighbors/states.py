@@ -347,6 +347,9 @@ def _searched_if_stale(
 ) -> tuple[tuple[Any, ...], Reference, Any]:
     """The lists, which are searched for systems that need it, their reference, and flags of these systems."""
     search, before = state.search, tuple(itertools.chain(*state.lists))
+    if arguments["positions"].dtype != reference.positions.dtype:
+        now, then = arguments["positions"].dtype, reference.positions.dtype
+        raise TypeError(f"`positions` have dtype {now}, but `state` was prepared for {then}")
     # neither lists nor the test have derivatives
     arguments = arguments | {name: jax.lax.stop_gradient(arguments[name]) for name in ("positions", "cell")}
     systems = _system_of_atoms(search, arguments)
