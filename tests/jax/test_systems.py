@@ -80,7 +80,8 @@ def test_potentials_take_them_as_in_torch(as_matrix, half):
     for f, e in zip(call(system, near), expected, strict=True):
         np.testing.assert_array_equal(f, e)
     # as arguments of a torch function they are those of torch
-    wrapped = from_torch(lambda s, n: (reference(s, n, **options).energies, s.volume))
+    shapes = [jax.ShapeDtypeStruct((2,), float)] * 2
+    wrapped = from_torch(lambda s, n: [reference(s, n, **options).energies, s.volume], shapes)
     energies, volumes = jax.jit(wrapped)(system, near)
     np.testing.assert_array_equal(energies, expected.energies)
     np.testing.assert_array_equal(volumes, tensors.volume)
