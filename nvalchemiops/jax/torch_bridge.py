@@ -1,4 +1,4 @@
-"""Torch modules as JAX functions: `TorchModuleWrapper`."""
+"""Torch modules as JAX functions: `TorchModuleWrapper`, and `from_module` for derivatives by parameters."""
 
 import copy
 import functools
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.jax.bridge import SCALAR_IF_ANY, Bridge
+from nvalchemiops.jax.operators import from_torch_values
 from nvalchemiops.locks import fork_safe
 
 VmapMethod = Literal["broadcast_all", "sequential"]
@@ -236,6 +237,73 @@ class _Compiled:
                 warnings.warn(f"`{name}` runs without torch.compile, which failed: {error}", UserWarning, stacklevel=2)
                 return outputs
         return self.module(*args, **kwargs)
+
+
+def from_module(
+    module: torch.nn.Module, out_shapes: Any = None, *, requires_grad: bool = False
+) -> tuple[Callable[..., Any], dict[str, jax.Array]]:
+    """A torch module as a JAX function of its parameters and arguments, to train it or differentiate by its parameters.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        It must depend on nothing but its arguments, parameters and buffers. Buffers are constants.
+    out_shapes, requires_grad
+        As for `nvalchemiops.jax.bridge.from_torch`.
+
+    Returns
+    -------
+    apply : callable
+        ``apply(parameters, ...)`` returns the outputs of the module, with derivatives of every order by parameters and
+        arguments. Parameters that are left out have the values that they have in the module.
+    parameters : dict from str to array
+        Copies of the parameters, with the names that they have in the state dict.
+
+    Raises
+    ------
+    ValueError
+        ``apply`` gets a parameter that the module does not have, or of another shape.
+
+    Examples
+    --------
+    >>> apply, parameters = from_module(torch.nn.Linear(3, 1))
+    >>> slopes = jax.jit(jax.grad(lambda parameters, x: apply(parameters, x).sum()))(parameters, jax.numpy.ones(3))
+    >>> slopes["weight"]
+    Array([[1., 1., 1.]], dtype=float32)
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    name = type(module).__name__
+
+    def call(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves((parameters, args, kwargs))
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
+        return torch.func.functional_call(module_on(module, device), parameters, args, kwargs)
+
+    def for_shapes(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(_scratch(module), parameters, args, kwargs)
+
+    bridge = Bridge(
+        call,
+        out_shapes,
+        name=name,
+        contract=SCALAR_IF_ANY,
+        with_gradients=requires_grad,
+        for_shapes=for_shapes,
+        device=lambda: device_of(module) or torch.device("cpu"),
+    )
+
+    def apply(parameters: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the module."""
+        for key, value in parameters.items():
+            if key not in shapes:
+                raise ValueError(f"`{name}` has no parameter '{key}'")
+            if jax.numpy.shape(value) != shapes[key]:
+                raise ValueError(f"`{key}` must have shape {shapes[key]}, got {jax.numpy.shape(value)}")
+        return bridge(parameters, *args, **kwargs)
+
+    # clones: JAX may share the memory of a tensor, which an optimiser of torch would change
+    copies = {key: parameter.detach().clone() for key, parameter in module.named_parameters()}
+    return apply, from_torch_values(copies)
 
 
 # -- modules and devices --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nvalchemiops.jax import torch_bridge
-from nvalchemiops.jax.torch_bridge import ScalarSpec, TorchDtypeSpec, TorchModuleWrapper
+from nvalchemiops.jax.torch_bridge import ScalarSpec, TorchDtypeSpec, TorchModuleWrapper, from_module
 from tests.jax.precision import QUICKLY, double_precision  # noqa: F401
 
 
@@ -548,3 +548,61 @@ def test_a_failure_to_compile_is_a_warning(compiled_graphs, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.block_until_ready(evaluate(POSITIONS, PAIRS))
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+class Scaled(torch.nn.Module):
+    """A network with a buffer, tied weights, and a keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("shift", torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64))
+
+    def forward(self, x, scale=1.0):
+        return (scale * self.second(torch.tanh(self.first(x))) + self.shift).square().sum()
+
+
+def test_derivatives_by_parameters_are_those_of_torch():
+    module = Scaled().double()
+    apply, parameters = from_module(module)
+    assert set(parameters) == {"first.weight", "first.bias", "second.bias"}
+    x = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).reshape(4, 3)
+    value = module(x, scale=2.0)
+    expected = torch.autograd.grad(value, list(module.parameters()), create_graph=True)
+    curvature = torch.autograd.grad(sum(g.sum() for g in expected), list(module.parameters()))
+
+    def loss(parameters):
+        return apply(parameters, jnp.asarray(x.numpy()), scale=2.0)
+
+    found, slopes = jax.jit(jax.value_and_grad(loss))(parameters)
+    np.testing.assert_allclose(found, value.item(), rtol=1e-14)
+    ones = jax.tree.map(jnp.ones_like, parameters)
+    second = jax.jit(lambda p: jax.jvp(jax.grad(loss), (p,), (ones,))[1])(parameters)
+    for name, slope, curved in zip(dict(module.named_parameters()), expected, curvature):
+        np.testing.assert_allclose(slopes[name], slope.detach(), rtol=1e-12)
+        np.testing.assert_allclose(second[name], curved, rtol=1e-12)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_parameters_are_arguments():
+    module = Scaled().double()
+    apply, parameters = from_module(module)
+    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+    before = module(torch.tensor(np.array(x))).item()
+    several = jax.tree.map(lambda p: jnp.stack([p, 0.5 * p]), parameters)
+    ensemble = jax.jit(jax.vmap(apply, in_axes=(0, None)))(several, x)
+    halved = jax.jit(apply)(jax.tree.map(lambda p: 0.5 * p, parameters), x)
+    np.testing.assert_allclose(ensemble, [before, halved], rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(apply)({"first.bias": parameters["first.bias"]}, x), before, rtol=1e-14)
+    with torch.no_grad():
+        module.first.bias.add_(1.0)
+    np.testing.assert_allclose(apply(parameters, x), before, rtol=1e-14)  # copies
+    assert module(torch.tensor(np.array(x))).item() != before
+    with pytest.raises(ValueError, match=r"`Scaled` has no parameter 'frist\.bias'"):
+        apply({"frist.bias": parameters["first.bias"]}, x)
+    with pytest.raises(ValueError, match=r"`first\.bias` must have shape \(3,\), got \(1,\)"):
+        apply({"first.bias": jnp.ones(1)}, x)

@@ -5,9 +5,9 @@ lists and matrices, one system and batches, and any padding. It is in gather for
 results. So results do not depend on the number of threads, nor on padding or pairs beyond the cutoff, which are dropped
 before anything is added.
 
-The body is C++. On a CPU, neighbors within the cutoff are collected and evaluated in vectors (`lanes_of`). On a GPU, the
-lanes of a warp share a row, and each lane evaluates a neighbor. Both compute in the precision of the positions (a CPU in
-float64 where float32 might not do, see `Variant.arithmetic`), and sum in float64.
+The body is C++. On a CPU, neighbors within the cutoff are collected and evaluated in vectors (`lanes_of`). On a GPU,
+the lanes of a warp share a row, and each lane evaluates a neighbor. Both compute in the precision of the positions (a
+CPU in float64 where float32 might not do, see `Variant.arithmetic`), and sum in float64.
 """
 
 import re

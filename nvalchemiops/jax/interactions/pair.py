@@ -10,6 +10,7 @@ import jax
 from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
 from nvalchemiops.torch.interactions import pair
+from nvalchemiops.torch.systems import Neighbors, System, long_arguments
 
 
 class PairPotential:
@@ -61,8 +62,25 @@ class PairPotential:
 
         self._call = operator(potential, self._shapes, name=repr(potential), contract=contract)
 
-    def __call__(self, positions: jax.Array, cell: jax.Array | None = None, **arguments: Any) -> Any:
-        """Energies and, if requested, forces, gradients of parameters and virial. Arguments are as in torch."""
+    def __call__(
+        self, positions: jax.Array | System, cell: jax.Array | Neighbors | None = None, **arguments: Any
+    ) -> Any:
+        """Energies and, if requested, forces, gradients of parameters and virial. Arguments are as in torch.
+
+        In place of positions and cell it takes a `System`, and `Neighbors`, of arrays.
+        """
+        if isinstance(positions, System):
+            system, near = positions, (cell, arguments.pop("neighbors", None))
+            arguments = long_arguments(
+                system,
+                near,
+                arguments,
+                needed=(),
+                padding="fill_value",
+                reach="neighbor_cutoff",
+                cutoff=self.potential.cutoff,
+            )
+            positions, cell = system.positions, system.cell  # type: ignore[assignment]  # arrays
         return self._call(positions, cell, **arguments)
 
     def _shapes(

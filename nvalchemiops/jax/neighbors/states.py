@@ -1,6 +1,7 @@
 """States of neighbor lists: lists of fixed size that are searched again as atoms move, inside of `jit` and `scan`."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from nvalchemiops.jax.operators import Shape, as_array, as_static
 from nvalchemiops.jax.utils import dataclass, field, is_traced
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.search import NOT_FINITE
-from nvalchemiops.torch.checks import check_count
+from nvalchemiops.torch.checks import check_count, check_not_negative
 
 
 class _Search(NamedTuple):
@@ -30,6 +31,7 @@ class _Search(NamedTuple):
     return_distances: bool
     return_vectors: bool
     selective: bool
+    skin: float | None
     sizes: tuple[int, ...]  # width, or capacity, of each list
     num_atoms: int
     num_systems: int
@@ -39,9 +41,24 @@ class _Search(NamedTuple):
         """The arrays of one list."""
         return types_of_list(self.num_atoms, room, dtype, self.has_shifts, self._asdict())
 
+    @property
+    def reaches(self) -> dict[str, float | None]:
+        """The distances up to which lists are complete at a search."""
+        skin = self.skin or 0.0
+        return {"cutoff": self.cutoff + skin, "cutoff2": None if self.cutoff2 is None else self.cutoff2 + skin}
+
 
 _FIXED = _Search._fields[:8]
 """The fields that are arguments of `neighbor_list`."""
+
+
+class Reference(NamedTuple):
+    """What the lists of a state with a skin were made for."""
+
+    positions: Any
+    pbc: Any  # (n_systems, 3)
+    lattice: Any  # (n_systems, 3, 3), zero along open axes; None without cells
+    inverse: Any  # its pseudo-inverse
 
 
 @dataclass
@@ -63,6 +80,10 @@ class NeighborListState:
         Whether all neighbors fit in every search so far. Once False, it stays False.
     largest : (n_systems,) int32 array
         The most neighbors of an atom in any search; with a list of pairs, the most pairs.
+    rebuilt : (n_systems,) bool array
+        Which systems the last call searched. Without a skin these are all, or those with ``rebuild_flags``.
+    reference : Reference or None
+        The positions and cells of the last search of each system. Only with a skin.
     """
 
     search: _Search = field(static=True)
@@ -74,6 +95,8 @@ class NeighborListState:
     largest: Any
     initialized: Any
     valid: Any
+    rebuilt: Any
+    reference: Reference | None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("search", "lists"):
@@ -123,6 +146,7 @@ def prepare_neighbor_list(
     return_vectors: bool = False,
     return_distances: bool = False,
     selective: bool = False,
+    skin: float | None = None,
     pair_fn: Any = None,
     span_margin: float = 0.0,
     target_indices: jax.Array | None = None,
@@ -150,6 +174,12 @@ def prepare_neighbor_list(
     selective : bool, optional
         Whether calls give ``rebuild_flags`` and keep the rows of other systems. A system is always searched the first
         time.
+    skin : float, length, optional
+        Search up to ``cutoff + skin``, and again only when pairs closer than ``cutoff`` might be missing: when
+        ``2 d + s (cutoff + skin) > skin``, where d is the largest displacement of an atom since the last search, beyond
+        the motion of the cell, and s the norm of the strain of the cell. In a batch each system has its own searches.
+        Lists then have pairs beyond the cutoff, which pair operators with a ``cutoff`` leave out. Under ``vmap`` every
+        call searches.
     wrap_positions, atomic_density, max_tiles_per_group, span_margin, strategy, atom_centric_path, fixed_cell
         Without effect.
 
@@ -175,6 +205,13 @@ def prepare_neighbor_list(
     if format not in (None, "matrix", "coo", "list"):
         raise ValueError(f"`format` must be 'matrix' or 'coo', got {format!r}")
     return_neighbor_list = return_neighbor_list or format in ("coo", "list")
+    if skin is not None:
+        skin = check_not_negative("skin", as_static("prepare_neighbor_list: `skin`", skin))
+        if return_distances or return_vectors or selective:
+            raise ValueError(
+                "`skin` goes with none of return_distances, return_vectors and selective: a list that is not searched "
+                "again has old distances, and the skin says which systems are searched"
+            )
     n_lists = 1 if cutoff2 is None else 2
     arrays = {"cell": cell, "pbc": pbc, "batch_idx": batch_idx, "batch_ptr": batch_ptr}
     arrays = {name: as_array(name, value) for name, value in arrays.items() if value is not None}
@@ -185,7 +222,7 @@ def prepare_neighbor_list(
             raise ValueError(f"`{size}` is needed under jit, where the neighbors of these positions are not known")
         given = {"positions": jnp.asarray(positions), **arrays, "half_fill": half_fill, "method": method}
         given["return_neighbor_list"] = return_neighbor_list
-        reaches = (cutoff, cutoff2)[:n_lists]
+        reaches = [r + (skin or 0.0) for r in (cutoff, cutoff2)[:n_lists]]
         longest = [find_neighbors("neighbor_list", {**given, "cutoff": r})[0].shape[1] for r in reaches]
         rooms = tuple(capacity_for(n) if return_neighbor_list else n for n in longest)
     rooms = tuple(check_count(size, room) for room in rooms)
@@ -200,6 +237,7 @@ def prepare_neighbor_list(
         return_distances,
         return_vectors,
         selective,
+        skin,
         rooms,
         n_atoms,
         _number_of_systems(arrays),
@@ -209,7 +247,17 @@ def prepare_neighbor_list(
     flags = jnp.zeros(search.num_systems, bool)
     largest = jnp.zeros(search.num_systems, jnp.int32)
     found: dict[str, Any] = {name: arrays.get(name) for name in SYSTEMS}
-    state = NeighborListState(search, lists=lists, largest=largest, initialized=flags, valid=~flags, **found)
+    reference = None if skin is None else _reference(search, {"positions": jnp.asarray(positions), **found})
+    state = NeighborListState(
+        search,
+        lists=lists,
+        largest=largest,
+        initialized=flags,
+        valid=~flags,
+        rebuilt=flags,
+        reference=reference,
+        **found,
+    )
     # inside of shard_map the next state varies over the mesh axes of the positions, and `scan` needs equal types
     leaves, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, vary_alike([positions, *leaves])[1:])
@@ -256,12 +304,20 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
             suffix = str(number + 1) if two else ""
             arguments |= {name + suffix: value for name, value in zip(search.types(), one)}
     # a traced state has fixed sizes; outside of `jit` they grow
-    found = find_neighbors("neighbor_list", arguments, declared=is_traced(state))
+    declared = is_traced(state)
+    reference, rebuilt = state.reference, jnp.ones_like(state.initialized)
+    if search.selective:
+        rebuilt = jnp.broadcast_to(arguments["rebuild_flags"], rebuilt.shape)
+    if reference is None:
+        found = find_neighbors("neighbor_list", arguments, declared=declared)
+    else:
+        arguments |= search.reaches
+        found, reference, rebuilt = _searched_if_stale(state, reference, arguments, declared or is_traced(arguments))
     per_list = len(found) // len(search.sizes)
     lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
     search = search._replace(sizes=tuple(one[0].shape[1] for one in lists))
     largest, fits = _occupancy(search, lists, arguments)
-    used: dict[str, Any] = {name: arguments[name] for name in SYSTEMS}
+    used: dict[str, Any] = {name: _shaped_like(getattr(state, name), arguments[name]) for name in SYSTEMS}
     after = dataclasses.replace(
         state,
         search=search,
@@ -270,8 +326,105 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
         largest=jnp.maximum(state.largest, largest),
         initialized=jnp.ones_like(state.initialized),
         valid=state.valid & fits,
+        rebuilt=rebuilt,
+        reference=reference,
     )
     return found, after
+
+
+def _shaped_like(before: Any, now: Any) -> Any:
+    """``now``, with the shape of ``before`` if only axes of size 1 differ: a state keeps its types in a loop."""
+    if before is None or now is None or jnp.size(now) != jnp.size(before):
+        return now
+    return jnp.reshape(now, jnp.shape(before))
+
+
+# -- lists with a skin ----------------------------------------------------------------------------
+
+
+def _searched_if_stale(
+    state: NeighborListState, reference: Reference, arguments: dict[str, Any], traced: bool
+) -> tuple[tuple[Any, ...], Reference, Any]:
+    """The lists, which are searched for systems that need it, their reference, and flags of these systems."""
+    search, before = state.search, tuple(itertools.chain(*state.lists))
+    if arguments["positions"].dtype != reference.positions.dtype:
+        now, then = arguments["positions"].dtype, reference.positions.dtype
+        raise TypeError(f"`positions` have dtype {now}, but `state` was prepared for {then}")
+    # neither lists nor the test have derivatives
+    arguments = arguments | {name: jax.lax.stop_gradient(arguments[name]) for name in ("positions", "cell")}
+    systems = _system_of_atoms(search, arguments)
+    stale = ~state.initialized | _is_stale(search, reference, _reference(search, arguments, False), systems)
+    for name in ("batch_idx", "batch_ptr"):
+        other = getattr(state, name)
+        if arguments[name] is not other:
+            stale = stale | (True if other is None else jnp.any(arguments[name] != other))
+    if not traced:
+        if not bool(stale.any()):
+            return before, reference, stale
+        found = find_neighbors("neighbor_list", arguments)
+        return found, _reference(search, arguments), jnp.ones_like(stale)
+    in_part = search.num_systems > 1 and not search.return_neighbor_list
+    if in_part:
+        arguments["rebuild_flags"] = stale
+        for number, one in enumerate(state.lists):
+            suffix = str(number + 1) if len(state.lists) > 1 else ""
+            arguments |= {name + suffix: value for name, value in zip(search.types(), one)}
+    else:
+        stale = jnp.broadcast_to(stale.any(), stale.shape)
+
+    def searched() -> tuple[tuple[Any, ...], Reference]:
+        found = tuple(find_neighbors("neighbor_list", arguments, declared=True))
+        new = _reference(search, arguments)
+        if not in_part:
+            return found, new
+        # rows of systems, and of atoms
+        kept = [_where(stale, a, b) if a is not None else None for a, b in zip(new[1:], reference[1:])]
+        return found, Reference(_where(stale[systems], new.positions, reference.positions), *kept)
+
+    found, latest = jax.lax.cond(stale.any(), searched, lambda: (before, reference))
+    return found, latest, stale
+
+
+def _where(flags: Any, new: Any, old: Any) -> Any:
+    """Rows of ``new`` where there are flags, of ``old`` elsewhere."""
+    return jnp.where(jnp.reshape(flags, (-1, *[1] * (new.ndim - 1))), new, old)
+
+
+def _reference(search: _Search, arguments: Mapping[str, Any], with_inverse: bool = True) -> Reference:
+    """The reference for a search with these arguments, which has no derivative."""
+    n_systems, cell, pbc = search.num_systems, arguments["cell"], arguments["pbc"]
+    pbc = jnp.broadcast_to(True if pbc is None else jnp.reshape(pbc, (-1, 3)), (n_systems, 3))
+    lattice = inverse = None
+    if cell is not None:
+        lattice = jnp.broadcast_to(jnp.reshape(cell, (-1, 3, 3)), (n_systems, 3, 3))
+        lattice = jax.lax.stop_gradient(jnp.where(pbc[:, :, None], lattice, 0.0))  # an open axis may be anything
+        inverse = jnp.linalg.pinv(lattice) if with_inverse else None
+    leaves, tree = jax.tree.flatten(Reference(jax.lax.stop_gradient(arguments["positions"]), pbc, lattice, inverse))
+    return jax.tree.unflatten(tree, vary_alike(leaves))  # the branches of `cond` have equal types inside of shard_map
+
+
+def _is_stale(search: _Search, then: Reference, now: Reference, systems: Any) -> Any:
+    """Whether pairs within the cutoff may be missing in each system (n_systems,).
+
+    The strain ``F - 1`` of the cell has norm s, and atoms moved by at most d beyond it. So the separation r of two
+    images is now ``r F`` with an error of at most 2 d, and a pair that is now closer than the cutoff was closer than
+    ``(cutoff + 2 d) / (1 - s)``.
+    """
+    expected, strained = then.positions, jnp.zeros(search.num_systems, now.positions.dtype)
+    if now.lattice is not None:
+        strain = then.inverse @ (now.lattice - then.lattice)  # zero along open axes
+        strained = jnp.sqrt(jnp.sum(strain**2, (1, 2)))
+        of_atoms = strain[0] if systems is None else strain[systems]
+        expected = expected + (expected[:, None] @ of_atoms)[:, 0]
+    moved = jnp.sqrt(jnp.sum((now.positions - expected) ** 2, axis=1))
+    if systems is None:
+        moved = jnp.max(moved, initial=0.0)
+    else:
+        moved = jnp.maximum(jax.ops.segment_max(moved, systems, search.num_systems), 0.0)
+    skin = search.skin or 0.0
+    reach = max(search.cutoff, search.cutoff2 or 0.0) + skin
+    stale = ~(2.0 * moved + strained * reach <= skin)  # also for NaN
+    return stale | jnp.any(then.pbc != now.pbc, axis=1)
 
 
 _WITH_STATE = frozenset({"positions", "rebuild_flags", *SYSTEMS, *_FIXED})
@@ -299,6 +452,15 @@ def _check_against(search: _Search, given: Mapping[str, Any]) -> None:
         raise ValueError("`rebuild_flags` are needed with a state prepared with selective=True, and only with that")
 
 
+def _system_of_atoms(search: _Search, arguments: Mapping[str, Any]) -> Any:
+    """The system of each atom; None if there is one system."""
+    if search.num_systems == 1:
+        return None
+    if arguments["batch_idx"] is not None:
+        return arguments["batch_idx"]
+    return jnp.searchsorted(arguments["batch_ptr"][1:], jnp.arange(search.num_atoms), side="right")
+
+
 def _occupancy(search: _Search, lists: tuple[tuple[Any, ...], ...], arguments: Mapping[str, Any]) -> tuple[Any, Any]:
     """For each system the largest number of neighbors of an atom, or the number of pairs, and whether all fit."""
     n_systems = search.num_systems
@@ -311,10 +473,7 @@ def _occupancy(search: _Search, lists: tuple[tuple[Any, ...], ...], arguments: M
         elif n_systems == 1:
             most = jnp.max(counts, initial=0)[None]
         else:
-            systems = arguments["batch_idx"]
-            if systems is None:
-                pointers = arguments["batch_ptr"]
-                systems = jnp.searchsorted(pointers[1:], jnp.arange(search.num_atoms), side="right")
+            systems = _system_of_atoms(search, arguments)
             most = jnp.maximum(jax.ops.segment_max(counts, systems, n_systems), 0)
         largest, fits = jnp.maximum(largest, most), fits & (most <= room)
     return largest, fits
