@@ -1,5 +1,6 @@
 """Molecular dynamics of batches of systems: models, states, flows and integrators (docs/dynamics.md)."""
 
+from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.integrators import (
     FORCES,
     Integrator,
@@ -26,6 +27,7 @@ from nvalchemiops.torch.dynamics.velocities import (
 
 __all__ = [
     "FORCES",
+    "Constraints",
     "Evaluation",
     "FromEnergies",
     "Integrator",
