@@ -1,9 +1,9 @@
 """Constraints of distances between atoms, solved by Newton's method for each cluster of atoms that they connect.
 
 Unknowns are the multipliers of the constraints of a cluster. Vectors between the atoms of a pair ("bonds") and the
-multipliers λ change together, ``s_k = s_k⁰ + Σ_l C_kl λ_l d_l``, where d are the directions along which constraint forces
-act and the couplings C are the inverse masses that two pairs share. So a cluster of m pairs is a system of m equations,
-and clusters of equal size are one batch. Sums are in float64.
+multipliers λ change together, ``s_k = s_k⁰ + Σ_l C_kl λ_l d_l``, where d are the directions along which constraint
+forces act and the couplings C are the inverse masses that two pairs share. So a cluster of m pairs is a system of m
+equations, and clusters of equal size are one batch. Sums are in float64.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Constraints:
     """
 
     def __init__(
-        self, pairs: torch.Tensor, lengths: float | torch.Tensor | None = None, *, iterations: int = 6
+        self, pairs: torch.Tensor, lengths: float | torch.Tensor | None = None, *, iterations: int = 5
     ) -> None:
         if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise ValueError(f"`pairs` must have shape (n_pairs, 2), got {tuple(pairs.shape)}")
@@ -228,9 +228,9 @@ class Constraints:
         allowed = max(1e-9, 1e3 * torch.finfo(positions.dtype).eps)
         bad = ~(error <= allowed)
         if bool(bad.any()):
-            n = int(bad.nonzero()[0])
-            pair, length = (int(self.first[n]), int(self.second[n])), float(lengths[n])
-            raise ValueError(f"`constraints`: atoms {pair} cannot have the distance {length:.6g} from these positions")
+            in_cluster = self.cluster == self.cluster[self.atoms == self.first[int(bad.nonzero()[0])]]
+            atoms = self.atoms[in_cluster].tolist()
+            raise ValueError(f"`constraints`: lengths of atoms {atoms} cannot be reached from these positions")
 
     # -- in a step
 
@@ -307,10 +307,9 @@ class Constraints:
     ) -> torch.Tensor:
         """Multipliers (n_clusters, m) that make the squared lengths right; NaN where that has not converged."""
         multipliers = torch.zeros_like(squares)
-        reach = couplings.unsqueeze(-1) * directions.unsqueeze(-3)
 
         def moved(by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            new = bonds + (by.unsqueeze(-1).unsqueeze(-3) * reach).sum(-2)
+            new = bonds + torch.bmm(couplings * by.unsqueeze(-2), directions)
             return new, 0.5 * (_dot(new, new) - squares)
 
         for n in range(iterations):
@@ -384,7 +383,7 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _matrices(couplings: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``C_kl left_k · right_l`` (n_clusters, m, m)."""
-    return couplings * _dot(left.unsqueeze(-2), right.unsqueeze(-3))
+    return couplings * torch.bmm(left, right.mT)
 
 
 def _solve(matrices: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -395,7 +394,7 @@ def _solve(matrices: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _clusters(
     pairs: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[dict[int, int], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The first atom of the cluster of each atom; and atoms with a neighbor that is one step closer to that, by steps."""
+    """The first atom of the cluster of each atom, and pairs of atoms one step farther from and one closer to that."""
     neighbors: dict[int, list[int]] = {}
     for i, j in pairs:
         neighbors.setdefault(i, []).append(j)
