@@ -122,6 +122,7 @@ def errors(integrator, state):
 # -- lengths, energies, time reversal -------------------------------------------------------------
 
 
+@pytest.mark.everyday_cases("nve-frozen1", "langevin-frozen1", "npt full-frozen1", "stochastic_cell-frozen0")
 @pytest.mark.parametrize("frozen", ((), (1, 3, 6, 7)))
 @pytest.mark.parametrize("name", every(0.1))
 def test_lengths_stay_and_velocities_are_orthogonal_to_bonds(name, frozen):
@@ -138,11 +139,12 @@ def test_lengths_stay_and_velocities_are_orthogonal_to_bonds(name, frozen):
     assert worst[0] < 1e-13 and worst[1] < 1e-14
     assert (state.system.positions - first).abs().median() > 0.1
     moved = state.system.positions @ torch.linalg.inv(state.system.cell[0]) - first @ frames
-    held = [atom for atom in frozen if atom != 7]  # 6 and 7 are of one cluster: its frozen atoms move with their centre
-    assert not frozen or moved[held[:2]].abs().max() < 1e-13
+    # 6 and 7 are of one cluster: there the centre of the frozen atoms keeps its place
+    assert not frozen or moved[[1, 3]].abs().max() < 1e-13 > moved[[6, 7]].mean(0).abs().max()
     assert not state.velocities[list(frozen)].any()
 
 
+@pytest.mark.everyday_cases("nve", "npt full")
 @pytest.mark.parametrize("name", deterministic(0.1))
 def test_conserved_quantities_are_of_second_order(name):
     found, frozen = [], (1, 3)
@@ -157,6 +159,7 @@ def test_conserved_quantities_are_of_second_order(name):
     assert 3.8 < found[0] / found[1] < 4.2
 
 
+@pytest.mark.everyday_cases("nve", "npt full")
 @pytest.mark.parametrize("name", deterministic(0.1))
 def test_steps_back_lead_to_the_start(name):
     integrator, state = started(deterministic(0.1)[name], frozen=(1,))
@@ -240,9 +243,9 @@ def test_steps_of_water_are_those_of_ase():
     integrator, model = nve(0.05).constrained(Constraints(pairs)), FromEnergies(water_energies)
     state = integrator.start(System(positions), model, masses=masses, velocities=velocities)
     assert np.abs(state.velocities.numpy() - atoms.get_velocities()).max() < 1e-11
-    VelocityVerlet(atoms, 0.05).run(50)
-    state = run(integrator, state, model, 50)
-    assert (state.system.positions - positions).abs().max() > 0.3
+    VelocityVerlet(atoms, 0.05).run(30)
+    state = run(integrator, state, model, 30)
+    assert (state.system.positions - positions).abs().max() > 0.2
     assert np.abs(state.system.positions.numpy() - atoms.positions).max() < 1e-9
     assert np.abs(state.velocities.numpy() - atoms.get_velocities()).max() < 1e-9
 
@@ -264,6 +267,7 @@ THERMOSTATS = {
 }
 
 
+@pytest.mark.everyday_cases("langevin-kinds1", "csvr-kinds0", "nose_hoover-kinds1")
 @pytest.mark.parametrize("kinds", (("two", "two"), ("water", "two", "atom")))
 @pytest.mark.parametrize("name", THERMOSTATS)
 def test_kinetic_energies_have_the_right_degrees_of_freedom(name, kinds):
@@ -290,7 +294,7 @@ def test_kinetic_energies_have_the_right_degrees_of_freedom(name, kinds):
 
 
 def test_dipoles_in_a_field_have_the_right_directions():
-    """``p(cos θ) ~ exp(x cos θ)`` for rigid pairs, of which some have a frozen atom (g-BAOAB, h ω about 0.5)."""
+    """``p(cos θ) ~ exp(x cos θ)`` for rigid pairs, of which some have a frozen atom (g-BAOAB, h ω is about 0.3)."""
     n, kt, field = 3000, 0.5, 1.5
     positions = torch.randn(n, 2, 3, dtype=float64, generator=torch.Generator().manual_seed(1))
     positions[:, 1] = positions[:, 0] + torch.nn.functional.normalize(positions[:, 1], dim=-1)
@@ -305,14 +309,14 @@ def test_dipoles_in_a_field_have_the_right_directions():
     state = integrator.start(System(positions.reshape(-1, 3)), model, masses=masses, seed=2)
     state = run(integrator, state, model, 60)
     bonds = state.system.positions.reshape(n, 2, 3).diff(dim=1)[:, 0]
-    x = field / kt  # both charges are 1/2, a length of 1 apart: the energy is -field cos θ / 2 - field cos θ / 2 + ...
-    x = 0.5 * x
+    x = 0.5 * field / kt  # the forces ± field / 2 act a length of 1 apart
     for part in (bonds[: n // 2, 2], bonds[n // 2 :, 2]):
         cumulative = lambda c: (np.exp(x * c) - np.exp(-x)) / (np.exp(x) - np.exp(-x))  # noqa: E731
         assert scipy.stats.kstest(part.numpy(), cumulative).pvalue > 1e-3
         assert abs(part.mean() - (1.0 / math.tanh(x) - 1.0 / x)) < 5.0 * part.std() / math.sqrt(n / 2)
 
 
+@pytest.mark.everyday_cases("npt full", "stochastic_cell")
 @pytest.mark.parametrize("name", ("npt", "npt full", "stochastic_cell"))
 def test_volumes_of_a_gas_of_rigid_molecules(name):
     """``p(V) ~ V^n exp(-P V / kT)`` for n molecules, not atoms.
@@ -320,7 +324,7 @@ def test_volumes_of_a_gas_of_rigid_molecules(name):
     All variables start in their distribution, since nothing exchanges energy between the rotations and the centres of
     a gas.
     """
-    n_systems, kt, pressure = 1500, 0.5, 0.1
+    n_systems, kt, pressure = 1000, 0.5, 0.1
     system, masses, pairs = gas(n_systems, "two", "water", "atom")
     n = 2  # the centre of mass of three is at rest
     generator = torch.Generator().manual_seed(7)
@@ -328,10 +332,10 @@ def test_volumes_of_a_gas_of_rigid_molecules(name):
     system = system._replace(cell=volumes.pow(1 / 3)[:, None, None] * torch.eye(3, dtype=float64))
     times = {"thermostat_time": 1.0, "barostat_time": 2.0}
     if name == "stochastic_cell":
-        integrator = stochastic_cell(0.1, kt, pressure, 1.0 / pressure, **times)
+        integrator = stochastic_cell(0.1, kt, pressure, 1.0 / pressure, thermostat_time=1.0, barostat_time=4.0)
     else:
         integrator = npt(0.1, kt, pressure, cell="full" if "full" in name else "isotropic", **times)
-    # pairs of atoms that are closer than other images are left alone where the cell is open
+    # molecules may be larger than the cell, so nothing is periodic
     system = system._replace(pbc=torch.zeros(n_systems, 3, dtype=torch.bool))
     integrator = integrator.constrained(Constraints(pairs))
     state = integrator.start(system, ideal_gas, masses=masses, seed=4)
@@ -347,7 +351,7 @@ def test_volumes_of_a_gas_of_rigid_molecules(name):
             chain_velocities=with_chain(state, "chain", degrees, 1.0),
             cell_chain_velocities=with_chain(state, "cell_chain", dimension, 2.0),
         )
-    state = run(integrator, state, ideal_gas, 80)
+    state = run(integrator, state, ideal_gas, 60)
     assert (torch.log(state.volumes / volumes).abs() > 0.2).double().mean() > 0.5
     check_gamma((state.volumes * pressure / kt).numpy(), n + 1)
     assert scipy.stats.kstest((2.0 * state.kinetic_energies / kt).numpy(), "chi2", args=(degrees,)).pvalue > 1e-3
@@ -382,6 +386,7 @@ def separate(system):
     return Evaluation(cell[:, 0, 0], 0.3 * torch.sin(1.3 * x), 1e-3 * (cell + cell.mT))
 
 
+@pytest.mark.everyday_cases("nve", "langevin", "npt full")
 @pytest.mark.parametrize("name", every(0.1))
 def test_a_system_in_a_batch_does_what_it_does_alone_bit_for_bit(name):
     parts = [molecules(*kinds, seed=n) for n, kinds in enumerate((MIXED, ("atom",), ("chain", "two"), ("water",) * 9))]
