@@ -13,7 +13,7 @@ SUZUKI_YOSHIDA = (_OUTER, 1.0 - 2.0 * _OUTER, _OUTER)
 doi:10.1016/0375-9601(90)90092-3."""
 
 _CHAIN = f"""
-    const double weights[3] = {{{", ".join(map(repr, SUZUKI_YOSHIDA))}}};
+    const double outer = {SUZUKI_YOSHIDA[0]!r}, inner = {SUZUKI_YOSHIDA[1]!r};
 """
 _CHAIN += """
     const int length = velocities.shape[1];
@@ -35,7 +35,7 @@ _CHAIN += """
         }
     };
     for (int n = 0; n < 3 * loops; ++n) {
-        const double time = times.data[thread] * weights[n % 3] / loops;
+        const double time = times.data[thread] * (n % 3 == 1 ? inner : outer) / loops;
         for (int k = length - 1; k >= 0; --k) push(k, time);
         for (int k = 0; k < length; ++k) x[k] += time * u[k];
         log_scale -= time * u[0];

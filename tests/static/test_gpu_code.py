@@ -29,10 +29,13 @@ MOST_REGISTERS, NO_STACK = 128, 0
 
 SERIAL = "one thread of a CPU; a GPU never runs it"
 OF_SYSTEM = "a thread has a system, so few run, once for a list"
+SINE = "sine and cosine of float64, whose branch for huge angles has a table on the stack and is never taken"
 EXCEPTIONS = {
     "prepare_search()": (Needs(168, 96), SERIAL),
     "describe_systems()": (Needs(168, 96), OF_SYSTEM),
     "shortest_vectors()": (Needs(72, 144), OF_SYSTEM),
+    "normal_numbers()": (Needs(128, 40), SINE),
+    "chi_square_numbers()": (Needs(128, 40), SINE),
     "spline_gather(8, 2, float64)": (Needs(144, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
     "moment_kernel(erfc(alpha*r)/r of moments 2->3 m float64)": (
         Needs(168, 0),

@@ -273,7 +273,7 @@ def to_ase(state: State) -> list[Any]:
         atoms.set_velocities(array(state.velocities)[of])
         if frozen.any():
             atoms.set_constraint(FixAtoms(mask=frozen))
-        results = {"energy": float(evaluation.energies[n]), "forces": array(evaluation.forces)[of]}
+        results = {"energy": float(evaluation.energies[n].detach()), "forces": array(evaluation.forces)[of]}
         if evaluation.stress is not None:
             results["stress"] = full_3x3_to_voigt_6_stress(array(evaluation.stress[n]))
         atoms.calc = SinglePointCalculator(atoms, **results)
