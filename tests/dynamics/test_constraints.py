@@ -131,6 +131,9 @@ def test_lengths_stay_and_velocities_are_orthogonal_to_bonds(name, frozen):
     Of the frozen atoms one is in a pair, one in a water and one in a star.
     """
     integrator, state = started(every(0.1)[name], frozen=frozen, seed=1)
+    degrees = state.extra["degrees_of_freedom"].item(), state.extra["constraint centre degrees of freedom"].item()
+    # 14 constraints, of which one is between frozen atoms; 6 centres, of which 3 move on their own
+    assert degrees == ((29.0, 9.0) if frozen else (40.0, 18.0))
     first, frames = state.system.positions, torch.linalg.inv(state.system.cell[0])
     worst = np.zeros(2)
     for _ in range(150):
