@@ -1,6 +1,7 @@
 """Molecular dynamics and relaxation of batches of systems (docs/dynamics.md, docs/relaxation.md)."""
 
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
+from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.integrators import (
     FORCES,
     Integrator,
@@ -35,6 +36,7 @@ __all__ = [
     "CellFilter",
     "Chart",
     "ConvergenceWarning",
+    "Constraints",
     "Evaluation",
     "FromEnergies",
     "Integrator",

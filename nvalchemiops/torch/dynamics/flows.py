@@ -6,10 +6,12 @@ from a device, and every operation gives a system alone the same bits as in a ba
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
+from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
@@ -53,6 +55,14 @@ class Flow:
         """What the flow adds to the conserved quantity: (n_systems, 1), or 0."""
         return 0.0
 
+    def constrained(self, constraints: Constraints) -> "Sequence[tuple[Flow, float]]":
+        """The flows, each for a fraction of h, that do the same to a system with constraints.
+
+        They take lengths and velocities that obey the constraints, and leave them so. Raises TypeError if there are
+        none.
+        """
+        raise TypeError(f"{type(self).__name__} is not made for constraints")
+
 
 def _kept(state: State, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """The variable of the state, if it has one of this shape, else this value."""
@@ -73,6 +83,10 @@ class Kick(Flow):
         """The potential energy."""
         return state.evaluation.energies.to(torch.float64).unsqueeze(1)
 
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """With velocities projected."""
+        return (self, 1.0), (Tangent(constraints), 1.0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Drift(Flow):
@@ -86,18 +100,20 @@ class Drift(Flow):
         """The kinetic energy."""
         return 0.5 * trace(state.twice_kinetic())
 
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """With positions and velocities projected."""
+        return (Shake(self, constraints), 1.0), (Tangent(constraints), 1.0)
+
 
 @dataclasses.dataclass(frozen=True)
-class NoisyDrift(Drift):
-    """Half a drift, friction and noise, half a drift: the middle "AOA" of BAOAB.
+class Noise(Flow):
+    """Friction and noise ``dv = -γ v dt + sqrt(2 γ kT / m) dW``, an Ornstein-Uhlenbeck process, solved exactly.
 
-    Friction and noise ``dv = -γ v dt + sqrt(2 γ kT / m) dW`` are an Ornstein-Uhlenbeck process, solved exactly:
-    ``v' = c v + sqrt((1 - c²) kT / m) ξ`` with ``c = exp(-γ h)``. The two halves of the drift are one product,
-    ``r' = r + h/2 (v + v')``, so without friction this is a drift, bit for bit. The energy that the noise adds is
-    counted, and is subtracted from the conserved quantity.
+    ``v' = c v + sqrt((1 - c²) kT / m) ξ`` with ``c = exp(-γ h)``. The energy that the noise adds is counted, and is
+    subtracted from the conserved quantity.
 
-    Source: B. Leimkuhler and C. Matthews, J. Chem. Phys. 138, 174102 (2013), doi:10.1063/1.4802990; the conserved
-    quantity is that of G. Bussi and M. Parrinello, Phys. Rev. E 75, 056707 (2007), doi:10.1103/PhysRevE.75.056707.
+    Source: the conserved quantity is that of G. Bussi and M. Parrinello, Phys. Rev. E 75, 056707 (2007),
+    doi:10.1103/PhysRevE.75.056707.
     """
 
     stream: int = 0
@@ -106,7 +122,7 @@ class NoisyDrift(Drift):
     conserves_momentum: ClassVar[bool] = False
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
-        """Change positions and velocities."""
+        """Change the velocities."""
         extra, old = state.extra, state.velocities
         exponent = h * extra["friction"]
         spread = (-torch.expm1(-2.0 * exponent) * extra["temperature"]).sqrt()
@@ -121,19 +137,55 @@ class NoisyDrift(Drift):
             3,
         )
         scale = state.of_atoms(spread) * extra["inverse_masses"].sqrt()
-        new = state.of_atoms(torch.exp(-exponent)) * old + scale * noise.to(old.dtype)
+        pushes = self._allowed(state, scale * noise.to(old.dtype))
+        new = state.of_atoms(torch.exp(-exponent)) * old + pushes
         added = state.of_systems((new - old) * (new + old) * extra["inertia"])
         heat = f"heat{self.stream}"
-        state = state.at(state.system.positions + state.of_atoms(0.5 * h) * (old + new), velocities=new)
-        return state.having(**{heat: extra[heat] + 0.5 * trace(added)})
+        return state._replace(velocities=new).having(**{heat: extra[heat] + 0.5 * trace(added)})
+
+    def _allowed(self, state: State, pushes: torch.Tensor) -> torch.Tensor:
+        return pushes
 
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """No heat."""
         return _kept(state, f"heat{self.stream}", torch.zeros_like(state.extra["dt"]))
 
     def energy(self, state: State) -> torch.Tensor:
+        """The heat that came in, with a minus."""
+        return -state.extra[f"heat{self.stream}"]
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """With noise that is projected."""
+        return ((TangentNoise(self.stream, constraints), 1.0),)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyDrift(Noise):
+    """Half a drift, friction and noise, half a drift: the middle "AOA" of BAOAB.
+
+    The two halves of the drift are one product, ``r' = r + h/2 (v + v')``, so without friction this is a drift, bit for
+    bit.
+
+    Source: B. Leimkuhler and C. Matthews, J. Chem. Phys. 138, 174102 (2013), doi:10.1063/1.4802990.
+    """
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change positions and velocities."""
+        new = super().__call__(state, h)
+        both = state.velocities + new.velocities
+        return new.at(state.system.positions + state.of_atoms(0.5 * h) * both)
+
+    def energy(self, state: State) -> torch.Tensor:
         """The kinetic energy, less the heat that came in."""
-        return super().energy(state) - state.extra[f"heat{self.stream}"]
+        return 0.5 * trace(state.twice_kinetic()) + super().energy(state)
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """Half a drift, noise, half a drift, each projected ("g-BAOAB" with one drift).
+
+        Source: B. Leimkuhler and C. Matthews, Proc. R. Soc. A 472, 20160138 (2016), doi:10.1098/rspa.2016.0138.
+        """
+        half = [(flow, 0.5) for flow, _ in Drift().constrained(constraints)]
+        return *half, *super().constrained(constraints), *half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +230,10 @@ class Rescale(Flow):
     def energy(self, state: State) -> torch.Tensor:
         """The heat that came in, with a minus."""
         return -state.extra[f"heat{self.stream}"]
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """The same."""
+        return ((self, 1.0),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +305,10 @@ class Chain(Flow):
         first = self._target(state) * eta[:, :1] + 0.5 * self._count(state) * masses * u[:, :1] ** 2
         return extra["temperature"] * (first + per_mode[:, 1:].sum(1, keepdim=True))
 
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """The same."""
+        return ((self, 1.0),)
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell(Flow):
@@ -264,11 +324,43 @@ class Cell(Flow):
         kept as (n_systems, 3), the third as (n_systems, 3, 3).
     mask : (bool, bool, bool)
         Which Cartesian axes may change.
+    constraints : Constraints, optional
+        The strain then moves the centres of their clusters, in which nothing is stretched: with constraints inside a
+        cluster, the equations of motion are those of particles at the centres.
     """
 
     shape: str
     mask: tuple[bool, bool, bool] = (True, True, True)
+    constraints: Constraints | None = None
     needs_stress: ClassVar[bool] = True
+    inside: ClassVar[Flow | None] = None
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """The state after the time h, with what moves inside of clusters."""
+        if self.constraints is None:
+            return self._stretched(state, h)
+        centred = self.constraints.centred(state)
+        moved = self._stretched(centred, h)
+        rest = state.less(centred) if self.inside is None else self.inside(state.less(centred), h)
+        positions, velocities = state.system.positions, state.velocities
+        if moved.system.positions is not centred.system.positions:
+            positions = moved.system.positions + rest.system.positions
+        if moved.velocities is not centred.velocities:
+            velocities = moved.velocities + rest.velocities
+        return moved.at(positions, velocities=velocities)._replace(evaluation=state.evaluation)
+
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
+        """The state after the time h, without constraints."""
+        raise NotImplementedError
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """The flow of the centres of clusters."""
+        return ((dataclasses.replace(self, constraints=constraints), 1.0),)
+
+    def _degrees(self, state: State) -> torch.Tensor:
+        """Degrees of freedom (n_systems, 1) that the strain couples to, at least 1."""
+        name = "degrees_of_freedom" if self.constraints is None else "constraint centre degrees of freedom"
+        return state.extra[name].clamp(min=1.0)
 
     @property
     def n_axes(self) -> int:
@@ -312,7 +404,7 @@ class Cell(Flow):
 
     def _dilution(self, state: State) -> torch.Tensor:
         """``Tr ε / f`` (n_systems, 1), which makes the ensemble right (f degrees of freedom)."""
-        return self._trace(state.extra["strain_rate"]) / state.extra["degrees_of_freedom"].clamp(min=1.0)
+        return self._trace(state.extra["strain_rate"]) / self._degrees(state)
 
     def _exponentials(self, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return of_matrices(exponent) if self.shape == "full" else of_numbers(exponent)
@@ -342,7 +434,7 @@ class Press(Cell):
         """The strain rate."""
         return ("strain_rate",)
 
-    def __call__(self, state: State, h: torch.Tensor) -> State:
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
         """Change the strain rate."""
         extra, stress = state.extra, state.evaluation.stress
         if stress is None:
@@ -351,13 +443,13 @@ class Press(Cell):
         if self.shape == "full":
             momenta = state.velocities * extra["inertia"]
             motion = state.of_systems(momenta.unsqueeze(-1) * state.velocities.unsqueeze(-2))
-            isotropic = trace(diagonal(motion)) / extra["degrees_of_freedom"].clamp(min=1.0)
+            isotropic = trace(diagonal(motion)) / self._degrees(state)
             one = torch.eye(3, dtype=motion.dtype, device=motion.device)
             outside = (isotropic - extra["pressure"] * volume).unsqueeze(-1) * one
             force = motion - volume.unsqueeze(-1) * stress + outside
         else:
             motion = state.twice_kinetic()
-            isotropic = trace(motion) / extra["degrees_of_freedom"].clamp(min=1.0)
+            isotropic = trace(motion) / self._degrees(state)
             force = motion - volume * diagonal(stress) + (isotropic - extra["pressure"] * volume)
         factor = h / self.mass(state)
         change = self._project(state, force) * (factor.unsqueeze(-1) if self.shape == "full" else factor)
@@ -373,7 +465,7 @@ class Press(Cell):
     def mass(self, state: State) -> torch.Tensor:
         """W (n_systems, 1)."""
         extra = state.extra
-        return (extra["degrees_of_freedom"] + 3.0) * (extra["temperature"] * extra["barostat_time"] ** 2 / 3.0)
+        return (self._degrees(state) + 3.0) * (extra["temperature"] * extra["barostat_time"] ** 2 / 3.0)
 
     def energy(self, state: State) -> torch.Tensor:
         """``P V + W Σ ε_ij² / 2``."""
@@ -386,7 +478,9 @@ class Press(Cell):
 class StretchedKick(Cell):
     """Forces while the cell changes: ``dv/dt = F / m - v (ε + Tr ε / f)``."""
 
-    def __call__(self, state: State, h: torch.Tensor) -> State:
+    inside: ClassVar[Flow | None] = Kick()
+
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
         """Change the velocities."""
         rate, dilution = state.extra["strain_rate"], self._dilution(state)
         if self.shape == "full":
@@ -401,12 +495,18 @@ class StretchedKick(Cell):
         """The potential energy."""
         return state.evaluation.energies.to(torch.float64).unsqueeze(1)
 
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """That of the centres, with velocities projected."""
+        return *super().constrained(constraints), (Tangent(constraints), 1.0)
+
 
 @dataclasses.dataclass(frozen=True)
 class StretchedDrift(Cell):
     """Free motion while the cell changes: ``dr/dt = v + r ε``, ``dh/dt = h ε``. Frozen atoms move with the cell."""
 
-    def __call__(self, state: State, h: torch.Tensor) -> State:
+    inside: ClassVar[Flow | None] = Drift()
+
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
         """Change the positions and the cell."""
         rate, cell = state.extra["strain_rate"], state.system.cell
         if cell is None:
@@ -421,6 +521,11 @@ class StretchedDrift(Cell):
     def energy(self, state: State) -> torch.Tensor:
         """The kinetic energy."""
         return 0.5 * trace(state.twice_kinetic())
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """That of the centres, with positions and velocities projected."""
+        ((flow, _),) = super().constrained(constraints)
+        return (Shake(flow, constraints), 1.0), (Tangent(constraints), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,6 +547,10 @@ class CellChain(Chain):
     def _scaled(self, state: State, scale: torch.Tensor) -> State:
         rate = state.extra["strain_rate"]
         return state.having(strain_rate=rate * scale.reshape(-1, *[1] * (rate.ndim - 1)))
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """For the cell that the centres of clusters move with."""
+        return ((dataclasses.replace(self, cell=dataclasses.replace(self.cell, constraints=constraints)), 1.0),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,7 +581,7 @@ class CellNoise(Cell):
         """The mean (n_systems, 1) over the axes that may change."""
         return trace(state.extra["axes"] * along) / self.n_axes
 
-    def __call__(self, state: State, h: torch.Tensor) -> State:
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
         """Change positions, velocities and the cell."""
         extra, cell = state.extra, state.system.cell
         if cell is None:
@@ -509,8 +618,73 @@ class CellNoise(Cell):
     def energy(self, state: State) -> torch.Tensor:
         """``P V``, less the energy that came in."""
         extra = state.extra
+        if self.constraints is not None:
+            state = self.constraints.centred(state)
         came = extra[f"heat{self.stream}"] + 0.5 * self._slope(state) * extra["strain"]
         return extra["pressure"] * state.volumes.unsqueeze(1) - came
+
+
+# -- constraints ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shake(Flow):
+    """A drift, after which positions are moved along the bonds before it, until the lengths are right (SHAKE).
+
+    Velocities change with the positions, and may have a part along the bonds afterwards: `Tangent` removes it.
+    """
+
+    drift: Flow
+    constraints: Constraints
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Change positions, velocities, and the cell if the drift does."""
+        directions = self.constraints.bonds(state.system.positions)
+        state = self.drift(state, h)
+        added = self.constraints.correction(directions, state.system.positions, state.extra)
+        return state.at(state.system.positions + added, velocities=state.velocities + added / state.of_atoms(h))
+
+    def energy(self, state: State) -> torch.Tensor | float:
+        """The energy of the drift."""
+        return self.drift.energy(state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent(Flow):
+    """Velocities lose their part along the bonds (RATTLE)."""
+
+    constraints: Constraints
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """Project the velocities."""
+        return state._replace(
+            velocities=self.constraints.tangent(state.system.positions, state.velocities, state.extra)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TangentNoise(Noise):
+    """Friction and noise without a part along the bonds."""
+
+    constraints: Constraints | None = None
+
+    def _allowed(self, state: State, pushes: torch.Tensor) -> torch.Tensor:
+        assert self.constraints is not None
+        return self.constraints.tangent(state.system.positions, pushes, state.extra)
+
+
+def without_repetition(flows: Sequence[tuple[Flow, float] | None]) -> list[tuple[Flow, float] | None]:
+    """The sequence without projections of velocities that a later one makes superfluous.
+
+    A kick is linear, so a projection after it does for both; and a part along the bonds of the start of a drift changes
+    nothing but the multipliers of its projection.
+    """
+    found: list[tuple[Flow, float] | None] = []
+    for entry in reversed(flows):
+        following = next((e[0] for e in reversed(found) if e and not isinstance(e[0], Kick | StretchedKick)), None)
+        if entry is None or not (isinstance(entry[0], Tangent) and isinstance(following, Tangent | Shake)):
+            found.append(entry)
+    return found[::-1]
 
 
 # -- functions of strains -------------------------------------------------------------------------

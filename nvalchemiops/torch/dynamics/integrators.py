@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
 from nvalchemiops.torch.dynamics.flows import (
     CellChain,
     CellNoise,
@@ -20,6 +21,7 @@ from nvalchemiops.torch.dynamics.flows import (
     Rescale,
     StretchedDrift,
     StretchedKick,
+    without_repetition,
 )
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
@@ -60,6 +62,8 @@ class Integrator:
         FORCES, which is None, stands once, where the model is called.
     parameters : mapping from str to float or (n_systems,) tensor
         ``"dt"`` and all that the flows name. They are copied to ``State.extra`` by `start`.
+    constraints : Constraints, optional
+        Those that the flows obey. See `constrained`.
 
     Raises
     ------
@@ -69,6 +73,7 @@ class Integrator:
 
     flows: Sequence[tuple[Flow, float] | None]
     parameters: Mapping[str, Number | None]
+    constraints: Constraints | None = None
 
     def __post_init__(self) -> None:
         if sum(flow is FORCES for flow in self.flows) != 1:
@@ -90,6 +95,30 @@ class Integrator:
     def is_reversible(self) -> bool:
         """Whether steps from `reversed` lead back."""
         return all(flow.reversible for flow in self._distinct)
+
+    def constrained(self, constraints: Constraints) -> "Integrator":
+        """The same integrator for systems with constraints.
+
+        Projections of positions follow each drift, those of velocities each kick and noise: velocity Verlet becomes
+        RATTLE, BAOAB becomes g-BAOAB. A cell that changes moves the centres of clusters. Each constraint removes a
+        degree of freedom.
+
+        Raises
+        ------
+        ValueError, TypeError
+            The integrator has constraints already, or a flow that is not made for them.
+        """
+        if self.constraints is not None:
+            raise ValueError("`constraints`: the integrator has some already")
+        if not isinstance(constraints, Constraints):
+            raise TypeError(f"`constraints` must be Constraints, got {type(constraints).__name__}")
+        flows: list[tuple[Flow, float] | None] = []
+        for entry in self.flows:
+            if entry is FORCES:
+                flows.append(FORCES)
+            else:
+                flows += [(flow, part * entry[1]) for flow, part in entry[0].constrained(constraints)]
+        return dataclasses.replace(self, flows=without_repetition(flows), constraints=constraints)
 
     def start(
         self,
@@ -121,9 +150,9 @@ class Integrator:
             Number of each system, 0 .. 2³² - 1, by default its index. Random numbers of a system depend on the seed, on
             its key, on the places of its atoms in it, and on the step. So a system has the same noise in any batch.
         removed : float or (n_systems,) tensor, optional
-            Number of degrees of freedom that constraints remove. By default 3, for the centre of mass, in systems
-            without frozen atoms whose centre of mass is at rest, if the integrator does not move it; else 0. Choose 0
-            in external fields.
+            Number of degrees of freedom that are missing beside those of frozen atoms and `constraints`. By default 3,
+            for the centre of mass, in systems without frozen atoms whose centre of mass is at rest, if the integrator
+            does not move it; else 0. Choose 0 in external fields.
 
         Raises
         ------
@@ -137,6 +166,11 @@ class Integrator:
         seeds, system_keys = (
             seeds_of(name, value, n_systems, positions.device) for name, value in (("seed", seed), ("keys", keys))
         )
+        extra |= {"seed": seeds, "key": system_keys}
+        extra |= {"inertia": inertia_of(masses), "inverse_masses": (1.0 / masses).unsqueeze(1)}
+        if self.constraints is not None:
+            system, found = self.constraints.begin(system, extra)
+            extra |= found
         if velocities is None:
             velocities = torch.zeros_like(positions)
             if "temperature" in self.parameters:
@@ -154,16 +188,17 @@ class Integrator:
                 f"`velocities` must have shape (n_atoms, 3) = {tuple(positions.shape)}, got {tuple(velocities.shape)}"
             )
         velocities = torch.where(masses.isinf().unsqueeze(1), 0.0, velocities.to(positions.dtype))
+        if self.constraints is not None:
+            velocities = self.constraints.tangent(system.positions, velocities, extra)
         if removed is None:
             removed = self._removed(masses, velocities, batch_idx, n_systems)
         degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed)
+        extra |= _degrees_with(extra, degrees.unsqueeze(1))
+        degrees = extra["degrees_of_freedom"].squeeze(1)
         if self.parameters.get("temperature", 0.0) is None:
             kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems)
             extra["temperature"] = (2.0 * kinetic / degrees.clamp(min=1.0)).unsqueeze(1)
-        _check_values(extra, self._distinct)
-        inverse = (1.0 / masses).unsqueeze(1)
-        extra |= {"degrees_of_freedom": degrees.unsqueeze(1), "seed": seeds, "key": system_keys}
-        extra |= {"inertia": inertia_of(masses), "inverse_masses": inverse}
+        _check_values({name: extra[name] for name in self.parameters}, self._distinct)
         if batch_idx is not None:
             extra["place"] = places_in_systems(batch_idx, n_systems)
         _check_cells(system, self._distinct)
@@ -176,7 +211,8 @@ class Integrator:
         """The state of an earlier run, of this integrator or another, as a start. The model is called once.
 
         Parameters that this integrator sets to other values than the earlier one are set; others keep the values that
-        they have now. Variables that the state lacks start at rest. Degrees of freedom stay as they were counted.
+        they have now. Variables that the state lacks start at rest. Degrees of freedom stay as they were counted, but
+        for other constraints. Those that the state has keep their lengths.
         """
         n_systems, extra = state.extra["dt"].shape[0], dict(state.extra)
         for name, value in self.parameters.items():
@@ -190,15 +226,34 @@ class Integrator:
             extra[f"given {name}"] = new
         _check_values({name: extra[name] for name in self.parameters}, self._distinct)
         _check_cells(state.system, self._distinct)
+        system, velocities = state.system, state.velocities
+        held = f"{PREFIX}pairs" in extra
+        if held and (self.constraints is None or not self.constraints.holds(extra)):
+            degrees = extra["degrees_of_freedom"] + extra[f"{PREFIX}counts"][:, :1]
+            extra = {name: value for name, value in extra.items() if not name.startswith(PREFIX)}
+            extra |= _degrees_with(extra, degrees)
+            held = False
+        if self.constraints is not None and not held:
+            system, found = self.constraints.begin(system, extra)
+            extra |= found
+            extra |= _degrees_with(extra, extra["degrees_of_freedom"])
+            velocities = self.constraints.tangent(system.positions, velocities, extra)
         needs_stress = any(flow.needs_stress for flow in self._distinct)
-        evaluation = _checked(model(state.system), state.system, n_systems, needs_stress)
-        return self._begun(state._replace(extra=extra, evaluation=evaluation))
+        evaluation = _checked(model(system), system, n_systems, needs_stress)
+        state = state._replace(system=system, velocities=velocities, extra=extra, evaluation=evaluation)
+        return self._begun(state)
 
     def _begun(self, state: State) -> State:
         """The state with the variables of all flows."""
         for flow in self._distinct:
             state = state.having(**flow.start(state))
-        return state
+        return self._pulled(state)
+
+    def _pulled(self, state: State) -> State:
+        """The state with the stress of constraint forces, if there is a stress."""
+        if self.constraints is None or state.evaluation.stress is None:
+            return state
+        return state.having(**{f"{PREFIX}stress": self.constraints.stress(state)})
 
     def _removed(
         self, masses: torch.Tensor, velocities: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int
@@ -230,7 +285,7 @@ class Integrator:
     def second_half(self, state: State) -> State:
         """The flows after FORCES, which end the step."""
         state = self._run(state, self._halves[1])
-        return state._replace(step=state.step + 1)
+        return self._pulled(state._replace(step=state.step + 1))
 
     @functools.cached_property
     def _halves(self) -> tuple[tuple[tuple[Flow, float], ...], ...]:
@@ -547,6 +602,15 @@ def _masses(system: System, masses: torch.Tensor | None) -> torch.Tensor:
     if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
         raise ValueError("`masses` must be positive")
     return masses.to(positions)
+
+
+def _degrees_with(extra: Mapping[str, torch.Tensor], degrees: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Degrees of freedom (n_systems, 1), which are those without constraints, with them."""
+    counts = extra.get(f"{PREFIX}counts")
+    if counts is None:
+        return {"degrees_of_freedom": degrees}
+    names = "degrees_of_freedom", f"{PREFIX}centre degrees of freedom"
+    return {name: (degrees - count).clamp(min=0.0) for name, count in zip(names, counts.split(1, 1))}
 
 
 def _of_atoms(values: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ class State(NamedTuple):
         Number of steps since the start.
     extra : dict from str to tensor
         Parameters of the integrator and variables of its flows, (n_systems, ...), and constants of the atoms,
-        (n_atoms, ...). Numbers of systems are columns (n_systems, 1) in float64. Replace a parameter
+        (n_atoms, ...) or of constraints. Numbers of systems are columns (n_systems, 1) in float64. Replace a parameter
         (``"dt"``, ``"temperature"``, ``"pressure"`` ...) to change it during a run.
     """
 
@@ -47,6 +47,12 @@ class State(NamedTuple):
     def having(self, **extra: torch.Tensor) -> "State":
         """The state with these values in ``extra``."""
         return self._replace(extra={**self.extra, **extra})
+
+    def less(self, other: "State") -> "State":
+        """The state with the positions, velocities and forces of the other subtracted."""
+        evaluation = self.evaluation._replace(forces=self.evaluation.forces - other.evaluation.forces)
+        positions = self.system.positions - other.system.positions
+        return self.at(positions, velocities=self.velocities - other.velocities)._replace(evaluation=evaluation)
 
     def of_atoms(self, per_system: torch.Tensor) -> torch.Tensor:
         """For each atom the value of its system, with the dtype of the positions.
@@ -86,10 +92,15 @@ class State(NamedTuple):
 
     @property
     def pressures(self) -> torch.Tensor:
-        """Pressures (n_systems,): the trace of ``Σ m v v / volume - stress``, divided by 3."""
+        """Pressures (n_systems,): the trace of ``Σ m v v / volume - stress``, divided by 3.
+
+        The stress is that of the model and of constraint forces.
+        """
         stress = self.evaluation.stress
         if stress is None:
             raise ValueError("the model gave no stress, so there is no pressure")
+        if "constraint stress" in self.extra:
+            stress = stress + self.extra["constraint stress"]
         kinetic = trace(self.twice_kinetic()).squeeze(1) / self.volumes
         return (kinetic - trace(diagonal(stress)).squeeze(1)) / 3.0
 

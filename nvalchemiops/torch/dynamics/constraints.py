@@ -1,0 +1,422 @@
+"""Constraints of distances between atoms, solved by Newton's method for each cluster of atoms that they connect.
+
+Unknowns are the multipliers of the constraints of a cluster. Vectors between the atoms of a pair ("bonds") and the
+multipliers λ change together, ``s_k = s_k⁰ + Σ_l C_kl λ_l d_l``, where d are the directions along which constraint
+forces act and the couplings C are the inverse masses that two pairs share. So a cluster of m pairs is a system of m
+equations, and clusters of equal size are one batch. Sums are in float64.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.systems import System
+
+TOLERANCE = 1e-12
+"""Relative error of squared lengths, in float64, up to which Newton's method has converged."""
+
+PREFIX = "constraint "
+"""Names in ``State.extra`` of what belongs to constraints."""
+
+DEPENDENT = 1e-9
+"""Smallest eigenvalue of the scaled matrix of a cluster, below which its constraints are not independent."""
+
+DIFFERENTIABLE = 2
+"""Steps of Newton's method that are differentiated: from the solution, n steps have right derivatives up to order
+2^n - 1, because each step squares the error. The steps before them reach it to rounding if bonds turn by less than some
+0.3 radian."""
+
+
+class Constraints:
+    """Distances between pairs of atoms that stay as they are: bonds, rigid molecules.
+
+    Pass it to `Integrator.constrained`. Clusters, the sets of atoms that pairs connect, are found here, once.
+
+    Parameters
+    ----------
+    pairs : (n_pairs, 2) int tensor
+        Indices of atoms, in a batch those of the whole batch. For rigid water these are three pairs for each molecule.
+    lengths : float or (n_pairs,) tensor, length, optional
+        By default the distances at the start.
+    iterations : int, optional
+        Steps of Newton's method in each projection of positions. Each squares the relative error, which is about the
+        square of the angle by which bonds turn in a step.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Pairs of wrong shape or dtype, a pair of an atom with itself, or one that is there twice; lengths that are not
+        positive.
+
+    Notes
+    -----
+    Positions are moved along the bonds of the step before, weighted with inverse masses, until the lengths are right
+    (SHAKE), and velocities lose their part along the bonds (RATTLE). Instead of iterating over pairs, the equations of
+    a cluster are solved together.
+
+    A projection that does not converge, because lengths cannot be met or bonds turn too far in one step, gives NaN
+    for the positions of its cluster. In `Integrator.start` it is an error, where values can be read.
+
+    Derivatives are those of the solution (by the implicit function theorem), up to third order.
+
+    References
+    ----------
+    J.-P. Ryckaert, G. Ciccotti and H. J. C. Berendsen, J. Comput. Phys. 23, 327 (1977),
+    doi:10.1016/0021-9991(77)90098-5; H. C. Andersen, J. Comput. Phys. 52, 24 (1983), doi:10.1016/0021-9991(83)90014-1;
+    E. Barth, K. Kuczera, B. Leimkuhler and R. D. Skeel, J. Comput. Chem. 16, 1192 (1995), doi:10.1002/jcc.540161003.
+
+    Examples
+    --------
+    >>> water = torch.arange(6).reshape(2, 3)  # two molecules: O, H, H, O, H, H
+    >>> pairs = torch.cat([water[:, [0, 1]], water[:, [0, 2]], water[:, [1, 2]]])
+    >>> rigid = Constraints(pairs)
+    """
+
+    def __init__(
+        self, pairs: torch.Tensor, lengths: float | torch.Tensor | None = None, *, iterations: int = 5
+    ) -> None:
+        if pairs.ndim != 2 or pairs.shape[1] != 2:
+            raise ValueError(f"`pairs` must have shape (n_pairs, 2), got {tuple(pairs.shape)}")
+        if pairs.is_floating_point() or pairs.dtype == torch.bool:
+            raise TypeError(f"`pairs` must be integers, got {pairs.dtype}")
+        if checks.check_count("iterations", iterations) < DIFFERENTIABLE:
+            raise ValueError(f"`iterations` must be at least {DIFFERENTIABLE}, got {iterations}")
+        self.iterations = iterations
+        self.pairs = pairs = pairs.to(torch.int64)
+        device, host = pairs.device, pairs.tolist()
+        seen = {frozenset(pair) for pair in host}
+        if any(i == j for i, j in host) or len(seen) != len(host) or any(i < 0 or j < 0 for i, j in host):
+            raise ValueError("`pairs` must be pairs of two atoms, each pair once")
+        self.lengths = None
+        if lengths is not None:
+            lengths = torch.as_tensor(lengths, dtype=torch.float64, device=device)
+            if lengths.ndim and lengths.shape != pairs.shape[:1]:
+                raise ValueError(f"`lengths` must have shape (n_pairs,) = ({len(pairs)},), got {tuple(lengths.shape)}")
+            if may_read(lengths) and not bool((values_of(lengths) > 0.0).all()):
+                raise ValueError("`lengths` must be positive")
+            self.lengths = lengths.expand(len(pairs))
+        cluster_of, self._levels = _clusters(host, device)
+        bonds_of: dict[int, list[int]] = {}
+        for n, (i, _) in enumerate(host):
+            bonds_of.setdefault(cluster_of[i], []).append(n)
+        sizes = sorted({len(bonds) for bonds in bonds_of.values()})
+        groups = [[bonds for bonds in bonds_of.values() if len(bonds) == size] for size in sizes]
+        # pairs sorted by the size of their cluster, so that a group of clusters is a slice
+        order = [n for group in groups for bonds in group for n in bonds]
+        self.groups = [(len(group), size) for group, size in zip(groups, sizes)]
+        self._order = torch.tensor(order, dtype=torch.int64, device=device)
+        self.first, self.second = pairs[self._order].unbind(1)
+        atoms = sorted(cluster_of)
+        self.atoms = torch.tensor(atoms, dtype=torch.int64, device=device)
+        numbers: dict[int, int] = {}
+        rows = [numbers.setdefault(cluster_of[atom], len(numbers)) for atom in atoms]
+        self.cluster = torch.tensor(rows, dtype=torch.int32, device=device)
+        self.n_clusters = len(numbers)
+        # for each atom the pairs that push it, among [pairs, pairs with a minus, zero]
+        pushes: dict[int, list[int]] = {atom: [] for atom in atoms}
+        for place, n in enumerate(order):
+            pushes[host[n][1]].append(place)
+            pushes[host[n][0]].append(place + len(order))
+        widest = max((len(row) for row in pushes.values()), default=0)
+        table = [row + [2 * len(order)] * (widest - len(row)) for row in pushes.values()]
+        self._slots = torch.tensor(table, dtype=torch.int64, device=device).reshape(len(atoms), widest).unbind(1)
+
+    # -- at the start of a run
+
+    def placed(self, system: System) -> System:
+        """The system with whole clusters: atoms moved by lattice vectors, so that each is close to its neighbor.
+
+        Lengths must be less than half the heights of the cell along periodic axes.
+        """
+        positions, cell, batch_idx = system.positions, system.cell, system.batch_idx
+        if self.pairs.device != positions.device:
+            raise ValueError(f"`constraints` are on {self.pairs.device}, positions on {positions.device}")
+        if len(self.atoms) and int(self.atoms[-1]) >= len(positions):
+            raise ValueError(f"`pairs` name atom {int(self.atoms[-1])} of {len(positions)} atoms")
+        if batch_idx is not None and not torch.equal(batch_idx[self.first], batch_idx[self.second]):
+            raise ValueError("`pairs` connect atoms of different systems")
+        if cell is None:
+            return system
+        inverse = torch.linalg.pinv(cell.detach())
+        pbc = torch.ones_like(cell[:, 0], dtype=torch.bool) if system.pbc is None else system.pbc
+        shifts = torch.zeros_like(positions)
+        row = torch.zeros_like(positions[:, 0], dtype=torch.int64) if batch_idx is None else batch_idx.to(torch.int64)
+        for children, parents in self._levels:
+            bond, of = positions.detach()[children] - positions.detach()[parents], row[children]
+            nearest = -torch.round((bond.unsqueeze(1) @ inverse[of]).squeeze(1))
+            shifts[children] = shifts[parents] + torch.where(pbc[of], nearest, 0.0)
+        return system._replace(positions=positions + (shifts.unsqueeze(1) @ cell[row]).squeeze(1))
+
+    def begin(self, system: System, extra: Mapping[str, torch.Tensor]) -> tuple[System, dict[str, torch.Tensor]]:
+        """The system with right lengths, and the constants of a run, for ``State.extra``."""
+        system = self.placed(system)
+        inverse = extra["inverse_masses"]
+        found = {"constraint pairs": self.pairs} | self._couplings(inverse)
+        bonds = self.bonds(system.positions)
+        given = _dot(bonds, bonds).sqrt() if self.lengths is None else self.lengths[self._order]
+        found["constraint lengths"] = given
+        self._check_independent(bonds, found)
+        if self.lengths is not None:
+            added = self.correction(bonds, system.positions, {**extra, **found}, 10 * self.iterations)
+            system = system._replace(positions=system.positions + added)
+            self._check_lengths(system.positions, given)
+        found["constraint counts"] = self._counts(inverse, system.batch_idx, extra["dt"].shape[0])
+        if system.batch_idx is not None:
+            found["constraint systems"] = system.batch_idx[self.first]
+        return system, found
+
+    def holds(self, extra: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a state has these constraints already."""
+        pairs = extra.get("constraint pairs")
+        return pairs is not None and torch.equal(pairs, self.pairs)
+
+    def _couplings(self, inverse: torch.Tensor) -> dict[str, torch.Tensor]:
+        """C (n_clusters, m, m) of each group. A pair of frozen atoms gets a one: it is coupled to nothing."""
+        found, inverse = {}, inverse.squeeze(1).to(torch.float64)
+        for part, m in self._parts():
+            i, j = (end[part].reshape(-1, m) for end in (self.first, self.second))
+            total = torch.zeros((), dtype=torch.float64, device=inverse.device)
+            for a, b, sign in ((i, i, 1.0), (j, j, 1.0), (i, j, -1.0), (j, i, -1.0)):
+                weight = (sign * inverse[a]).unsqueeze(-1)
+                total = total + torch.where(a.unsqueeze(-1) == b.unsqueeze(-2), weight, 0.0)
+            still = total.diagonal(dim1=-2, dim2=-1) == 0.0
+            found[f"constraint couplings of {m}"] = total + torch.diag_embed(still.to(total.dtype))
+        return found
+
+    def _counts(self, inverse: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
+        """Constraints (n_systems, 2), and degrees of freedom that atoms of clusters have beyond a common centre.
+
+        A cluster with a frozen atom moves with it alone, so its centre has none.
+        """
+        moves = (inverse > 0.0).to(torch.float64)
+        systems = None if batch_idx is None else batch_idx[self.first]
+        bonds = system_sums(torch.maximum(moves[self.first], moves[self.second]), systems, n_systems)
+        of_atoms = moves[self.atoms]
+        free = 1.0 - self._of_clusters(1.0 - of_atoms).clamp(max=1.0)
+        sizes = self._of_clusters(torch.ones_like(of_atoms))
+        inside = 3.0 * (of_atoms - free / sizes)
+        systems = None if batch_idx is None else batch_idx[self.atoms]
+        return torch.cat([bonds, system_sums(inside, systems, n_systems)], 1)
+
+    def _check_independent(self, bonds: torch.Tensor, couplings: Mapping[str, torch.Tensor]) -> None:
+        """Raise if the constraints of a cluster are not independent, where values can be read."""
+        if not may_read(bonds):
+            return
+        for part, m in self._parts():
+            matrices = _matrices(
+                couplings[f"constraint couplings of {m}"], *[bonds[part].reshape(-1, m, 3)] * 2
+            ).detach()
+            scale = matrices.diagonal(dim1=-2, dim2=-1).sqrt()
+            scaled = matrices / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+            lowest = torch.linalg.eigvalsh(scaled)[:, 0] if bool(scaled.isfinite().all()) else scaled[:, 0, 0] * 0.0
+            bad = ~(lowest > DEPENDENT)
+            if bool(bad.any()):
+                n = int(bad.nonzero()[0])
+                atoms = torch.unique(torch.stack([self.first[part], self.second[part]]).reshape(2, -1, m)[:, n])
+                raise ValueError(f"`constraints` of atoms {atoms.tolist()} are not independent at these positions")
+
+    def _check_lengths(self, positions: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Raise if a length cannot be met, where values can be read."""
+        if not may_read(positions):
+            return
+        bonds = self.bonds(positions.detach())
+        error = (_dot(bonds, bonds).sqrt() / lengths.detach() - 1.0).abs()
+        allowed = max(1e-9, 1e3 * torch.finfo(positions.dtype).eps)
+        bad = ~(error <= allowed)
+        if bool(bad.any()):
+            in_cluster = self.cluster == self.cluster[self.atoms == self.first[int(bad.nonzero()[0])]]
+            atoms = self.atoms[in_cluster].tolist()
+            raise ValueError(f"`constraints`: lengths of atoms {atoms} cannot be reached from these positions")
+
+    # -- in a step
+
+    def bonds(self, values: torch.Tensor) -> torch.Tensor:
+        """Differences (n_pairs, 3) in float64 of values (n_atoms, 3): second atom less first."""
+        return values[self.second].to(torch.float64) - values[self.first].to(torch.float64)
+
+    def correction(
+        self,
+        directions: torch.Tensor,
+        positions: torch.Tensor,
+        extra: Mapping[str, torch.Tensor],
+        iterations: int | None = None,
+    ) -> torch.Tensor:
+        """What must be added to positions (n_atoms, 3), along these directions, for lengths to be right."""
+        bonds, squares = self.bonds(positions), extra["constraint lengths"].square()
+        multipliers = [
+            self._newton(
+                extra[f"constraint couplings of {m}"],
+                directions[part].reshape(-1, m, 3),
+                bonds[part].reshape(-1, m, 3),
+                squares[part].reshape(-1, m),
+                iterations or self.iterations,
+            )
+            for part, m in self._parts()
+        ]
+        return self._pushed(multipliers, directions, extra, positions)
+
+    def tangent(
+        self, positions: torch.Tensor, vectors: torch.Tensor, extra: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Velocities (n_atoms, 3) without the part along the bonds: a projection in the metric of the masses."""
+        directions = self.bonds(positions)
+        multipliers = self._multipliers(directions, -_dot(directions, self.bonds(vectors)), extra)
+        return vectors + self._pushed(multipliers, directions, extra, vectors)
+
+    def stress(self, state: State) -> torch.Tensor:
+        """What the constraint forces at these positions and velocities add to the stress: (n_systems, 3, 3)."""
+        extra, directions = state.extra, self.bonds(state.system.positions)
+        relative = self.bonds(state.velocities)
+        pulled = self.bonds(state.evaluation.forces * extra["inverse_masses"])
+        # lengths do not change to second order: s'' s + s' s' = 0
+        right = -_dot(directions, pulled) - _dot(relative, relative)
+        flat = [column.reshape(-1) for column in self._multipliers(directions, right, extra)]
+        forces = torch.cat([*flat, right[:0]]).unsqueeze(-1) * directions
+        products = forces.unsqueeze(-1) * directions.unsqueeze(-2)
+        sums = system_sums(products, extra.get("constraint systems"), extra["dt"].shape[0])
+        return -sums / state.volumes.reshape(-1, 1, 1)
+
+    def _parts(self) -> Sequence[tuple[slice, int]]:
+        """The slice of pairs and the number of pairs of a cluster, for each group of clusters of equal size."""
+        found, begin = [], 0
+        for count, m in self.groups:
+            found.append((slice(begin, begin + count * m), m))
+            begin += count * m
+        return found
+
+    def _multipliers(
+        self, directions: torch.Tensor, right: torch.Tensor, extra: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        found = []
+        for part, m in self._parts():
+            own = directions[part].reshape(-1, m, 3)
+            found.append(_solve(_matrices(extra[f"constraint couplings of {m}"], own, own), right[part].reshape(-1, m)))
+        return found
+
+    def _newton(
+        self,
+        couplings: torch.Tensor,
+        directions: torch.Tensor,
+        bonds: torch.Tensor,
+        squares: torch.Tensor,
+        iterations: int,
+    ) -> torch.Tensor:
+        """Multipliers (n_clusters, m) that make the squared lengths right; NaN where that has not converged."""
+        multipliers = torch.zeros_like(squares)
+
+        def moved(by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            new = bonds + torch.bmm(couplings * by.unsqueeze(-2), directions)
+            return new, 0.5 * (_dot(new, new) - squares)
+
+        for n in range(iterations):
+            last = n >= iterations - DIFFERENTIABLE
+            with contextlib.nullcontext() if last else torch.no_grad():
+                new, excess = moved(multipliers)
+                multipliers = multipliers - _solve(_matrices(couplings, new, directions), excess)
+        with torch.no_grad():
+            new, excess = moved(multipliers)
+            # the other solution has a bond turned around
+            right = (excess.abs() <= TOLERANCE * squares) & (_dot(new, directions) > 0.0)
+        return torch.where(right.all(-1, keepdim=True), multipliers, torch.nan)
+
+    def _pushed(
+        self,
+        multipliers: Sequence[torch.Tensor],
+        directions: torch.Tensor,
+        extra: Mapping[str, torch.Tensor],
+        like: torch.Tensor,
+    ) -> torch.Tensor:
+        """Changes (n_atoms, 3) by multipliers along these directions. Each atom adds in the order of pairs."""
+        if not multipliers:
+            return torch.zeros_like(like)
+        pushes = torch.cat([column.reshape(-1) for column in multipliers]).unsqueeze(-1) * directions
+        pushes = torch.cat([pushes, -pushes, torch.zeros_like(pushes[:1])])
+        total = pushes[self._slots[0]]
+        for slot in self._slots[1:]:
+            total = total + pushes[slot]
+        total = extra["inverse_masses"][self.atoms] * total
+        return torch.zeros_like(like).index_add(0, self.atoms, total.to(like.dtype))
+
+    # -- centres of clusters, for cells that change
+
+    def _of_clusters(self, values: torch.Tensor) -> torch.Tensor:
+        """For each atom of `atoms` the sum of values (n, k) over its cluster."""
+        sums = system_sums(values.to(torch.float64), self.cluster, self.n_clusters)
+        return spread_systems(sums, self.cluster, len(self.atoms))
+
+    def centred(self, state: State) -> State:
+        """The state in which atoms are where the centre of their cluster is, and move and are pushed like it.
+
+        Forces are distributed in proportion to masses, and the stress is that of strains that move the centres
+        alone. The centre of a cluster with frozen atoms is theirs. Atoms without constraints are as they are.
+        """
+        if not self.n_clusters:
+            return state
+        extra, evaluation, atoms = state.extra, state.evaluation, self.atoms
+        inertia = extra["inertia"][atoms].to(torch.float64)
+        frozen = (inertia == 0.0).to(torch.float64)
+        held = self._of_clusters(frozen) > 0.0
+        weights = torch.where(held, frozen, inertia)
+        values = torch.cat([state.system.positions, state.velocities], 1)
+        sums = self._of_clusters(torch.cat([weights * values[atoms], weights, evaluation.forces[atoms]], 1))
+        means = sums[:, :6] / sums[:, 6:7]
+        positions, velocities = values.index_copy(0, atoms, means.to(values.dtype)).split(3, 1)
+        shares = torch.where(held, 0.0, inertia * sums[:, 7:] / sums[:, 6:7])
+        forces = evaluation.forces.index_copy(0, atoms, shares.to(evaluation.forces.dtype))
+        stress = evaluation.stress
+        if stress is not None:
+            arms = (state.system.positions - positions).unsqueeze(-2)
+            products = state.of_systems(evaluation.forces.unsqueeze(-1) * arms)
+            stress = stress + 0.5 * (products + products.mT) / state.volumes.reshape(-1, 1, 1)
+        evaluation = evaluation._replace(forces=forces, stress=stress)
+        return state.at(positions, velocities=velocities)._replace(evaluation=evaluation)
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    products = a * b
+    return products[..., 0] + products[..., 1] + products[..., 2]
+
+
+def _matrices(couplings: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``C_kl left_k · right_l`` (n_clusters, m, m)."""
+    return couplings * torch.bmm(left, right.mT)
+
+
+def _solve(matrices: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Solutions (n, m), without a look at the device; infinite or NaN if a matrix is singular."""
+    return torch.linalg.solve_ex(matrices, right.unsqueeze(-1))[0].squeeze(-1)
+
+
+def _clusters(
+    pairs: Sequence[Sequence[int]], device: torch.device
+) -> tuple[dict[int, int], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The first atom of the cluster of each atom, and pairs of atoms one step farther from and one closer to that."""
+    neighbors: dict[int, list[int]] = {}
+    for i, j in pairs:
+        neighbors.setdefault(i, []).append(j)
+        neighbors.setdefault(j, []).append(i)
+    found: dict[int, int] = {}
+    levels: list[list[tuple[int, int]]] = []
+    for root in sorted(neighbors):
+        if root in found:
+            continue
+        found[root], front, depth = root, [root], 0
+        while front:
+            step = []
+            for parent in front:
+                for child in neighbors[parent]:
+                    if child not in found:
+                        found[child] = root
+                        step.append((child, parent))
+            if step:
+                if depth == len(levels):
+                    levels.append([])
+                levels[depth] += step
+            front, depth = [child for child, _ in step], depth + 1
+    tables = [torch.tensor(level, dtype=torch.int64, device=device).unbind(1) for level in levels]
+    return found, [(children, parents) for children, parents in tables]
