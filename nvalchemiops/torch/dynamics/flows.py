@@ -11,8 +11,6 @@ from typing import ClassVar
 import torch
 
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
-from nvalchemiops.torch.operators.chains import move_chains
-from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
 
 
 class Flow:
@@ -110,18 +108,8 @@ class NoisyDrift(Drift):
         extra, old = state.extra, state.velocities
         exponent = h * extra["friction"]
         spread = (-torch.expm1(-2.0 * exponent) * extra["temperature"]).sqrt()
-        noise = normal_noise(
-            extra["seed"],
-            extra["key"],
-            state.step,
-            state.system.batch_idx,
-            extra.get("place"),
-            self.stream,
-            len(old),
-            3,
-        )
         scale = state.of_atoms(spread) * extra["inverse_masses"].sqrt()
-        new = state.of_atoms(torch.exp(-exponent)) * old + scale * noise.to(old.dtype)
+        new = state.of_atoms(torch.exp(-exponent)) * old + scale * state.normal(self.stream)
         added = state.of_systems((new - old) * (new + old) * extra["inertia"])
         heat = f"heat{self.stream}"
         state = state.at(state.system.positions + state.of_atoms(0.5 * h) * (old + new), velocities=new)
@@ -159,10 +147,8 @@ class Rescale(Flow):
         moves = twice > 0.0
         exponent = -h / extra["thermostat_time"]
         q = (-torch.expm1(exponent) * extra["temperature"] / torch.where(moves, twice, 1.0)).sqrt()
-        numbers = extra["seed"], extra["key"], state.step
-        normal = normal_noise(*numbers, None, None, self.stream, len(q), 1, True)
-        squares = chi_square_noise(*numbers, extra["degrees_of_freedom"].squeeze(1) - 1.0, self.stream).unsqueeze(1)
-        along = torch.exp(0.5 * exponent) + q * normal
+        squares = state.chi_square(self.stream)
+        along = torch.exp(0.5 * exponent) + q * state.normal(self.stream, by_system=True)
         squared = along * along + q * q * squares
         scale = torch.where(moves, torch.copysign(squared.sqrt(), along), 1.0)
         heat = f"heat{self.stream}"
@@ -228,7 +214,7 @@ class Chain(Flow):
         g, rate = self._count(state), extra[self.parameters[1]] ** -2
         ratio = self._twice_energy(state) / (g * extra["temperature"])
         columns = (column.squeeze(1) for column in (ratio, self._target(state) / g, g, rate, h))
-        moved, pushed, log_scales = move_chains(
+        moved, pushed, log_scales = state.chains(
             extra[f"{name}_positions"], extra[f"{name}_velocities"], *columns, self.loops
         )
         state = self._scaled(state, torch.exp(log_scales).unsqueeze(1))
@@ -485,8 +471,8 @@ class CellNoise(Cell):
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
         excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
-        noise = normal_noise(extra["seed"], extra["key"], state.step, None, None, self.stream, len(h), 1, True)
-        grown = root + mobility * root * excess * h + (kt * mobility * h).sqrt() * noise
+        noise = (kt * mobility * h).sqrt() * state.normal(self.stream, by_system=True)
+        grown = root + mobility * root * excess * h + noise
         strain = 2.0 * torch.log(grown / root)
         scale = torch.exp(strain / self.n_axes * extra["axes"])
         added = 0.5 * trace(motion * (scale**-2 - 1.0)) + extra["pressure"] * (grown * grown - volume)
@@ -510,6 +496,12 @@ class CellNoise(Cell):
         extra = state.extra
         came = extra[f"heat{self.stream}"] + 0.5 * self._slope(state) * extra["strain"]
         return extra["pressure"] * state.volumes.unsqueeze(1) - came
+
+
+PROGRAMMED = frozenset(
+    {Kick, Drift, NoisyDrift, Rescale, Chain, Press, StretchedKick, StretchedDrift, CellChain, CellNoise}
+)
+"""Flows of which `nvalchemiops.torch.dynamics.programs` makes programs: they compute the same from the same state."""
 
 
 # -- functions of strains -------------------------------------------------------------------------

@@ -1,0 +1,119 @@
+"""An interpreter of small programs of numbers: what dozens of operations on a few numbers each do, in one launch.
+
+A program computes numbers of a system and numbers of its atoms, and sums over its atoms. A thread runs it for a system,
+and for blocks of `BLOCK` atoms, so that reading an instruction costs little. Atoms are added one after the other in a
+block, then blocks, so a sum has the same bits for a system alone and in a batch. Programs are written by
+`nvalchemiops.torch.dynamics.programs`, for CPUs.
+"""
+
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.launch import kernel_variants
+
+BLOCK, SYSTEM_REGISTERS, ATOM_REGISTERS = 64, 1024, 64
+"""Atoms in a block; registers of a system, and of each atom of a block."""
+
+# exp(x) - 1: W. Kahan, in N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed. (2002), section 1.14.1
+_EXPM1 = "const double u = wp::exp(a[i]); d[i] = u == 1.0 ? a[i] : u == 0.0 ? -1.0 : (u - 1.0) * (a[i] / wp::log(u))"
+
+OPERATIONS = {
+    "add": "d[i] = a[i] + b[i]",
+    "sub": "d[i] = a[i] - b[i]",
+    "mul": "d[i] = a[i] * b[i]",
+    "div": "d[i] = a[i] / b[i]",
+    "neg": "d[i] = -a[i]",
+    "exp": "d[i] = wp::exp(a[i])",
+    "expm1": _EXPM1,
+    "log": "d[i] = wp::log(a[i])",
+    "sqrt": "d[i] = wp::sqrt(a[i])",
+    "abs": "d[i] = wp::abs(a[i])",
+    "maximum": "d[i] = a[i] < b[i] ? b[i] : a[i]",
+    "less": "d[i] = a[i] < b[i]",
+    "where": "d[i] = a[i] != 0.0 ? b[i] : c[i]",
+    "copysign": "d[i] = wp::copysign(a[i], b[i])",
+}
+"""What operations do to the number ``d`` with the numbers ``a``, ``b`` and ``c``."""
+
+CODES = {name: code for code, name in enumerate((*OPERATIONS, "number", "load", "store", "spread", "sum", "atoms"))}
+"""Codes of the operations, and of these instructions ``(code, d, a, b, c)``.
+
+``number``: the constant a. ``load``: column b of c of array a. ``store``: the number a to column b of c of array d.
+``spread``: the number a of the system, for atoms. ``sum``: add the number a of the atoms to the number d of the system.
+``atoms``: the next d instructions are for atoms.
+"""
+
+_CASES = "\n".join(
+    f"        case {CODES[name]}: for (int i = 0; i < n; ++i) {{ {text}; }} break;" for name, text in OPERATIONS.items()
+)
+
+_RUN = f"""
+    const int *code = reinterpret_cast<const int *>(program);
+    const double *constants = reinterpret_cast<const double *>(numbers);
+    const long long *arrays = reinterpret_cast<const long long *>(addresses);
+    double of_system[{SYSTEM_REGISTERS}], of_atoms[{ATOM_REGISTERS * BLOCK}];
+    int rows[{BLOCK}];
+    // one instruction for n rows, whose registers are `width` apart
+    const auto run = [&](const int *at, double *registers, int width, const int *row, int n) {{
+        double *d = registers + at[1] * width;
+        const double *a = registers + at[2] * width, *b = registers + at[3] * width, *c = registers + at[4] * width;
+        switch (at[0]) {{
+{_CASES}
+        case {CODES["number"]}: for (int i = 0; i < n; ++i) d[i] = constants[at[2]]; break;
+        case {CODES["spread"]}: for (int i = 0; i < n; ++i) d[i] = of_system[at[2]]; break;
+        case {CODES["sum"]}: {{
+            double sum = 0.0;
+            for (int i = 0; i < n; ++i) sum += a[i];
+            of_system[at[1]] += sum;
+            break;
+        }}
+        case {CODES["load"]}: {{
+            const double *from = reinterpret_cast<const double *>(arrays[at[2]]) + at[3];
+            for (int i = 0; i < n; ++i) d[i] = from[static_cast<long long>(row[i]) * at[4]];
+            break;
+        }}
+        case {CODES["store"]}: {{
+            double *to = reinterpret_cast<double *>(arrays[at[1]]) + at[3];
+            for (int i = 0; i < n; ++i) to[static_cast<long long>(row[i]) * at[4]] = a[i];
+            break;
+        }}
+        }}
+    }};
+    const int *order = reinterpret_cast<const int *>(arrays[0]), *begin = reinterpret_cast<const int *>(arrays[1]);
+    const int first = begin ? begin[thread] : 0, end = begin ? begin[thread + 1] : n_atoms;
+    for (int k = 0; k < length; ++k) {{
+        const int *at = code + 5 * k;
+        if (at[0] != {CODES["atoms"]}) {{
+            run(at, of_system, 1, &thread, 1);
+            continue;
+        }}
+        for (int from = first; from < end; from += {BLOCK}) {{
+            const int n = end - from < {BLOCK} ? end - from : {BLOCK};
+            for (int i = 0; i < n; ++i) rows[i] = order ? order[from + i] : from + i;
+            for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, rows, n);
+        }}
+        k += at[1];
+    }}
+"""
+
+
+@kernel_variants(())
+def program_kernel() -> Any:
+    """The kernel that runs a program for each system. Addresses are those of host memory."""
+
+    @native_kernel("programs", _RUN)
+    def kernel(
+        thread: wp.int32,
+        program: wp.uint64,  # address of (length, 5) int32, instructions
+        length: wp.int32,
+        numbers: wp.uint64,  # address of float64, constants
+        addresses: wp.uint64,  # address of int64, addresses of: (n_atoms,) int32, rows sorted by system, or 0 if they
+        # are sorted; (n_systems + 1,) int32, where systems begin, or 0 for one system; then of contiguous float64
+        # arrays (n_systems or n_atoms, columns)
+        n_atoms: wp.int32,
+    ):
+        """Run the program for a system."""
+
+    return kernel

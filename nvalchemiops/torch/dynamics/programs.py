@@ -1,0 +1,527 @@
+"""Flows in one launch: sequences of flows become programs of `nvalchemiops.kernels.programs`.
+
+The flows are called once with a state of `Symbol` in place of tensors, which writes down what they compute. So the
+physics is written once, in torch, whose derivatives are those of a step. A program runs where nobody watches single
+operations: eager mode in float64 on a CPU, without gradients. Elsewhere the flows are called.
+"""
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nvalchemiops.kernels.programs import ATOM_REGISTERS, CODES, OPERATIONS, SYSTEM_REGISTERS, program_kernel
+from nvalchemiops.launch import launch
+from nvalchemiops.layout import layout
+from nvalchemiops.torch.dynamics.flows import PROGRAMMED, Flow
+from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.operators.chains import chain_steps
+from nvalchemiops.torch.operators.segments import sorted_by_system
+from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.recorder import current_recorder
+
+SYSTEM, ATOM = "system", "atom"
+
+OF_ATOMS = ("inertia", "inverse_masses")
+"""Numbers of atoms in ``State.extra``; other float64 tensors have a row for each system."""
+
+
+class NoProgram(Exception):
+    """The reason why flows cannot be a program."""
+
+
+class Node(NamedTuple):
+    """A number that a program computes for each system or each atom: an operation, and what it is applied to."""
+
+    operation: str
+    level: str
+    arguments: tuple[Any, ...]
+
+
+class Trace:
+    """The numbers that are computed, each of them once."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.numbers: dict[Node, int] = {}
+        self.inputs: list[tuple[Callable[[State], torch.Tensor], str, tuple[int, ...]]] = []
+
+    def add(self, operation: str, level: str, *arguments: Any) -> int:
+        """The number of a node."""
+        node = Node(operation, level, arguments)
+        if node not in self.numbers:
+            self.numbers[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self.numbers[node]
+
+    def input(self, fetch: Callable[[State], torch.Tensor], level: str, tail: tuple[int, ...]) -> "Symbol":
+        """A tensor (rows, *tail) of the state, or computed from it beforehand."""
+        self.inputs.append((fetch, level, tail))
+        size = math.prod(tail)
+        return Symbol(self, level, tail, [self.add("load", level, len(self.inputs) - 1, k, size) for k in range(size)])
+
+
+class Symbol:
+    """Stands for a float64 tensor (rows, *tail), a row for each system or each atom; `ids` are its nodes in a row."""
+
+    dtype, device = torch.float64, torch.device("cpu")
+
+    def __init__(self, trace: Trace, level: str, tail: Sequence[int], ids: Sequence[int]) -> None:
+        self.trace, self.level, self.tail, self.ids = trace, level, tuple(tail), list(ids)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Functions of torch, and operators whose first argument is a tensor."""
+        name = function.__name__.strip("_")
+        first = next((a for a in arguments if isinstance(a, Symbol)), None)
+        if name in _STRUCTURAL:
+            return _STRUCTURAL[name](*arguments, **(options or {}))
+        if first is None or name not in OPERATIONS:
+            raise NoProgram(f"{function.__name__} of torch")
+        return first._apply(name, *arguments)
+
+    # -- element by element ------------------------------------------------------------------------
+
+    def _apply(self, operation: str, *arguments: Any) -> "Symbol":
+        grids = [self._grid(argument) for argument in arguments]
+        levels = {argument.level for argument in arguments if isinstance(argument, Symbol)}
+        if len(levels) != 1:
+            raise NoProgram("numbers of systems and of atoms in one operation")
+        grids = np.broadcast_arrays(*grids)
+        ids = [self.trace.add(operation, self.level, *elements) for elements in zip(*(g.ravel() for g in grids))]
+        return Symbol(self.trace, self.level, grids[0].shape, map(int, ids))
+
+    def _grid(self, argument: Any) -> np.ndarray:
+        """Nodes of an argument, without the axis of rows."""
+        if isinstance(argument, Symbol):
+            if argument.trace is not self.trace:
+                raise NoProgram("numbers of another program")
+            return np.array(argument.ids).reshape(argument.tail)
+        values = np.asarray(argument, dtype=np.float64)
+        if values.ndim > 2:
+            raise NoProgram("a constant of systems or atoms")
+        ids = [self.trace.add("number", self.level, float(value)) for value in values.ravel()]
+        return np.array(ids, dtype=np.int64).reshape(values.shape)
+
+    def __add__(self, other: Any) -> "Symbol":
+        return self._apply("add", self, other)
+
+    def __radd__(self, other: Any) -> "Symbol":
+        return self._apply("add", other, self)
+
+    def __sub__(self, other: Any) -> "Symbol":
+        return self._apply("sub", self, other)
+
+    def __rsub__(self, other: Any) -> "Symbol":
+        return self._apply("sub", other, self)
+
+    def __mul__(self, other: Any) -> "Symbol":
+        return self._apply("mul", self, other)
+
+    def __rmul__(self, other: Any) -> "Symbol":
+        return self._apply("mul", other, self)
+
+    def __truediv__(self, other: Any) -> "Symbol":
+        return self._apply("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> "Symbol":
+        return self._apply("div", other, self)
+
+    def __neg__(self) -> "Symbol":
+        return self._apply("neg", self)
+
+    def __gt__(self, other: Any) -> "Symbol":
+        return self._apply("less", other, self)
+
+    def __lt__(self, other: Any) -> "Symbol":
+        return self._apply("less", self, other)
+
+    def __pow__(self, power: int) -> "Symbol":
+        if power not in (2, -2):
+            raise NoProgram(f"the power {power}")
+        square = self * self
+        return square if power > 0 else 1.0 / square
+
+    def __bool__(self) -> bool:
+        raise NoProgram("a decision that depends on values")
+
+    def sqrt(self) -> "Symbol":
+        return self._apply("sqrt", self)
+
+    def abs(self) -> "Symbol":
+        return self._apply("abs", self)
+
+    def clamp(self, *, min: float) -> "Symbol":
+        return self._apply("maximum", self, min)
+
+    # -- shapes, whose first axis is that of rows --------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        return 1 + len(self.tail)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (-1, *self.tail)
+
+    def _of(self, grid: np.ndarray) -> "Symbol":
+        return Symbol(self.trace, self.level, grid.shape, map(int, grid.ravel()))
+
+    def __getitem__(self, index: Any) -> "Symbol":
+        if not isinstance(index, tuple) or index[0] != slice(None):
+            raise NoProgram("single systems or atoms")
+        return self._of(self._grid(self)[index[1:]])
+
+    def _axis(self, axis: int, ndim: int) -> int:
+        axis = axis + ndim if axis < 0 else axis
+        if axis < 1:
+            raise NoProgram("the axis of systems or atoms")
+        return axis - 1
+
+    def unsqueeze(self, axis: int) -> "Symbol":
+        return self._of(np.expand_dims(self._grid(self), self._axis(axis, self.ndim + 1)))
+
+    def squeeze(self, axis: int) -> "Symbol":
+        return self._of(self._grid(self).squeeze(self._axis(axis, self.ndim)))
+
+    def expand(self, *shape: int) -> "Symbol":
+        return self._of(np.broadcast_to(self._grid(self), shape[1:]))
+
+    def reshape(self, *shape: int) -> "Symbol":
+        return self._of(self._grid(self).reshape(shape[1:]))
+
+    def unbind(self, axis: int) -> list["Symbol"]:
+        return [self._of(part) for part in np.moveaxis(self._grid(self), self._axis(axis, self.ndim), 0)]
+
+    def split(self, size: int, axis: int) -> list["Symbol"]:
+        return [part.unsqueeze(axis) for part in self.unbind(axis)] if size == 1 else _refuse("split")
+
+    @property
+    def mT(self) -> "Symbol":
+        return self._of(self._grid(self).T)
+
+    def diagonal(self, *, dim1: int, dim2: int) -> "Symbol":
+        return self._of(self._grid(self).diagonal())
+
+    def to(self, dtype: torch.dtype) -> "Symbol":
+        return self if dtype is torch.float64 else _refuse(f"{dtype}")
+
+    def sum(self, axis: int, keepdim: bool = False) -> "Symbol":
+        total = functools.reduce(operator.add, self.unbind(axis))
+        return total.unsqueeze(axis) if keepdim else total
+
+    def __matmul__(self, other: "Symbol") -> "Symbol":
+        products = self.unsqueeze(3) * other.unsqueeze(1)
+        return products.sum(2)
+
+
+def _refuse(what: str) -> Any:
+    raise NoProgram(what)
+
+
+def _stack(parts: Sequence[Symbol], axis: int) -> Symbol:
+    return parts[0]._of(np.stack([part._grid(part) for part in parts], axis - 1))
+
+
+def _full_like(one: Symbol, value: float) -> Symbol:
+    return one._of(np.broadcast_to(one._grid(value), one.tail))
+
+
+_STRUCTURAL: dict[str, Callable[..., Symbol]] = {
+    "stack": _stack,
+    "full_like": _full_like,
+    "zeros_like": lambda one: _full_like(one, 0.0),
+    "bmm": operator.matmul,
+}
+
+
+class SymbolicState(State):
+    """A state whose tensors are `Symbol`."""
+
+    __slots__ = ()
+
+    def of_atoms(self, per_system: Any) -> Any:
+        """Numbers of the system, for each atom."""
+        trace = per_system.trace
+        return Symbol(trace, ATOM, per_system.tail, [trace.add("spread", ATOM, k) for k in per_system.ids])
+
+    def of_systems(self, per_atom: Any) -> Any:
+        """Sums over atoms."""
+        trace = per_atom.trace
+        return Symbol(trace, SYSTEM, per_atom.tail, [trace.add("sum", SYSTEM, k) for k in per_atom.ids])
+
+    def normal(self, stream: int, by_system: bool = False) -> Any:
+        """Normal numbers, which are drawn before the program runs."""
+        level, tail = (SYSTEM, (1,)) if by_system else (ATOM, (3,))
+        trace: Any = self.velocities
+        return trace.trace.input(lambda state: state.normal(stream, by_system), level, tail)
+
+    def chi_square(self, stream: int) -> Any:
+        """Sums of squares, which are drawn before the program runs."""
+        trace: Any = self.velocities
+        return trace.trace.input(lambda state: state.chi_square(stream), SYSTEM, (1,))
+
+    def chains(self, *arguments: Any) -> Any:
+        """The steps of chains, one by one."""
+        return chain_steps(*arguments)
+
+    @property
+    def volumes(self) -> Any:
+        """Volumes: absolute values of the triple product."""
+        cell: Any = self.system.cell
+        (ax, ay, az), (bx, by, bz), (cx, cy, cz) = (row.unbind(1) for row in cell.unbind(1))
+        return (ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx)).abs()
+
+
+def _fetch(*path: str) -> Callable[[State], torch.Tensor]:
+    if path[0] == "extra":
+        return lambda state: state.extra[path[1]]
+    return operator.attrgetter(".".join(path))
+
+
+def _symbolic(state: State, trace: Trace) -> SymbolicState:
+    """The state with symbols for all float64 tensors that flows may read."""
+
+    def symbol(level: str, *path: str) -> Any:
+        fetch = _fetch(*path)
+        found = fetch(state)
+        return None if found is None else trace.input(fetch, level, tuple(found.shape[1:]))
+
+    positions, cell = symbol(ATOM, "system", "positions"), symbol(SYSTEM, "system", "cell")
+    forces, stress = symbol(ATOM, "evaluation", "forces"), symbol(SYSTEM, "evaluation", "stress")
+    extra = {
+        name: symbol(ATOM if name in OF_ATOMS else SYSTEM, "extra", name)
+        for name, value in state.extra.items()
+        if value.dtype is torch.float64
+    }
+    return SymbolicState(
+        system=state.system._replace(positions=positions, cell=cell),
+        velocities=symbol(ATOM, "velocities"),
+        masses=None,  # type: ignore[arg-type]  # flows read neither
+        evaluation=state.evaluation._replace(forces=forces, stress=stress),
+        step=None,  # type: ignore[arg-type]
+        extra=extra,
+    )
+
+
+class Program:
+    """Flows as a program, for states of one form.
+
+    Attributes
+    ----------
+    inputs : list
+        Those tensors of a state that it reads: how they are fetched, their level and the shape of a row.
+    outputs : list
+        What it changes: "positions", "velocities", "cell" or the name of an extra, level and the shape of a row.
+    """
+
+    def __init__(self, flow: Callable[[State], State], state: State) -> None:
+        self.trace = trace = Trace()
+        before = _symbolic(state, trace)
+        after = flow(before)
+        changed: dict[str, Any] = {
+            "positions": (before.system.positions, after.system.positions),
+            "cell": (before.system.cell, after.system.cell),
+            "velocities": (before.velocities, after.velocities),
+        }
+        changed |= {name: (before.extra.get(name), value) for name, value in after.extra.items()}
+        results = {name: new for name, (old, new) in changed.items() if new is not old}
+        self.outputs = [(name, new.level, new.tail) for name, new in results.items()]
+        self._write(list(results.values()))
+        self.shapes: dict[tuple[int, int], Any] = {}
+
+    def _write(self, results: Sequence[Symbol]) -> None:
+        """Order the numbers that results need, in sections between which sums are complete, and give them registers."""
+        nodes = self.trace.nodes
+        needed, waiting = set(), [k for result in results for k in result.ids]
+        while waiting:
+            k = waiting.pop()
+            if k not in needed:
+                needed.add(k)
+                waiting.extend(_operands(nodes[k]))
+        used = sorted({nodes[k].arguments[0] for k in needed if nodes[k].operation == "load"})
+        self.inputs = [self.trace.inputs[k] for k in used]
+        array = {k: n for n, k in enumerate(used, 2)}  # after the order of atoms and where systems begin
+        # the section in which a number can be known: that of a sum is the one after its terms
+        section: dict[int, int] = {}
+        for k in sorted(needed):  # operands have lower numbers
+            last = max((section[j] for j in _operands(nodes[k])), default=0)
+            section[k] = last + 1 if nodes[k].operation == "sum" else last
+        code: list[list[Any]] = []  # operation, level, node or None, operands
+        stores = [
+            ("store", result.level, 2 + len(used) + n, k, column, math.prod(result.tail))
+            for n, result in enumerate(results)
+            for column, k in enumerate(result.ids)
+        ]
+        for at in range(1 + max(section.values(), default=0)):
+            for k in sorted(needed):
+                if nodes[k].level == SYSTEM and section[k] == at and nodes[k].operation != "sum":
+                    code.append([nodes[k].operation, SYSTEM, k, nodes[k].arguments])
+            code += [["store", SYSTEM, None, s[2:]] for s in stores if s[1] == SYSTEM and section[s[3]] == at]
+            sums = [k for k in needed if nodes[k].operation == "sum" and section[k] == at + 1]
+            code += [["number", SYSTEM, k, (0.0,)] for k in sums]
+            ends = [s for s in stores if s[1] == ATOM and section[s[3]] == at]
+            inner, waiting = set(), [nodes[k].arguments[0] for k in sums] + [s[3] for s in ends]
+            while waiting:
+                k = waiting.pop()
+                if k not in inner:
+                    inner.add(k)
+                    waiting.extend(j for j in _operands(nodes[k]) if nodes[j].level == ATOM)
+            # each number as soon as its operands are there, and sums and stores as soon as their numbers are
+            body: list[list[Any]] = []
+            for k in sorted(inner):
+                body.append([nodes[k].operation, ATOM, k, nodes[k].arguments])
+                body += [["sum", ATOM, s, (k,)] for s in sums if nodes[s].arguments[0] == k]
+                body += [["store", ATOM, None, s[2:]] for s in ends if s[3] == k]
+            if body:
+                code += [["atoms", SYSTEM, None, (len(body),)], *body]
+        self._encode(code, array)
+
+    def _encode(self, code: list[list[Any]], array: dict[int, int]) -> None:
+        last: dict[tuple[int, int], int] = {}  # by node and, for atoms, section: where it is used last
+        ends, end = [], 0
+        for n, (operation, level, _, arguments) in enumerate(code):
+            end = n + 1 + arguments[0] if operation == "atoms" else end
+            ends.append(end if level == ATOM else 0)
+        for n, (operation, level, _, arguments) in enumerate(code):
+            for k in _reads(operation, arguments):
+                of_system = level == SYSTEM or operation == "spread"
+                last[k, 0 if of_system else ends[n]] = n
+        numbers: dict[float, int] = {}
+        free = {SYSTEM: list(range(SYSTEM_REGISTERS))[::-1], ATOM: list(range(ATOM_REGISTERS))[::-1]}
+        register: dict[tuple[int, int], int] = {}
+        rows = []
+
+        def place(key: tuple[int, int]) -> int:
+            if key not in register:
+                stack = free[ATOM if key[1] else SYSTEM]
+                register[key] = stack.pop() if stack else _refuse("too many numbers")
+            return register[key]
+
+        for n, (operation, level, node, arguments) in enumerate(code):
+            own = ends[n]
+            if operation == "atoms":
+                rows.append([CODES[operation], arguments[0], 0, 0, 0])
+                continue
+            if operation == "load":
+                given = [array[arguments[0]], *arguments[1:]]
+            elif operation == "number":
+                given = [numbers.setdefault(arguments[0], len(numbers))]
+            elif operation == "store":
+                given = [register[arguments[1], own], *arguments[2:]]
+            else:
+                given = [register[k, 0 if operation == "spread" else own] for k in arguments]
+            for k in set(_reads(operation, arguments)):
+                key = k, 0 if operation == "spread" else own
+                if last[key] == n and (key[1] or not ends[n]):  # sections of atoms run several times
+                    free[ATOM if key[1] else SYSTEM].append(register[key])
+            target = arguments[0] if operation == "store" else place((node, 0 if operation == "sum" else own))
+            rows.append([CODES[operation], target, *given, *[0] * (3 - len(given))])
+        self.code = np.array(rows, dtype=np.int32).reshape(-1, 5)
+        self.numbers = np.array(list(numbers) or [0.0], dtype=np.float64)
+        self.where = self.code.ctypes.data, len(rows), self.numbers.ctypes.data
+
+    def __call__(self, state: State) -> State:
+        """The state after the flows; raises NoProgram if the program is not for this state."""
+        positions = state.system.positions
+        n_atoms, n_systems = positions.shape[0], state.extra["dt"].shape[0]
+        shapes = self.shapes.get((n_atoms, n_systems))
+        if shapes is None:
+            rows = {SYSTEM: n_systems, ATOM: n_atoms}
+            shapes = [[(rows[level], *tail) for _, level, tail in which] for which in (self.inputs, self.outputs)]
+            self.shapes = {(n_atoms, n_systems): shapes}
+        tracked = torch.is_grad_enabled()
+        given = [fetch(state) for fetch, _, _ in self.inputs]
+        for k, (tensor, shape) in enumerate(zip(given, shapes[0])):
+            if tensor.shape != shape or not _is_plain(tensor) or (tracked and tensor.requires_grad):
+                raise NoProgram("another form of state")
+            if not tensor.is_contiguous():
+                given[k] = tensor.contiguous()
+        order = begin = None
+        if n_systems > 1:
+            if state.system.batch_idx is None:
+                raise NoProgram("no systems of atoms")
+            order, begin = sorted_by_system(state.system.batch_idx, n_systems)
+        found = [torch.empty(shape, dtype=torch.float64) for shape in shapes[1]]
+        addresses = [0 if t is None else t.data_ptr() for t in itertools.chain((order, begin), given, found)]
+        table = np.array(addresses, dtype=np.int64)
+        code, length, numbers = self.where
+        arguments = [code, length, numbers, table.ctypes.data, n_atoms]
+        launch(program_kernel(), n_systems, arguments, device="cpu", record_tape=False, kind=(length, n_atoms // max(n_systems, 1)))
+        results = {name: tensor for (name, *_), tensor in zip(self.outputs, found)}
+        system, velocities = state.system, results.pop("velocities", state.velocities)
+        moved = {name: results.pop(name) for name in ("positions", "cell") if name in results}
+        if moved:
+            system = system._replace(**moved)
+        extra = {**state.extra, **results} if results else state.extra
+        return State(system, velocities, state.masses, state.evaluation, state.step, extra)
+
+
+def _operands(node: Node) -> tuple[int, ...]:
+    return () if node.operation in ("load", "number") else node.arguments
+
+
+def _reads(operation: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """The nodes that an instruction reads."""
+    if operation == "store":
+        return (arguments[1],)
+    return () if operation in ("load", "number", "atoms") else arguments
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is torch.float64
+        and tensor.device.type == "cpu"
+        and not tensor.is_neg()
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    )
+
+
+class InSequence:
+    """Flows one after the other, as a program where that is possible."""
+
+    def __init__(self, flows: Sequence[tuple[Flow, float]], programmed: bool) -> None:
+        self.flows, self.programmed = flows, programmed
+        self.program: Program | None = None
+
+    def __reduce__(self) -> Any:
+        return InSequence, (self.flows, self.programmed)
+
+    def _run(self, state: State) -> State:
+        dt = state.extra["dt"]
+        times = {1.0: dt}
+        for flow, fraction in self.flows:
+            if fraction not in times:
+                times[fraction] = fraction * dt
+            state = flow(state, times[fraction])
+        return state
+
+    def __call__(self, state: State) -> State:
+        """The state after the flows."""
+        if self.programmed and is_eager() and current_recorder() is None and not layout("cpu").warps:
+            try:
+                if self.program is None:
+                    self.program = Program(self._run, state)
+                return self.program(state)
+            except NoProgram:
+                pass
+        return self._run(state)
+
+
+def as_programs(flows: Sequence[tuple[Flow, float]]) -> Callable[[State], State]:
+    """A function of a state that runs flows, those of `PROGRAMMED` that are neighbors as one program."""
+    groups = itertools.groupby(flows, lambda entry: type(entry[0]) in PROGRAMMED)
+    parts = [InSequence(tuple(group), programmed) for programmed, group in groups]
+    return functools.partial(_one_after_the_other, parts)
+
+
+def _one_after_the_other(parts: Sequence[InSequence], state: State) -> State:
+    for part in parts:
+        state = part(state)
+    return state
