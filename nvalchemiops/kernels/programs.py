@@ -11,6 +11,7 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.kernels.noise import DRAW
 from nvalchemiops.launch import kernel_variants
 
 BLOCK, SYSTEM_REGISTERS, ATOM_REGISTERS = 64, 1024, 64
@@ -37,31 +38,47 @@ OPERATIONS = {
 }
 """What operations do to the number ``d`` with the numbers ``a``, ``b`` and ``c``."""
 
-CODES = {name: code for code, name in enumerate((*OPERATIONS, "number", "load", "store", "spread", "sum", "atoms"))}
+_OTHERS = ("number", "normal", "chi_square", "load", "store", "spread", "sum", "atoms")
+CODES = {name: code for code, name in enumerate((*OPERATIONS, *_OTHERS))}
 """Codes of the operations, and of these instructions ``(code, d, a, b, c)``.
 
-``number``: the constant a. ``load``: column b of c of array a. ``store``: the number a to column b of c of array d.
+``number``: the constant a. ``normal``: the normal number of stream a and column b. ``chi_square``: a sum of squares of a
+normal numbers, of stream b. ``load``: column b of c of array a. ``store``: the number a to column b of c of array d.
 ``spread``: the number a of the system, for atoms. ``sum``: add the number a of the atoms to the number d of the system.
 ``atoms``: the next d instructions are for atoms.
 """
+
+FIRST_ARRAY = 5
+"""Place of the first float64 array among the addresses."""
 
 _CASES = "\n".join(
     f"        case {CODES[name]}: for (int i = 0; i < n; ++i) {{ {text}; }} break;" for name, text in OPERATIONS.items()
 )
 
-_RUN = f"""
+_RUN = f"""{DRAW}
     const int *code = reinterpret_cast<const int *>(program);
     const double *constants = reinterpret_cast<const double *>(numbers);
     const long long *arrays = reinterpret_cast<const long long *>(addresses);
+    const int *order = reinterpret_cast<const int *>(arrays[0]), *begin = reinterpret_cast<const int *>(arrays[1]);
+    const auto number = [&](int array, int row) {{
+        return arrays[array] ? reinterpret_cast<const long long *>(arrays[array])[row] : 0;
+    }};
+    const long long seed = number(2, thread), key = number(3, thread), step = number(4, 0);
+    const int first = begin ? begin[thread] : 0, end = begin ? begin[thread + 1] : n_atoms;
     double of_system[{SYSTEM_REGISTERS}], of_atoms[{ATOM_REGISTERS * BLOCK}];
     int rows[{BLOCK}];
     // one instruction for n rows, whose registers are `width` apart
-    const auto run = [&](const int *at, double *registers, int width, const int *row, int n) {{
+    const auto run = [&](const int *at, double *registers, int width, const int *row, int place, int n) {{
         double *d = registers + at[1] * width;
         const double *a = registers + at[2] * width, *b = registers + at[3] * width, *c = registers + at[4] * width;
         switch (at[0]) {{
 {_CASES}
         case {CODES["number"]}: for (int i = 0; i < n; ++i) d[i] = constants[at[2]]; break;
+        case {CODES["normal"]}:
+            for (int i = 0; i < n; ++i)
+                d[i] = normal(block_of(seed, key, step, at[2], word(place + i), at[3] / 2), at[3] % 2);
+            break;
+        case {CODES["chi_square"]}: d[0] = chi_square(seed, key, step, at[3], a[0]); break;
         case {CODES["spread"]}: for (int i = 0; i < n; ++i) d[i] = of_system[at[2]]; break;
         case {CODES["sum"]}: {{
             double sum = 0.0;
@@ -81,18 +98,16 @@ _RUN = f"""
         }}
         }}
     }};
-    const int *order = reinterpret_cast<const int *>(arrays[0]), *begin = reinterpret_cast<const int *>(arrays[1]);
-    const int first = begin ? begin[thread] : 0, end = begin ? begin[thread + 1] : n_atoms;
     for (int k = 0; k < length; ++k) {{
         const int *at = code + 5 * k;
         if (at[0] != {CODES["atoms"]}) {{
-            run(at, of_system, 1, &thread, 1);
+            run(at, of_system, 1, &thread, 0, 1);
             continue;
         }}
         for (int from = first; from < end; from += {BLOCK}) {{
             const int n = end - from < {BLOCK} ? end - from : {BLOCK};
             for (int i = 0; i < n; ++i) rows[i] = order ? order[from + i] : from + i;
-            for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, rows, n);
+            for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, rows, from - first, n);
         }}
         k += at[1];
     }}
@@ -110,8 +125,8 @@ def program_kernel() -> Any:
         length: wp.int32,
         numbers: wp.uint64,  # address of float64, constants
         addresses: wp.uint64,  # address of int64, addresses of: (n_atoms,) int32, rows sorted by system, or 0 if they
-        # are sorted; (n_systems + 1,) int32, where systems begin, or 0 for one system; then of contiguous float64
-        # arrays (n_systems or n_atoms, columns)
+        # are sorted; (n_systems + 1,) int32, where systems begin, or 0 for one system; int64 seeds and keys (n_systems,)
+        # and the step (1,), or 0 without noise; then of contiguous float64 arrays (n_systems or n_atoms, columns)
         n_atoms: wp.int32,
     ):
         """Run the program for a system."""

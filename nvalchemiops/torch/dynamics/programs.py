@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nvalchemiops.kernels.programs import ATOM_REGISTERS, CODES, OPERATIONS, SYSTEM_REGISTERS, program_kernel
+from nvalchemiops.kernels.programs import (
+    ATOM_REGISTERS,
+    CODES,
+    FIRST_ARRAY,
+    OPERATIONS,
+    SYSTEM_REGISTERS,
+    program_kernel,
+)
 from nvalchemiops.launch import launch
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.dynamics.flows import PROGRAMMED, Flow
@@ -60,7 +67,7 @@ class Trace:
         return self.numbers[node]
 
     def input(self, fetch: Callable[[State], torch.Tensor], level: str, tail: tuple[int, ...]) -> "Symbol":
-        """A tensor (rows, *tail) of the state, or computed from it beforehand."""
+        """A tensor (rows, *tail) of the state."""
         self.inputs.append((fetch, level, tail))
         size = math.prod(tail)
         return Symbol(self, level, tail, [self.add("load", level, len(self.inputs) - 1, k, size) for k in range(size)])
@@ -256,15 +263,15 @@ class SymbolicState(State):
         return Symbol(trace, SYSTEM, per_atom.tail, [trace.add("sum", SYSTEM, k) for k in per_atom.ids])
 
     def normal(self, stream: int, by_system: bool = False) -> Any:
-        """Normal numbers, which are drawn before the program runs."""
-        level, tail = (SYSTEM, (1,)) if by_system else (ATOM, (3,))
-        trace: Any = self.velocities
-        return trace.trace.input(lambda state: state.normal(stream, by_system), level, tail)
+        """Normal numbers of this step."""
+        level, size = (SYSTEM, 1) if by_system else (ATOM, 3)
+        trace = _trace_of(self)
+        return Symbol(trace, level, (size,), [trace.add("normal", level, stream, k) for k in range(size)])
 
     def chi_square(self, stream: int) -> Any:
-        """Sums of squares, which are drawn before the program runs."""
-        trace: Any = self.velocities
-        return trace.trace.input(lambda state: state.chi_square(stream), SYSTEM, (1,))
+        """Sums of squares of f - 1 normal numbers."""
+        count: Any = self.extra["degrees_of_freedom"] - 1.0
+        return Symbol(count.trace, SYSTEM, (1,), [count.trace.add("chi_square", SYSTEM, *count.ids, stream)])
 
     def chains(self, *arguments: Any) -> Any:
         """The steps of chains, one by one."""
@@ -276,6 +283,10 @@ class SymbolicState(State):
         cell: Any = self.system.cell
         (ax, ay, az), (bx, by, bz), (cx, cy, cz) = (row.unbind(1) for row in cell.unbind(1))
         return (ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx)).abs()
+
+
+def _trace_of(state: Any) -> Trace:
+    return state.velocities.trace
 
 
 def _fetch(*path: str) -> Callable[[State], torch.Tensor]:
@@ -346,7 +357,8 @@ class Program:
                 waiting.extend(_operands(nodes[k]))
         used = sorted({nodes[k].arguments[0] for k in needed if nodes[k].operation == "load"})
         self.inputs = [self.trace.inputs[k] for k in used]
-        array = {k: n for n, k in enumerate(used, 2)}  # after the order of atoms and where systems begin
+        array = {k: n for n, k in enumerate(used, FIRST_ARRAY)}
+        self.is_random = any(nodes[k].operation in ("normal", "chi_square") for k in needed)
         # the section in which a number can be known: that of a sum is the one after its terms
         section: dict[int, int] = {}
         for k in sorted(needed):  # operands have lower numbers
@@ -354,7 +366,7 @@ class Program:
             section[k] = last + 1 if nodes[k].operation == "sum" else last
         code: list[list[Any]] = []  # operation, level, node or None, operands
         stores = [
-            ("store", result.level, 2 + len(used) + n, k, column, math.prod(result.tail))
+            ("store", result.level, FIRST_ARRAY + len(used) + n, k, column, math.prod(result.tail))
             for n, result in enumerate(results)
             for column, k in enumerate(result.ids)
         ]
@@ -412,10 +424,10 @@ class Program:
                 given = [array[arguments[0]], *arguments[1:]]
             elif operation == "number":
                 given = [numbers.setdefault(arguments[0], len(numbers))]
-            elif operation == "store":
-                given = [register[arguments[1], own], *arguments[2:]]
             else:
-                given = [register[k, 0 if operation == "spread" else own] for k in arguments]
+                read = _reads(operation, arguments)
+                given = [register[k, 0 if operation == "spread" else own] for k in read]
+                given += arguments[2:] if operation == "store" else arguments[len(read) :]
             for k in set(_reads(operation, arguments)):
                 key = k, 0 if operation == "spread" else own
                 if last[key] == n and (key[1] or not ends[n]):  # sections of atoms run several times
@@ -426,33 +438,58 @@ class Program:
         self.numbers = np.array(list(numbers) or [0.0], dtype=np.float64)
         self.where = self.code.ctypes.data, len(rows), self.numbers.ctypes.data
 
+    def _seeds(self, state: State, n_systems: int) -> tuple[torch.Tensor | None, ...]:
+        """Seeds, keys and the step, of which noise is a function."""
+        if not self.is_random:
+            return None, None, None
+        seeds, keys, step = state.extra["seed"], state.extra["key"], state.step
+        for tensor, shape in ((seeds, (n_systems,)), (keys, (n_systems,)), (step, ())):
+            if tensor.dtype is not torch.int64 or not tensor.is_cpu or tensor.shape != shape:
+                raise NoProgram("another form of seeds")
+        return seeds.contiguous(), keys.contiguous(), step
+
     def __call__(self, state: State) -> State:
         """The state after the flows; raises NoProgram if the program is not for this state."""
-        positions = state.system.positions
-        n_atoms, n_systems = positions.shape[0], state.extra["dt"].shape[0]
+        n_atoms, n_systems = state.velocities.shape[0], state.extra["dt"].shape[0]
         shapes = self.shapes.get((n_atoms, n_systems))
         if shapes is None:
             rows = {SYSTEM: n_systems, ATOM: n_atoms}
-            shapes = [[(rows[level], *tail) for _, level, tail in which] for which in (self.inputs, self.outputs)]
+            inputs, outputs = ([(rows[e[1]], *e[2]) for e in which] for which in (self.inputs, self.outputs))
+            # an empty tensor like another one costs half
+            shapes = inputs, [(shape, inputs.index(shape) if shape in inputs else -1) for shape in outputs]
             self.shapes = {(n_atoms, n_systems): shapes}
-        tracked = torch.is_grad_enabled()
-        given = [fetch(state) for fetch, _, _ in self.inputs]
-        for k, (tensor, shape) in enumerate(zip(given, shapes[0])):
-            if tensor.shape != shape or not _is_plain(tensor) or (tracked and tensor.requires_grad):
-                raise NoProgram("another form of state")
-            if not tensor.is_contiguous():
-                given[k] = tensor.contiguous()
         order = begin = None
         if n_systems > 1:
             if state.system.batch_idx is None:
                 raise NoProgram("no systems of atoms")
             order, begin = sorted_by_system(state.system.batch_idx, n_systems)
-        found = [torch.empty(shape, dtype=torch.float64) for shape in shapes[1]]
-        addresses = [0 if t is None else t.data_ptr() for t in itertools.chain((order, begin), given, found)]
+        numbered = order, begin, *self._seeds(state, n_systems)
+        given = []
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in numbered]
+        tracked = torch.is_grad_enabled()
+        # inlined as far as possible: these loops are most of the time
+        for (fetch, *_), shape in zip(self.inputs, shapes[0]):
+            tensor = fetch(state)
+            if type(tensor) is not torch.Tensor or tensor.dtype is not torch.float64 or not tensor.is_cpu:
+                raise NoProgram("another type of tensor")
+            if tensor.shape != shape or tensor.is_neg() or (tracked and tensor.requires_grad):
+                raise NoProgram("another form of tensor")
+            tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
+            address = tensor.data_ptr()
+            if address == 0 and tensor.numel():
+                raise NoProgram("a tensor without memory")
+            given.append(tensor)
+            addresses.append(address)
+        found = []
+        for shape, like in shapes[1]:
+            tensor = torch.empty(shape, dtype=torch.float64) if like < 0 else torch.empty_like(given[like])
+            found.append(tensor)
+            addresses.append(tensor.data_ptr())
         table = np.array(addresses, dtype=np.int64)
         code, length, numbers = self.where
         arguments = [code, length, numbers, table.ctypes.data, n_atoms]
-        launch(program_kernel(), n_systems, arguments, device="cpu", record_tape=False, kind=(length, n_atoms // max(n_systems, 1)))
+        kind = length, n_atoms // max(n_systems, 1)
+        launch(program_kernel(), n_systems, arguments, device="cpu", record_tape=False, kind=kind)
         results = {name: tensor for (name, *_), tensor in zip(self.outputs, found)}
         system, velocities = state.system, results.pop("velocities", state.velocities)
         moved = {name: results.pop(name) for name in ("positions", "cell") if name in results}
@@ -462,25 +499,19 @@ class Program:
         return State(system, velocities, state.masses, state.evaluation, state.step, extra)
 
 
+_OPERANDS = {"load": 0, "number": 0, "normal": 0, "chi_square": 1}
+"""Number of nodes among the arguments, where these are not all nodes."""
+
+
 def _operands(node: Node) -> tuple[int, ...]:
-    return () if node.operation in ("load", "number") else node.arguments
+    return node.arguments[: _OPERANDS.get(node.operation)]
 
 
 def _reads(operation: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """The nodes that an instruction reads."""
-    if operation == "store":
-        return (arguments[1],)
-    return () if operation in ("load", "number", "atoms") else arguments
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.dtype is torch.float64
-        and tensor.device.type == "cpu"
-        and not tensor.is_neg()
-        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
-    )
+    if operation in ("store", "atoms"):
+        return arguments[1:2]
+    return arguments[: _OPERANDS.get(operation)]
 
 
 class InSequence:
