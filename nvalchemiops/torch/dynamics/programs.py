@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import operator
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ from nvalchemiops.kernels.programs import (
     SYSTEM_REGISTERS,
     program_kernel,
 )
-from nvalchemiops.launch import launch
+from nvalchemiops.launch import prepared
 from nvalchemiops.layout import layout
+from nvalchemiops.torch.autograd.arrays import warp_device
 from nvalchemiops.torch.dynamics.flows import PROGRAMMED, Flow
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.operators.chains import chain_steps
@@ -33,6 +35,8 @@ from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
 SYSTEM, ATOM = "system", "atom"
+
+_CPU = torch.device("cpu")
 
 OF_ATOMS = ("inertia", "inverse_masses")
 """Numbers of atoms in ``State.extra``; other float64 tensors have a row for each system."""
@@ -76,7 +80,7 @@ class Trace:
 class Symbol:
     """Stands for a float64 tensor (rows, *tail), a row for each system or each atom; `ids` are its nodes in a row."""
 
-    dtype, device = torch.float64, torch.device("cpu")
+    dtype, device = torch.float64, _CPU
 
     def __init__(self, trace: Trace, level: str, tail: Sequence[int], ids: Sequence[int]) -> None:
         self.trace, self.level, self.tail, self.ids = trace, level, tuple(tail), list(ids)
@@ -344,7 +348,7 @@ class Program:
         results = {name: new for name, (old, new) in changed.items() if new is not old}
         self.outputs = [(name, new.level, new.tail) for name, new in results.items()]
         self._write(list(results.values()))
-        self.shapes: dict[tuple[int, int], Any] = {}
+        self.forms: dict[tuple[int, int], Any] = {}
 
     def _write(self, results: Sequence[Symbol]) -> None:
         """Order the numbers that results need, in sections between which sums are complete, and give them registers."""
@@ -357,7 +361,7 @@ class Program:
                 waiting.extend(_operands(nodes[k]))
         used = sorted({nodes[k].arguments[0] for k in needed if nodes[k].operation == "load"})
         self.inputs = [self.trace.inputs[k] for k in used]
-        array = {k: n for n, k in enumerate(used, FIRST_ARRAY)}
+        places = {k: n for n, k in enumerate(used, FIRST_ARRAY)}
         self.is_random = any(nodes[k].operation in ("normal", "chi_square") for k in needed)
         # the section in which a number can be known: that of a sum is the one after its terms
         section: dict[int, int] = {}
@@ -392,9 +396,9 @@ class Program:
                 body += [["store", ATOM, None, s[2:]] for s in ends if s[3] == k]
             if body:
                 code += [["atoms", SYSTEM, None, (len(body),)], *body]
-        self._encode(code, array)
+        self._encode(code, places)
 
-    def _encode(self, code: list[list[Any]], array: dict[int, int]) -> None:
+    def _encode(self, code: list[list[Any]], places: dict[int, int]) -> None:
         last: dict[tuple[int, int], int] = {}  # by node and, for atoms, section: where it is used last
         ends, end = [], 0
         for n, (operation, level, _, arguments) in enumerate(code):
@@ -421,7 +425,7 @@ class Program:
                 rows.append([CODES[operation], arguments[0], 0, 0, 0])
                 continue
             if operation == "load":
-                given = [array[arguments[0]], *arguments[1:]]
+                given = [places[arguments[0]], *arguments[1:]]
             elif operation == "number":
                 given = [numbers.setdefault(arguments[0], len(numbers))]
             else:
@@ -451,13 +455,17 @@ class Program:
     def __call__(self, state: State) -> State:
         """The state after the flows; raises NoProgram if the program is not for this state."""
         n_atoms, n_systems = state.velocities.shape[0], state.extra["dt"].shape[0]
-        shapes = self.shapes.get((n_atoms, n_systems))
-        if shapes is None:
+        form = self.forms.get((n_atoms, n_systems))
+        if form is None:
             rows = {SYSTEM: n_systems, ATOM: n_atoms}
             inputs, outputs = ([(rows[e[1]], *e[2]) for e in which] for which in (self.inputs, self.outputs))
             # an empty tensor like another one costs half
-            shapes = inputs, [(shape, inputs.index(shape) if shape in inputs else -1) for shape in outputs]
-            self.shapes = {(n_atoms, n_systems): shapes}
+            likes = [(shape, inputs.index(shape) if shape in inputs else -1) for shape in outputs]
+            device, kind = warp_device(_CPU), (len(self.code), n_atoms // max(n_systems, 1))
+            run = prepared(program_kernel(), n_systems, device=device, lanes=0, kind=kind)
+            form = inputs, likes, run
+            self.forms = {(n_atoms, n_systems): form}
+        inputs, likes, run = form
         order = begin = None
         if n_systems > 1:
             if state.system.batch_idx is None:
@@ -468,7 +476,7 @@ class Program:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in numbered]
         tracked = torch.is_grad_enabled()
         # inlined as far as possible: these loops are most of the time
-        for (fetch, *_), shape in zip(self.inputs, shapes[0]):
+        for (fetch, *_), shape in zip(self.inputs, inputs):
             tensor = fetch(state)
             if type(tensor) is not torch.Tensor or tensor.dtype is not torch.float64 or not tensor.is_cpu:
                 raise NoProgram("another type of tensor")
@@ -481,15 +489,12 @@ class Program:
             given.append(tensor)
             addresses.append(address)
         found = []
-        for shape, like in shapes[1]:
+        for shape, like in likes:
             tensor = torch.empty(shape, dtype=torch.float64) if like < 0 else torch.empty_like(given[like])
             found.append(tensor)
             addresses.append(tensor.data_ptr())
-        table = np.array(addresses, dtype=np.int64)
-        code, length, numbers = self.where
-        arguments = [code, length, numbers, table.ctypes.data, n_atoms]
-        kind = length, n_atoms // max(n_systems, 1)
-        launch(program_kernel(), n_systems, arguments, device="cpu", record_tape=False, kind=kind)
+        table = array("q", addresses)
+        run([*self.where, table.buffer_info()[0], n_atoms])
         results = {name: tensor for (name, *_), tensor in zip(self.outputs, found)}
         system, velocities = state.system, results.pop("velocities", state.velocities)
         moved = {name: results.pop(name) for name in ("positions", "cell") if name in results}
@@ -535,10 +540,15 @@ class InSequence:
 
     def __call__(self, state: State) -> State:
         """The state after the flows."""
-        if self.programmed and is_eager() and current_recorder() is None and not layout("cpu").warps:
-            try:
-                if self.program is None:
+        fits = self.programmed and state.velocities.dtype is torch.float64 and is_eager()
+        if fits and current_recorder() is None and not layout("cpu").warps:
+            if self.program is None:
+                try:
                     self.program = Program(self._run, state)
+                except NoProgram:
+                    self.programmed = False
+                    return self._run(state)
+            try:
                 return self.program(state)
             except NoProgram:
                 pass
