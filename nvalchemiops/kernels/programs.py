@@ -51,8 +51,13 @@ normal numbers, of stream b. ``load``: column b of c of array a. ``store``: the 
 FIRST_ARRAY = 5
 """Place of the first float64 array among the addresses."""
 
+_ROWS = "for (int i = 0; i < n; ++i)"
+# registers are the same or apart, which a compiler cannot know
+_VECTORS = f"""
+#pragma clang loop vectorize(assume_safety)
+            {_ROWS}"""
 _CASES = "\n".join(
-    f"        case {CODES[name]}: for (int i = 0; i < n; ++i) {{ {text}; }} break;" for name, text in OPERATIONS.items()
+    f"        case {CODES[name]}: {_VECTORS} {{ {text}; }} break;" for name, text in OPERATIONS.items()
 )
 
 _RUN = f"""{DRAW}
@@ -66,9 +71,9 @@ _RUN = f"""{DRAW}
     const long long seed = number(2, thread), key = number(3, thread), step = number(4, 0);
     const int first = begin ? begin[thread] : 0, end = begin ? begin[thread + 1] : n_atoms;
     double of_system[{SYSTEM_REGISTERS}], of_atoms[{ATOM_REGISTERS * BLOCK}];
-    int rows[{BLOCK}];
-    // one instruction for n rows, whose registers are `width` apart
-    const auto run = [&](const int *at, double *registers, int width, const int *row, int place, int n) {{
+    int sorted[{BLOCK}];
+    // one instruction for n rows, whose registers are `width` apart: rows from `row` on, or those that are listed
+    const auto run = [&](const int *at, double *registers, int width, int row, const int *rows, int place, int n) {{
         double *d = registers + at[1] * width;
         const double *a = registers + at[2] * width, *b = registers + at[3] * width, *c = registers + at[4] * width;
         switch (at[0]) {{
@@ -88,12 +93,16 @@ _RUN = f"""{DRAW}
         }}
         case {CODES["load"]}: {{
             const double *from = reinterpret_cast<const double *>(arrays[at[2]]) + at[3];
-            for (int i = 0; i < n; ++i) d[i] = from[static_cast<long long>(row[i]) * at[4]];
+            const long long columns = at[4];
+            if (rows) {_ROWS} d[i] = from[columns * rows[i]];
+            else {_ROWS} d[i] = from[columns * row + columns * i];
             break;
         }}
         case {CODES["store"]}: {{
             double *to = reinterpret_cast<double *>(arrays[at[1]]) + at[3];
-            for (int i = 0; i < n; ++i) to[static_cast<long long>(row[i]) * at[4]] = a[i];
+            const long long columns = at[4];
+            if (rows) {_ROWS} to[columns * rows[i]] = a[i];
+            else {_VECTORS} to[columns * row + columns * i] = a[i];
             break;
         }}
         }}
@@ -101,13 +110,14 @@ _RUN = f"""{DRAW}
     for (int k = 0; k < length; ++k) {{
         const int *at = code + 5 * k;
         if (at[0] != {CODES["atoms"]}) {{
-            run(at, of_system, 1, &thread, 0, 1);
+            run(at, of_system, 1, thread, nullptr, 0, 1);
             continue;
         }}
         for (int from = first; from < end; from += {BLOCK}) {{
             const int n = end - from < {BLOCK} ? end - from : {BLOCK};
-            for (int i = 0; i < n; ++i) rows[i] = order ? order[from + i] : from + i;
-            for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, rows, from - first, n);
+            for (int i = 0; order && i < n; ++i) sorted[i] = order[from + i];
+            const int *rows = order ? sorted : nullptr;
+            for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, from, rows, from - first, n);
         }}
         k += at[1];
     }}
