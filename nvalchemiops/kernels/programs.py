@@ -42,8 +42,8 @@ _OTHERS = ("number", "normal", "chi_square", "load", "store", "spread", "sum", "
 CODES = {name: code for code, name in enumerate((*OPERATIONS, *_OTHERS))}
 """Codes of the operations, and of these instructions ``(code, d, a, b, c)``.
 
-``number``: the constant a. ``normal``: the normal number of stream a and column b. ``chi_square``: a sum of squares of a
-normal numbers, of stream b. ``load``: column b of c of array a. ``store``: the number a to column b of c of array d.
+``number``: the constant a. ``normal``: the normal number of stream a and column b. ``chi_square``: a sum of squares of
+a normal numbers, of stream b. ``load``: column b of c of array a. ``store``: the number a to column b of c of array d.
 ``spread``: the number a of the system, for atoms. ``sum``: add the number a of the atoms to the number d of the system.
 ``atoms``: the next d instructions are for atoms.
 """
@@ -56,9 +56,7 @@ _ROWS = "for (int i = 0; i < n; ++i)"
 _VECTORS = f"""
 #pragma clang loop vectorize(assume_safety)
             {_ROWS}"""
-_CASES = "\n".join(
-    f"        case {CODES[name]}: {_VECTORS} {{ {text}; }} break;" for name, text in OPERATIONS.items()
-)
+_CASES = "\n".join(f"        case {CODES[name]}: {_VECTORS} {{ {text}; }} break;" for name, text in OPERATIONS.items())
 
 _RUN = f"""{DRAW}
     const int *code = reinterpret_cast<const int *>(program);
@@ -134,9 +132,11 @@ def program_kernel() -> Any:
         program: wp.uint64,  # address of (length, 5) int32, instructions
         length: wp.int32,
         numbers: wp.uint64,  # address of float64, constants
-        addresses: wp.uint64,  # address of int64, addresses of: (n_atoms,) int32, rows sorted by system, or 0 if they
-        # are sorted; (n_systems + 1,) int32, where systems begin, or 0 for one system; int64 seeds and keys (n_systems,)
-        # and the step (1,), or 0 without noise; then of contiguous float64 arrays (n_systems or n_atoms, columns)
+        addresses: wp.uint64,  # address of int64, the addresses of
+        #   (n_atoms,) int32, rows sorted by system, or 0 if they are sorted
+        #   (n_systems + 1,) int32, where systems begin, or 0 for one system
+        #   (n_systems,) int64 seeds and keys, and the step (1,), or 0 without noise
+        #   contiguous float64 arrays (n_systems or n_atoms, columns)
         n_atoms: wp.int32,
     ):
         """Run the program for a system."""

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +82,7 @@ class Symbol:
 
     dtype, device = torch.float64, _CPU
 
-    def __init__(self, trace: Trace, level: str, tail: Sequence[int], ids: Sequence[int]) -> None:
+    def __init__(self, trace: Trace, level: str, tail: Sequence[int], ids: Iterable[int]) -> None:
         self.trace, self.level, self.tail, self.ids = trace, level, tuple(tail), list(ids)
 
     @classmethod
@@ -99,11 +99,10 @@ class Symbol:
     # -- element by element ------------------------------------------------------------------------
 
     def _apply(self, operation: str, *arguments: Any) -> "Symbol":
-        grids = [self._grid(argument) for argument in arguments]
         levels = {argument.level for argument in arguments if isinstance(argument, Symbol)}
         if len(levels) != 1:
             raise NoProgram("numbers of systems and of atoms in one operation")
-        grids = np.broadcast_arrays(*grids)
+        grids = np.broadcast_arrays(*map(self._grid, arguments))
         ids = [self.trace.add(operation, self.level, *elements) for elements in zip(*(g.ravel() for g in grids))]
         return Symbol(self.trace, self.level, grids[0].shape, map(int, ids))
 
@@ -162,22 +161,27 @@ class Symbol:
         raise NoProgram("a decision that depends on values")
 
     def sqrt(self) -> "Symbol":
+        """Square roots."""
         return self._apply("sqrt", self)
 
     def abs(self) -> "Symbol":
+        """Absolute values."""
         return self._apply("abs", self)
 
     def clamp(self, *, min: float) -> "Symbol":
+        """Not less than ``min``; NaN stays."""
         return self._apply("maximum", self, min)
 
     # -- shapes, whose first axis is that of rows --------------------------------------------------
 
     @property
     def ndim(self) -> int:
+        """Number of axes, with that of rows."""
         return 1 + len(self.tail)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape, with -1 for the number of rows."""
         return (-1, *self.tail)
 
     def _of(self, grid: np.ndarray) -> "Symbol":
@@ -195,34 +199,44 @@ class Symbol:
         return axis - 1
 
     def unsqueeze(self, axis: int) -> "Symbol":
+        """As in torch."""
         return self._of(np.expand_dims(self._grid(self), self._axis(axis, self.ndim + 1)))
 
     def squeeze(self, axis: int) -> "Symbol":
+        """As in torch."""
         return self._of(self._grid(self).squeeze(self._axis(axis, self.ndim)))
 
     def expand(self, *shape: int) -> "Symbol":
+        """As in torch."""
         return self._of(np.broadcast_to(self._grid(self), shape[1:]))
 
     def reshape(self, *shape: int) -> "Symbol":
+        """As in torch."""
         return self._of(self._grid(self).reshape(shape[1:]))
 
     def unbind(self, axis: int) -> list["Symbol"]:
+        """As in torch."""
         return [self._of(part) for part in np.moveaxis(self._grid(self), self._axis(axis, self.ndim), 0)]
 
     def split(self, size: int, axis: int) -> list["Symbol"]:
+        """As in torch, into parts of size 1."""
         return [part.unsqueeze(axis) for part in self.unbind(axis)] if size == 1 else _refuse("split")
 
     @property
     def mT(self) -> "Symbol":
+        """Transposed matrices."""
         return self._of(self._grid(self).T)
 
     def diagonal(self, *, dim1: int, dim2: int) -> "Symbol":
+        """Diagonals of matrices."""
         return self._of(self._grid(self).diagonal())
 
     def to(self, dtype: torch.dtype) -> "Symbol":
+        """The same numbers."""
         return self if dtype is torch.float64 else _refuse(f"{dtype}")
 
     def sum(self, axis: int, keepdim: bool = False) -> "Symbol":
+        """Sum along an axis, from the first to the last."""
         total = functools.reduce(operator.add, self.unbind(axis))
         return total.unsqueeze(axis) if keepdim else total
 
@@ -324,6 +338,38 @@ def _symbolic(state: State, trace: Trace) -> SymbolicState:
     )
 
 
+_OPERANDS = {"load": 0, "number": 0, "normal": 0, "chi_square": 1}
+"""How many of the arguments are numbers that were computed before, if not all."""
+
+
+def _operands(operation: str, level: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    return arguments[: _OPERANDS.get(operation)]
+
+
+class Instruction(NamedTuple):
+    """What a program does for the node, with these arguments: in section 0 for systems, in others for atoms."""
+
+    operation: str
+    section: int
+    node: int | None
+    arguments: tuple[Any, ...]
+
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """Nodes and sections of the numbers that it reads."""
+        if self.operation in ("store", "atoms"):
+            nodes = self.arguments[1:2]
+        else:
+            nodes = _operands(self.operation, "", self.arguments)
+        return [(k, 0 if self.operation == "spread" else self.section) for k in nodes]
+
+    @property
+    def writes(self) -> tuple[int, int]:
+        """Node and section of the number that it writes."""
+        assert self.node is not None
+        return self.node, 0 if self.operation == "sum" else self.section
+
+
 class Program:
     """Flows as a program, for states of one form.
 
@@ -347,100 +393,91 @@ class Program:
         changed |= {name: (before.extra.get(name), value) for name, value in after.extra.items()}
         results = {name: new for name, (old, new) in changed.items() if new is not old}
         self.outputs = [(name, new.level, new.tail) for name, new in results.items()]
-        self._write(list(results.values()))
+        self._encode(self._ordered(list(results.values())))
         self.forms: dict[tuple[int, int], Any] = {}
 
-    def _write(self, results: Sequence[Symbol]) -> None:
-        """Order the numbers that results need, in sections between which sums are complete, and give them registers."""
+    def _ordered(self, results: Sequence[Symbol]) -> list[Instruction]:
+        """Instructions for the numbers that results need: first what is known of systems, then sums over atoms, ..."""
         nodes = self.trace.nodes
-        needed, waiting = set(), [k for result in results for k in result.ids]
-        while waiting:
-            k = waiting.pop()
-            if k not in needed:
-                needed.add(k)
-                waiting.extend(_operands(nodes[k]))
+        needed = self._ancestors([k for result in results for k in result.ids])
         used = sorted({nodes[k].arguments[0] for k in needed if nodes[k].operation == "load"})
         self.inputs = [self.trace.inputs[k] for k in used]
-        places = {k: n for n, k in enumerate(used, FIRST_ARRAY)}
+        self.places = {k: n for n, k in enumerate(used, FIRST_ARRAY)}
         self.is_random = any(nodes[k].operation in ("normal", "chi_square") for k in needed)
-        # the section in which a number can be known: that of a sum is the one after its terms
-        section: dict[int, int] = {}
-        for k in sorted(needed):  # operands have lower numbers
-            last = max((section[j] for j in _operands(nodes[k])), default=0)
-            section[k] = last + 1 if nodes[k].operation == "sum" else last
-        code: list[list[Any]] = []  # operation, level, node or None, operands
+        # the stage in which a number can be known: that of a sum is the one after its terms
+        stage: dict[int, int] = {}
+        for k in needed:  # operands have lower numbers
+            last = max((stage[j] for j in _operands(*nodes[k])), default=0)
+            stage[k] = last + 1 if nodes[k].operation == "sum" else last
         stores = [
-            ("store", result.level, FIRST_ARRAY + len(used) + n, k, column, math.prod(result.tail))
+            (k, Instruction("store", 0, None, (FIRST_ARRAY + len(used) + n, k, column, len(result.ids))))
             for n, result in enumerate(results)
             for column, k in enumerate(result.ids)
         ]
-        for at in range(1 + max(section.values(), default=0)):
-            for k in sorted(needed):
-                if nodes[k].level == SYSTEM and section[k] == at and nodes[k].operation != "sum":
-                    code.append([nodes[k].operation, SYSTEM, k, nodes[k].arguments])
-            code += [["store", SYSTEM, None, s[2:]] for s in stores if s[1] == SYSTEM and section[s[3]] == at]
-            sums = [k for k in needed if nodes[k].operation == "sum" and section[k] == at + 1]
-            code += [["number", SYSTEM, k, (0.0,)] for k in sums]
-            ends = [s for s in stores if s[1] == ATOM and section[s[3]] == at]
-            inner, waiting = set(), [nodes[k].arguments[0] for k in sums] + [s[3] for s in ends]
-            while waiting:
-                k = waiting.pop()
-                if k not in inner:
-                    inner.add(k)
-                    waiting.extend(j for j in _operands(nodes[k]) if nodes[j].level == ATOM)
-            # each number as soon as its operands are there, and sums and stores as soon as their numbers are
-            body: list[list[Any]] = []
-            for k in sorted(inner):
-                body.append([nodes[k].operation, ATOM, k, nodes[k].arguments])
-                body += [["sum", ATOM, s, (k,)] for s in sums if nodes[s].arguments[0] == k]
-                body += [["store", ATOM, None, s[2:]] for s in ends if s[3] == k]
+        code: list[Instruction] = []
+        for at in range(1 + max(stage.values(), default=0)):
+            now = [k for k in needed if stage[k] == at and nodes[k].level == SYSTEM and nodes[k].operation != "sum"]
+            code += [Instruction(nodes[k].operation, 0, k, nodes[k].arguments) for k in now]
+            code += [store for k, store in stores if stage[k] == at and nodes[k].level == SYSTEM]
+            sums = [k for k in needed if stage[k] == at + 1 and nodes[k].operation == "sum"]
+            code += [Instruction("number", 0, k, (0.0,)) for k in sums]
+            # registers of atoms hold one block, so what a later stage needs again is computed again
+            ends = [(nodes[k].arguments[0], Instruction("sum", at + 1, k, nodes[k].arguments)) for k in sums]
+            ends += [
+                (k, store._replace(section=at + 1)) for k, store in stores if stage[k] == at and nodes[k].level == ATOM
+            ]
+            body: list[Instruction] = []
+            for k in self._ancestors([k for k, _ in ends]):
+                if nodes[k].level == ATOM:
+                    body.append(Instruction(nodes[k].operation, at + 1, k, nodes[k].arguments))
+                    body += [end for j, end in ends if j == k]
             if body:
-                code += [["atoms", SYSTEM, None, (len(body),)], *body]
-        self._encode(code, places)
+                code += [Instruction("atoms", 0, None, (len(body),)), *body]
+        return code
 
-    def _encode(self, code: list[list[Any]], places: dict[int, int]) -> None:
-        last: dict[tuple[int, int], int] = {}  # by node and, for atoms, section: where it is used last
-        ends, end = [], 0
-        for n, (operation, level, _, arguments) in enumerate(code):
-            end = n + 1 + arguments[0] if operation == "atoms" else end
-            ends.append(end if level == ATOM else 0)
-        for n, (operation, level, _, arguments) in enumerate(code):
-            for k in _reads(operation, arguments):
-                of_system = level == SYSTEM or operation == "spread"
-                last[k, 0 if of_system else ends[n]] = n
-        numbers: dict[float, int] = {}
-        free = {SYSTEM: list(range(SYSTEM_REGISTERS))[::-1], ATOM: list(range(ATOM_REGISTERS))[::-1]}
+    def _ancestors(self, waiting: list[int]) -> list[int]:
+        """These nodes and all that they need, in order."""
+        found = set()
+        while waiting:
+            k = waiting.pop()
+            if k not in found:
+                found.add(k)
+                waiting.extend(_operands(*self.trace.nodes[k]))
+        return sorted(found)
+
+    def _encode(self, code: Sequence[Instruction]) -> None:
+        """Give the numbers registers, and write the instructions as integers."""
+        last = {key: n for n, instruction in enumerate(code) for key in instruction.reads}
+        free = list(range(SYSTEM_REGISTERS))[::-1], list(range(ATOM_REGISTERS))[::-1]
         register: dict[tuple[int, int], int] = {}
+        constants: dict[float, int] = {}
         rows = []
-
-        def place(key: tuple[int, int]) -> int:
-            if key not in register:
-                stack = free[ATOM if key[1] else SYSTEM]
-                register[key] = stack.pop() if stack else _refuse("too many numbers")
-            return register[key]
-
-        for n, (operation, level, node, arguments) in enumerate(code):
-            own = ends[n]
-            if operation == "atoms":
-                rows.append([CODES[operation], arguments[0], 0, 0, 0])
-                continue
-            if operation == "load":
-                given = [places[arguments[0]], *arguments[1:]]
-            elif operation == "number":
-                given = [numbers.setdefault(arguments[0], len(numbers))]
+        for n, instruction in enumerate(code):
+            operation, section, _, arguments = instruction
+            given = [register[key] for key in instruction.reads]
+            for key in set(instruction.reads):
+                # sections of atoms run several times, so they keep the numbers of the system
+                if last[key] == n and (key[1] or not section):
+                    free[key[1] > 0].append(register[key])
+            if operation in ("store", "atoms"):
+                target = arguments[0]
             else:
-                read = _reads(operation, arguments)
-                given = [register[k, 0 if operation == "spread" else own] for k in read]
-                given += arguments[2:] if operation == "store" else arguments[len(read) :]
-            for k in set(_reads(operation, arguments)):
-                key = k, 0 if operation == "spread" else own
-                if last[key] == n and (key[1] or not ends[n]):  # sections of atoms run several times
-                    free[ATOM if key[1] else SYSTEM].append(register[key])
-            target = arguments[0] if operation == "store" else place((node, 0 if operation == "sum" else own))
+                key = instruction.writes
+                if key not in register:
+                    register[key] = free[key[1] > 0].pop() if free[key[1] > 0] else _refuse("too many numbers")
+                target = register[key]
+            if operation == "load":
+                given = [self.places[arguments[0]], *arguments[1:]]
+            elif operation == "number":
+                given = [constants.setdefault(arguments[0], len(constants))]
+            elif operation == "store":
+                given += arguments[2:]
+            elif operation != "atoms":
+                given += arguments[len(given) :]
             rows.append([CODES[operation], target, *given, *[0] * (3 - len(given))])
         self.code = np.array(rows, dtype=np.int32).reshape(-1, 5)
-        self.numbers = np.array(list(numbers) or [0.0], dtype=np.float64)
-        self.where = self.code.ctypes.data, len(rows), self.numbers.ctypes.data
+        self.constants = np.array(list(constants) or [0.0], dtype=np.float64)
+        self.where = self.code.ctypes.data, len(rows), self.constants.ctypes.data
 
     def _seeds(self, state: State, n_systems: int) -> tuple[torch.Tensor | None, ...]:
         """Seeds, keys and the step, of which noise is a function."""
@@ -497,26 +534,11 @@ class Program:
         run([*self.where, table.buffer_info()[0], n_atoms])
         results = {name: tensor for (name, *_), tensor in zip(self.outputs, found)}
         system, velocities = state.system, results.pop("velocities", state.velocities)
-        moved = {name: results.pop(name) for name in ("positions", "cell") if name in results}
+        moved: Any = {name: results.pop(name) for name in ("positions", "cell") if name in results}
         if moved:
             system = system._replace(**moved)
         extra = {**state.extra, **results} if results else state.extra
         return State(system, velocities, state.masses, state.evaluation, state.step, extra)
-
-
-_OPERANDS = {"load": 0, "number": 0, "normal": 0, "chi_square": 1}
-"""Number of nodes among the arguments, where these are not all nodes."""
-
-
-def _operands(node: Node) -> tuple[int, ...]:
-    return node.arguments[: _OPERANDS.get(node.operation)]
-
-
-def _reads(operation: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """The nodes that an instruction reads."""
-    if operation in ("store", "atoms"):
-        return arguments[1:2]
-    return arguments[: _OPERANDS.get(operation)]
 
 
 class InSequence:
