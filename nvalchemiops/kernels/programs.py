@@ -10,7 +10,7 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.kernels.native import by_device, native_kernel
 from nvalchemiops.kernels.noise import DRAW
 from nvalchemiops.launch import kernel_variants
 
@@ -124,9 +124,9 @@ _RUN = f"""{DRAW}
 
 @kernel_variants(())
 def program_kernel() -> Any:
-    """The kernel that runs a program for each system. Addresses are those of host memory."""
+    """The kernel that runs a program for each system, on a CPU. Addresses are those of host memory."""
 
-    @native_kernel("programs", _RUN)
+    @native_kernel("programs", by_device(_RUN))
     def kernel(
         thread: wp.int32,
         program: wp.uint64,  # address of (length, 5) int32, instructions
