@@ -453,11 +453,10 @@ class Program:
         constants: dict[float, int] = {}
         rows = []
         for n, instruction in enumerate(code):
-            operation, section, _, arguments = instruction
+            operation, _, _, arguments = instruction
             given = [register[key] for key in instruction.reads]
             for key in set(instruction.reads):
-                # sections of atoms run several times, so they keep the numbers of the system
-                if last[key] == n and (key[1] or not section):
+                if last[key] == n:
                     free[key[1] > 0].append(register[key])
             if operation in ("store", "atoms"):
                 target = arguments[0]
