@@ -184,7 +184,7 @@ def unpacked(arguments: Sequence[Any]) -> list[Any]:
 
 # -- launches -------------------------------------------------------------------------------------
 
-_FORMATS: dict[Any, str] = {wp.int32: "i", wp.float32: "f", wp.float64: "d"}
+_FORMATS: dict[Any, str] = {wp.int32: "i", wp.uint64: "Q", wp.float32: "f", wp.float64: "d"}
 
 
 class Command:

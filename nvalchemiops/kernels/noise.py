@@ -31,50 +31,56 @@ PHILOX = """
 """
 """C++: ten rounds of Philox4x32."""
 
-_DRAW = """
-    const auto uniform = [](word high, word low) {
+# Gamma variates by rejection: G. Marsaglia and W. W. Tsang, ACM Trans. Math. Softw. 26, 363 (2000),
+# doi:10.1145/358407.358414. More than 95 % of the attempts succeed, so the 126 that have blocks always suffice.
+DRAW = f"""{PHILOX}
+    const auto uniform = [](word high, word low) {{
         return (double((unsigned long long)(high >> 5) * 67108864ull + (low >> 6)) + 0.5) * 0x1p-53;  // in (0, 1]
-    };
-    const auto block_of = [&](word atom, int system, int number) {
-        const unsigned long long seed = seeds.data[system], at = step.data[0];
+    }};
+    const auto block_of = [&](long long seed, long long key, long long step, int stream, word atom, int number) {{
+        const unsigned long long at = step;
         const word third = word(at >> 32) << 16 | word(stream) << 8 | word(number & 255);
-        return philox(atom, word(at), third, word(keys.data[system]), word(seed), word(seed >> 32));
-    };
-    const auto normal = [&](const Block &block, int which) {
+        return philox(atom, word(at), third, word(key), word(seed), word((unsigned long long)seed >> 32));
+    }};
+    const auto normal = [&](const Block &block, int which) {{
         const double radius = wp::sqrt(-2.0 * wp::log(uniform(block.w[0], block.w[1])));
         const double angle = 6.283185307179586 * uniform(block.w[2], block.w[3]);
         return radius * (which ? wp::sin(angle) : wp::cos(angle));
-    };
+    }};
+    const auto chi_square = [&](long long seed, long long key, long long step, int stream, double degrees_of_freedom) {{
+        const double shape = 0.5 * degrees_of_freedom;
+        double value = shape > 0.0 ? NAN : 0.0;
+        const double d = (shape < 1.0 ? shape + 1.0 : shape) - 1.0 / 3.0, c = 1.0 / wp::sqrt(9.0 * d);
+        for (int attempt = 1; shape > 0.0 && attempt < 127; ++attempt) {{
+            const double x = normal(block_of(seed, key, step, stream, 0, 2 * attempt), 0);
+            const Block other = block_of(seed, key, step, stream, 0, 2 * attempt + 1);
+            const double root = 1.0 + c * x, v = root * root * root;
+            if (v <= 0.0) continue;
+            if (wp::log(uniform(other.w[0], other.w[1])) >= 0.5 * x * x + d - d * v + d * wp::log(v)) continue;
+            value = 2.0 * d * v;
+            if (shape < 1.0) value *= wp::pow(uniform(other.w[2], other.w[3]), 1.0 / shape);
+            break;
+        }}
+        return value;
+    }};
 """
+"""C++: normal numbers from blocks, and sums of squares of normal numbers."""
 
-_NORMAL = f"""{PHILOX}{_DRAW}
+_NORMAL = f"""{DRAW}
     const int system = by_system ? thread : systems.shape[0] > 0 ? systems.data[thread] : 0;
     const int n_columns = values.shape[1], atom = by_system ? 0 : places.shape[0] > 0 ? places.data[thread] : thread;
     const bool exists = system >= 0 && system < seeds.shape[0];
     Block block{{}};
     for (int column = 0; column < n_columns; ++column) {{
-        if (exists && column % 2 == 0) block = block_of(word(atom), system, column / 2);
+        if (exists && column % 2 == 0)
+            block = block_of(seeds.data[system], keys.data[system], step.data[0], stream, word(atom), column / 2);
         values.data[(long long)thread * n_columns + column] = exists ? normal(block, column % 2) : NAN;
     }}
 """
 
-# Gamma variates by rejection: G. Marsaglia and W. W. Tsang, ACM Trans. Math. Softw. 26, 363 (2000),
-# doi:10.1145/358407.358414. More than 95 % of the attempts succeed, so the 126 that have blocks always suffice.
-_CHI_SQUARE = f"""{PHILOX}{_DRAW}
-    const double shape = 0.5 * degrees_of_freedom.data[thread];
-    double value = shape > 0.0 ? NAN : 0.0;
-    const double d = (shape < 1.0 ? shape + 1.0 : shape) - 1.0 / 3.0, c = 1.0 / wp::sqrt(9.0 * d);
-    for (int attempt = 1; shape > 0.0 && attempt < 127; ++attempt) {{
-        const double x = normal(block_of(0, thread, 2 * attempt), 0);
-        const Block other = block_of(0, thread, 2 * attempt + 1);
-        const double root = 1.0 + c * x, v = root * root * root;
-        if (v <= 0.0) continue;
-        if (wp::log(uniform(other.w[0], other.w[1])) >= 0.5 * x * x + d - d * v + d * wp::log(v)) continue;
-        value = 2.0 * d * v;
-        if (shape < 1.0) value *= wp::pow(uniform(other.w[2], other.w[3]), 1.0 / shape);
-        break;
-    }}
-    values.data[thread] = value;
+_CHI_SQUARE = f"""{DRAW}
+    values.data[thread] =
+        chi_square(seeds.data[thread], keys.data[thread], step.data[0], stream, degrees_of_freedom.data[thread]);
 """
 
 

@@ -19,6 +19,7 @@ from nvalchemiops.kernels import mesh as splines
 from nvalchemiops.kernels.fourier.gather import fourier_coefficients
 from nvalchemiops.kernels.fourier.phases import phase_tables
 from nvalchemiops.kernels.moments import count
+from nvalchemiops.kernels.programs import program_kernel
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels
 from nvalchemiops.layout import GPU, replaced_layout
@@ -50,7 +51,7 @@ RADIUS = 1.2
 CUTOFF = 3.0
 """More than clusters are wide."""
 
-CPU_ONLY = (sort_atoms, end_rows, phase_tables, fourier_coefficients)
+CPU_ONLY = (sort_atoms, end_rows, phase_tables, fourier_coefficients, program_kernel)
 """Factories of kernels that are launched on a CPU only."""
 
 

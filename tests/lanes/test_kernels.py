@@ -38,6 +38,7 @@ LENGTHS = (0, 1, 31, 32, 33, 64, 65)
 """Of rows, and atoms of systems."""
 
 CPU_ONLY = {"prepare_search", "sort_atoms", "end_rows", "compact_neighbors", "phase_tables", "fourier_coefficients"}
+CPU_ONLY |= {"program_kernel"}
 """Kernels for the layout of a CPU, which on a GPU nothing launches."""
 
 F64 = torch.float64

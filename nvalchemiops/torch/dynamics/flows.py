@@ -13,8 +13,6 @@ import torch
 
 from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
-from nvalchemiops.torch.operators.chains import move_chains
-from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
 
 
 class Flow:
@@ -126,18 +124,8 @@ class Noise(Flow):
         extra, old = state.extra, state.velocities
         exponent = h * extra["friction"]
         spread = (-torch.expm1(-2.0 * exponent) * extra["temperature"]).sqrt()
-        noise = normal_noise(
-            extra["seed"],
-            extra["key"],
-            state.step,
-            state.system.batch_idx,
-            extra.get("place"),
-            self.stream,
-            len(old),
-            3,
-        )
         scale = state.of_atoms(spread) * extra["inverse_masses"].sqrt()
-        pushes = self._allowed(state, scale * noise.to(old.dtype))
+        pushes = self._allowed(state, scale * state.normal(self.stream))
         new = state.of_atoms(torch.exp(-exponent)) * old + pushes
         added = state.of_systems((new - old) * (new + old) * extra["inertia"])
         heat = f"heat{self.stream}"
@@ -209,13 +197,11 @@ class Rescale(Flow):
         extra = state.extra
         twice = trace(state.twice_kinetic())
         # without degrees of freedom motion is rounding, which must not be heated
-        moves = (twice > 0.0) & (extra["degrees_of_freedom"] > 0.0)
+        moves = torch.where(extra["degrees_of_freedom"] > 0.0, twice, 0.0) > 0.0
         exponent = -h / extra["thermostat_time"]
         q = (-torch.expm1(exponent) * extra["temperature"] / torch.where(moves, twice, 1.0)).sqrt()
-        numbers = extra["seed"], extra["key"], state.step
-        normal = normal_noise(*numbers, None, None, self.stream, len(q), 1, True)
-        squares = chi_square_noise(*numbers, extra["degrees_of_freedom"].squeeze(1) - 1.0, self.stream).unsqueeze(1)
-        along = torch.exp(0.5 * exponent) + q * normal
+        squares = state.chi_square(self.stream)
+        along = torch.exp(0.5 * exponent) + q * state.normal(self.stream, by_system=True)
         squared = along * along + q * q * squares
         scale = torch.where(moves, torch.copysign(squared.sqrt(), along), 1.0)
         heat = f"heat{self.stream}"
@@ -285,7 +271,7 @@ class Chain(Flow):
         g, rate = self._count(state), extra[self.parameters[1]] ** -2
         ratio = self._twice_energy(state) / (g * extra["temperature"])
         columns = (column.squeeze(1) for column in (ratio, self._target(state) / g, g, rate, h))
-        moved, pushed, log_scales = move_chains(
+        moved, pushed, log_scales = state.chains(
             extra[f"{name}_positions"], extra[f"{name}_velocities"], *columns, self.loops
         )
         state = self._scaled(state, torch.exp(log_scales).unsqueeze(1))
@@ -595,8 +581,8 @@ class CellNoise(Cell):
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
         excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
-        noise = normal_noise(extra["seed"], extra["key"], state.step, None, None, self.stream, len(h), 1, True)
-        grown = root + mobility * root * excess * h + (kt * mobility * h).sqrt() * noise
+        noise = (kt * mobility * h).sqrt() * state.normal(self.stream, by_system=True)
+        grown = root + mobility * root * excess * h + noise
         strain = 2.0 * torch.log(grown / root)
         scale = torch.exp(strain / self.n_axes * extra["axes"])
         added = 0.5 * trace(motion * (scale**-2 - 1.0)) + extra["pressure"] * (grown * grown - volume)
@@ -622,6 +608,12 @@ class CellNoise(Cell):
             state = self.constraints.centred(state)
         came = extra[f"heat{self.stream}"] + 0.5 * self._slope(state) * extra["strain"]
         return extra["pressure"] * state.volumes.unsqueeze(1) - came
+
+
+PROGRAMMED = frozenset(
+    {Kick, Drift, Noise, NoisyDrift, Rescale, Chain, Press, StretchedKick, StretchedDrift, CellChain, CellNoise}
+)
+"""Flows of which `nvalchemiops.torch.dynamics.programs` makes programs: they compute the same from the same state."""
 
 
 # -- constraints ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from nvalchemiops.torch.dynamics.flows import (
     without_repetition,
 )
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, count_systems
+from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.velocities import (
     degrees_of_freedom,
@@ -276,7 +277,7 @@ class Integrator:
 
     def first_half(self, state: State) -> State:
         """The flows before FORCES: positions and cell are those of the end of the step."""
-        return self._run(state, self._halves[0])
+        return self._halves[0](state)
 
     def evaluated(self, state: State, model: Model) -> State:
         """The state with energies, forces and stress at its positions."""
@@ -284,24 +285,15 @@ class Integrator:
 
     def second_half(self, state: State) -> State:
         """The flows after FORCES, which end the step."""
-        state = self._run(state, self._halves[1])
+        state = self._halves[1](state)
         return self._pulled(state._replace(step=state.step + 1))
 
     @functools.cached_property
-    def _halves(self) -> tuple[tuple[tuple[Flow, float], ...], ...]:
+    def _halves(self) -> tuple[Callable[[State], State], Callable[[State], State]]:
         """The flows before and after FORCES."""
         place = list(self.flows).index(FORCES)
-        return tuple(tuple(e for e in half if e is not None) for half in (self.flows[:place], self.flows[place:]))
-
-    @staticmethod
-    def _run(state: State, flows: Sequence[tuple[Flow, float]]) -> State:
-        dt = state.extra["dt"]
-        times = {1.0: dt}
-        for flow, fraction in flows:
-            if fraction not in times:
-                times[fraction] = fraction * dt
-            state = flow(state, times[fraction])
-        return state
+        before, after = ([e for e in half if e is not None] for half in (self.flows[:place], self.flows[place:]))
+        return as_programs(before), as_programs(after)
 
     def conserved(self, state: State) -> torch.Tensor:
         """The conserved quantity (n_systems,) in float64: the sum of the energies of the flows.

@@ -1,10 +1,12 @@
 """`State`: what a step of dynamics takes and returns."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.torch.dynamics.model import Evaluation
+from nvalchemiops.torch.operators.chains import move_chains
+from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 from nvalchemiops.torch.systems import System
 
@@ -74,6 +76,25 @@ class State(NamedTuple):
     def twice_kinetic(self) -> torch.Tensor:
         """``Σ m v_a²`` (n_systems, 3) along the three axes."""
         return self.of_systems(self.velocities * self.velocities * self.extra["inertia"])
+
+    def normal(self, stream: int, by_system: bool = False) -> torch.Tensor:
+        """Normal numbers of this step: (n_atoms, 3) with the dtype of the velocities, or (n_systems, 1) in float64."""
+        extra, n_systems = self.extra, self.extra["dt"].shape[0]
+        numbers = extra["seed"], extra["key"], self.step
+        if by_system:
+            return normal_noise(*numbers, None, None, stream, n_systems, 1, True)
+        n_atoms = self.velocities.shape[0]
+        found = normal_noise(*numbers, self.system.batch_idx, extra.get("place"), stream, n_atoms, 3)
+        return found.to(self.velocities.dtype)
+
+    def chi_square(self, stream: int) -> torch.Tensor:
+        """Sums (n_systems, 1) of squares of f - 1 normal numbers, for f degrees of freedom."""
+        numbers = self.extra["seed"], self.extra["key"], self.step
+        return chi_square_noise(*numbers, self.extra["degrees_of_freedom"].squeeze(1) - 1.0, stream).unsqueeze(1)
+
+    def chains(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`nvalchemiops.torch.operators.chains.move_chains`."""
+        return move_chains(*arguments)
 
     @property
     def kinetic_energies(self) -> torch.Tensor:

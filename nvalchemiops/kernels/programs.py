@@ -1,0 +1,144 @@
+"""An interpreter of small programs of numbers: what dozens of operations on a few numbers each do, in one launch.
+
+A program computes numbers of a system and numbers of its atoms, and sums over its atoms. A thread runs it for a system,
+and for blocks of `BLOCK` atoms, so that reading an instruction costs little. Atoms are added one after the other in a
+block, then blocks, so a sum has the same bits for a system alone and in a batch. Programs are written by
+`nvalchemiops.torch.dynamics.programs`, for CPUs.
+"""
+
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.kernels.native import by_device, native_kernel
+from nvalchemiops.kernels.noise import DRAW
+from nvalchemiops.launch import kernel_variants
+
+BLOCK, SYSTEM_REGISTERS, ATOM_REGISTERS = 64, 1024, 64
+"""Atoms in a block; registers of a system, and of each atom of a block."""
+
+# exp(x) - 1: W. Kahan, in N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed. (2002), section 1.14.1
+_EXPM1 = "const double u = wp::exp(a[i]); d[i] = u == 1.0 ? a[i] : u == 0.0 ? -1.0 : (u - 1.0) * (a[i] / wp::log(u))"
+
+OPERATIONS = {
+    "add": "d[i] = a[i] + b[i]",
+    "sub": "d[i] = a[i] - b[i]",
+    "mul": "d[i] = a[i] * b[i]",
+    "div": "d[i] = a[i] / b[i]",
+    "neg": "d[i] = -a[i]",
+    "exp": "d[i] = wp::exp(a[i])",
+    "expm1": _EXPM1,
+    "log": "d[i] = wp::log(a[i])",
+    "sqrt": "d[i] = wp::sqrt(a[i])",
+    "abs": "d[i] = wp::abs(a[i])",
+    "maximum": "d[i] = a[i] < b[i] ? b[i] : a[i]",
+    "less": "d[i] = a[i] < b[i]",
+    "where": "d[i] = a[i] != 0.0 ? b[i] : c[i]",
+    "copysign": "d[i] = wp::copysign(a[i], b[i])",
+}
+"""What operations do to the number ``d`` with the numbers ``a``, ``b`` and ``c``."""
+
+_OTHERS = ("number", "normal", "chi_square", "load", "store", "spread", "sum", "atoms")
+CODES = {name: code for code, name in enumerate((*OPERATIONS, *_OTHERS))}
+"""Codes of the operations, and of these instructions ``(code, d, a, b, c)``.
+
+``number``: the constant a. ``normal``: the normal number of stream a and column b. ``chi_square``: a sum of squares of
+a normal numbers, of stream b. ``load``: column b of c of array a. ``store``: the number a to column b of c of array d.
+``spread``: the number a of the system, for atoms. ``sum``: add the number a of the atoms to the number d of the system.
+``atoms``: the next d instructions are for atoms.
+"""
+
+FIRST_ARRAY = 5
+"""Place of the first float64 array among the addresses."""
+
+_ROWS = "for (int i = 0; i < n; ++i)"
+# registers are the same or apart, which a compiler cannot know
+_VECTORS = f"""
+#pragma clang loop vectorize(assume_safety)
+            {_ROWS}"""
+_CASES = "\n".join(f"        case {CODES[name]}: {_VECTORS} {{ {text}; }} break;" for name, text in OPERATIONS.items())
+
+_RUN = f"""{DRAW}
+    const int *code = reinterpret_cast<const int *>(program);
+    const double *constants = reinterpret_cast<const double *>(numbers);
+    const long long *arrays = reinterpret_cast<const long long *>(addresses);
+    const int *order = reinterpret_cast<const int *>(arrays[0]), *begin = reinterpret_cast<const int *>(arrays[1]);
+    const auto number = [&](int array, int row) {{
+        return arrays[array] ? reinterpret_cast<const long long *>(arrays[array])[row] : 0;
+    }};
+    const long long seed = number(2, thread), key = number(3, thread), step = number(4, 0);
+    const int first = begin ? begin[thread] : 0, end = begin ? begin[thread + 1] : n_atoms;
+    double of_system[{SYSTEM_REGISTERS}], of_atoms[{ATOM_REGISTERS * BLOCK}];
+    int sorted[{BLOCK}];
+    // one instruction for n rows, whose registers are `width` apart: rows from `row` on, or those that are listed
+    const auto run = [&](const int *at, double *registers, int width, int row, const int *rows, int place, int n) {{
+        double *d = registers + at[1] * width;
+        const double *a = registers + at[2] * width, *b = registers + at[3] * width, *c = registers + at[4] * width;
+        switch (at[0]) {{
+{_CASES}
+        case {CODES["number"]}: for (int i = 0; i < n; ++i) d[i] = constants[at[2]]; break;
+        case {CODES["normal"]}:
+            for (int i = 0; i < n; ++i)
+                d[i] = normal(block_of(seed, key, step, at[2], word(place + i), at[3] / 2), at[3] % 2);
+            break;
+        case {CODES["chi_square"]}: d[0] = chi_square(seed, key, step, at[3], a[0]); break;
+        case {CODES["spread"]}: for (int i = 0; i < n; ++i) d[i] = of_system[at[2]]; break;
+        case {CODES["sum"]}: {{
+            double sum = 0.0;
+            for (int i = 0; i < n; ++i) sum += a[i];
+            of_system[at[1]] += sum;
+            break;
+        }}
+        case {CODES["load"]}: {{
+            const double *from = reinterpret_cast<const double *>(arrays[at[2]]) + at[3];
+            const long long columns = at[4];
+            if (rows) {_ROWS} d[i] = from[columns * rows[i]];
+            else {_ROWS} d[i] = from[columns * row + columns * i];
+            break;
+        }}
+        case {CODES["store"]}: {{
+            double *to = reinterpret_cast<double *>(arrays[at[1]]) + at[3];
+            const long long columns = at[4];
+            if (rows) {_ROWS} to[columns * rows[i]] = a[i];
+            else {_VECTORS} to[columns * row + columns * i] = a[i];
+            break;
+        }}
+        }}
+    }};
+    for (int k = 0; k < length; ++k) {{
+        const int *at = code + 5 * k;
+        if (at[0] != {CODES["atoms"]}) {{
+            run(at, of_system, 1, thread, nullptr, 0, 1);
+            continue;
+        }}
+        for (int from = first; from < end; from += {BLOCK}) {{
+            const int n = end - from < {BLOCK} ? end - from : {BLOCK};
+            for (int i = 0; order && i < n; ++i) sorted[i] = order[from + i];
+            const int *rows = order ? sorted : nullptr;
+            for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, from, rows, from - first, n);
+        }}
+        k += at[1];
+    }}
+"""
+
+
+@kernel_variants(())
+def program_kernel() -> Any:
+    """The kernel that runs a program for each system, on a CPU. Addresses are those of host memory."""
+
+    @native_kernel("programs", by_device(_RUN))
+    def kernel(
+        thread: wp.int32,
+        program: wp.uint64,  # address of (length, 5) int32, instructions
+        length: wp.int32,
+        numbers: wp.uint64,  # address of float64, constants
+        addresses: wp.uint64,  # address of int64, the addresses of
+        #   (n_atoms,) int32, rows sorted by system, or 0 if they are sorted
+        #   (n_systems + 1,) int32, where systems begin, or 0 for one system
+        #   (n_systems,) int64 seeds and keys, and the step (1,), or 0 without noise
+        #   contiguous float64 arrays (n_systems or n_atoms, columns)
+        n_atoms: wp.int32,
+    ):
+        """Run the program for a system."""
+
+    return kernel

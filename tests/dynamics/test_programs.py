@@ -1,0 +1,123 @@
+"""Flows run as one program (`nvalchemiops.torch.dynamics.programs`), and give what they give one by one."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nvalchemiops.torch.dynamics import FORCES, Integrator, npt
+from nvalchemiops.torch.dynamics.flows import Drift, Flow, Kick
+from nvalchemiops.torch.dynamics.programs import Program
+
+from .systems import few_atoms, joined, run, wells
+from .test_integrators import KT, NAMES, PRESSURE, every, started
+
+
+class Watched(TorchDispatchMode):
+    """A mode that sees each operation, so that flows run one by one."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many programs ran to their end."""
+    found, call = [], Program.__call__
+
+    def counted(self, state):
+        after = call(self, state)
+        found.append(self)
+        return after
+
+    monkeypatch.setattr(Program, "__call__", counted)
+    return found
+
+
+def mixed(integrator, model):
+    """A batch of systems of 3, 0 and 70 atoms, more than a block, whose atoms come in a random order."""
+    parts = [few_atoms(n, seed) for seed, n in enumerate((3, 0, 70))]
+    system, masses, velocities = (
+        joined([p[0] for p in parts]),
+        torch.cat([p[1] for p in parts]),
+        torch.cat([p[2] for p in parts]),
+    )
+    order = torch.randperm(len(masses), generator=torch.Generator().manual_seed(2))
+    system = system._replace(positions=system.positions[order], batch_idx=system.batch_idx[order])
+    masses = masses[order]
+    masses[5] = torch.inf
+    return integrator.start(system, model, masses=masses, velocities=velocities[order], removed=0, seed=3)
+
+
+def leaves(state):
+    return {"r": state.system.positions, "v": state.velocities, "h": state.system.cell, **state.extra}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_do_what_their_flows_do(name, calls):
+    integrator, model = every(0.1)[name], wells()
+    for state in (mixed(integrator, model), started(integrator, model)):
+        calls.clear()
+        after = leaves(run(integrator, state, model, 5))
+        assert len(calls) == 10  # two for each step
+        with Watched():
+            one_by_one = leaves(run(integrator, state, model, 5))
+        assert len(calls) == 10
+        for key, value in one_by_one.items():
+            assert after[key].shape == value.shape and after[key].dtype == value.dtype
+            assert torch.allclose(after[key], value, rtol=1e-12, atol=1e-13), key
+        assert (after["v"] - state.velocities).abs().max() > 1e-3
+
+
+def test_programs_leave_the_state_before_as_it_was():
+    integrator, model = npt(0.1, KT, PRESSURE), wells()
+    state = started(integrator, model)
+    before = {key: value.clone() for key, value in leaves(state).items()}
+    integrator.step(state, model)
+    assert all(torch.equal(value, before[key]) for key, value in leaves(state).items())
+
+
+def test_the_layout_of_memory_does_not_matter(calls):
+    integrator, model = npt(0.1, KT, PRESSURE, cell="full"), wells()
+    state = started(integrator, model)
+    other = state.at(state.system.positions.T.contiguous().T, velocities=state.velocities.repeat(1, 2)[:, :3])
+    assert not other.system.positions.is_contiguous()
+    for one, two in zip(leaves(integrator.step(state, model)).values(), leaves(integrator.step(other, model)).values()):
+        assert torch.equal(one, two)
+    assert len(calls) == 4
+
+
+@dataclasses.dataclass
+class Stop(Flow):
+    """Stop all atoms once one is fast: a decision that depends on values, with a limit that changes."""
+
+    limit: float = 1e9
+
+    def __hash__(self):
+        return id(self)
+
+    def __call__(self, state, h):
+        return state._replace(velocities=0.0 * state.velocities) if state.velocities.abs().max() > self.limit else state
+
+
+def test_flows_of_users_run_as_they_are(calls):
+    stop, model = Stop(), wells()
+    drift = (Drift(), 0.5)
+    integrator = Integrator([(Kick(), 0.5), drift, (stop, 1.0), drift, FORCES, (Kick(), 0.5)], {"dt": 0.1})
+    state = integrator.step(started(integrator, model), model)
+    assert state.velocities.abs().max() > 0.1
+    stop.limit = 0.01
+    moved = integrator.first_half(state)
+    assert moved.velocities.abs().max() == 0.0
+    assert len(calls) == 5  # kick and drift, drift, kick; kick and drift, drift
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_integrators_that_ran_can_be_copied(copied):
+    integrator, model = npt(0.1, KT, PRESSURE), wells()
+    state = started(integrator, model)
+    one, two = integrator.step(state, model), copied(integrator).step(state, model)
+    assert torch.equal(one.velocities, two.velocities)
