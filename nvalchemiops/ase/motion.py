@@ -91,16 +91,17 @@ def _md(options: argparse.Namespace) -> int:
         state = (drawing or integrator).start(system, model, masses=masses, velocities=velocities, seed=options.seed)
     table = _Table(integrator, options)
     table.add(state)
-    options_of_run: Any = {"record": (), "hooks": [table.after_step], "progress": sys.stderr.isatty()}
     try:
         simulate(
             state,
             model,
             integrator,
             options.steps,
+            record=(),
+            hooks=[table.after_step],
             trajectory=paths,
             trajectory_every=table.every,
-            **options_of_run,
+            progress=sys.stderr.isatty(),
         )
     except ValueError as error:  # such as positions that are not finite, or far away
         raise Misuse(f"after step {table.step}: {error} (is --dt = {options.dt:g} fs too long?)") from error
