@@ -88,7 +88,7 @@ def fit(simulated: Displacements, data: Tensor, start: float) -> tuple[float, li
             bar.update()
             return loss
 
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        optimizer.step(closure)  # type: ignore[no-untyped-call]  # torch has no types there
     return depth.item(), history
 
 

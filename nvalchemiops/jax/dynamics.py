@@ -210,6 +210,7 @@ class Integrator:
             From `nvalchemiops.jax.neighbors.prepare_neighbor_list`, best with a skin.
         """
         half = self.first_half(state)
+        # fields of torch's `State` are typed as tensors; here they are JAX arrays
         _, near = neighbor_list(half.system.positions, cell=half.system.cell, state=near)  # type: ignore[arg-type]
 
         def rest() -> State:
@@ -264,7 +265,7 @@ def _for_jax(make: Callable[..., dynamics.Integrator]) -> Callable[..., Integrat
         plain = [_number(value) for value in args]
         return Integrator(make(*plain, **{name: _number(value) for name, value in kwargs.items()}))
 
-    call.__signature__ = inspect.signature(make).replace(return_annotation=Integrator)  # type: ignore[attr-defined]
+    call.__signature__ = inspect.signature(make).replace(return_annotation=Integrator)  # type: ignore[attr-defined]  # `inspect` looks there
     return call
 
 

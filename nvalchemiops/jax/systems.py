@@ -57,6 +57,7 @@ class System(systems.System):
         if is_traced(tuple(self)):
             raise TypeError("the number of neighbors is not known under jit: use prepare_neighbor_list, which sizes it")
         given = (cutoff, self.cell, self.pbc, self.batch_idx)
+        # the fields that this class inherits are typed as tensors
         found = neighbor_list(self.positions, *given, half_fill=half, return_neighbor_list=not as_matrix)  # type: ignore[arg-type]
         shifts = found[2] if len(found) > 2 else None
         if as_matrix:

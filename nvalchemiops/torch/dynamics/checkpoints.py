@@ -27,11 +27,12 @@ def tensors_of(state: State) -> dict[str, torch.Tensor]:
 
 def with_tensors(state: State, tensors: dict[str, torch.Tensor]) -> State:
     """The state with these tensors, which `tensors_of` gave."""
-    places = {name: tensors[name] for name in ("positions", "cell") if name in tensors}
-    evaluation = Evaluation(*(tensors.get(name) for name in Evaluation._fields))  # type: ignore[arg-type]
+    places: Any = {name: tensors[name] for name in ("positions", "cell") if name in tensors}
+    found: Any = (tensors.get(name) for name in Evaluation._fields)
+    evaluation = Evaluation(*found)
     own = {name[len("extra.") :]: value for name, value in tensors.items() if name.startswith("extra.")}
     return State(
-        state.system._replace(**places),  # type: ignore[arg-type]
+        state.system._replace(**places),
         tensors["velocities"],
         tensors["masses"],
         evaluation,

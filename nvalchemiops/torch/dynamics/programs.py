@@ -333,7 +333,7 @@ def _symbolic(state: State, trace: Trace) -> SymbolicState:
         velocities=symbol(ATOM, "velocities"),
         masses=None,  # type: ignore[arg-type]  # flows read neither
         evaluation=state.evaluation._replace(forces=forces, stress=stress),
-        step=None,  # type: ignore[arg-type]
+        step=None,  # type: ignore[arg-type]  # noise reads it in the kernel
         extra=extra,
     )
 

@@ -268,16 +268,16 @@ class _Record(NamedTuple):
     evaluations: torch.Tensor
 
     def select(self, index: _Places) -> "_Record":
-        chosen = [None if value is None else value[at] for value, at in self._with(index)]
-        return _Record(*chosen)  # type: ignore[arg-type]
+        chosen: Any = (None if value is None else value[at] for value, at in self._with(index))
+        return _Record(*chosen)
 
     def put_into(self, whole: "_Record | None", places: _Places) -> "_Record":
         """The record of all systems, with these numbers of these systems; without it these are all systems."""
         if whole is None:
             return self
         parts = zip(whole, self._with(places))
-        merged = [None if a is None or b is None else a.index_copy(0, at, b) for a, (b, at) in parts]
-        return _Record(*merged)  # type: ignore[arg-type]
+        merged: Any = (None if a is None or b is None else a.index_copy(0, at, b) for a, (b, at) in parts)
+        return _Record(*merged)
 
     def _with(self, index: _Places) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
         return list(zip(self, (index.rows, index.atoms, *[index.systems] * (len(self) - 2))))

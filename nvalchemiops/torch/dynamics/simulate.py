@@ -18,13 +18,13 @@ from nvalchemiops.torch.systems import System
 Hook = Callable[[State], State | None]
 Path = str | PathLike[str]
 
-RECORDS: dict[str, Callable[[State, Integrator], torch.Tensor]] = {
-    "potential_energy": lambda state, _: state.evaluation.energies,
-    "kinetic_energy": lambda state, _: state.kinetic_energies,
-    "temperature": lambda state, _: state.temperatures,
-    "conserved": lambda state, integrator: integrator.conserved(state),
-    "volume": lambda state, _: state.volumes,
-    "pressure": lambda state, _: state.pressures,
+RECORDS: dict[str, Callable[[Integrator, State], torch.Tensor]] = {
+    "potential_energy": lambda _, state: state.evaluation.energies,
+    "kinetic_energy": lambda _, state: state.kinetic_energies,
+    "temperature": lambda _, state: state.temperatures,
+    "conserved": lambda integrator, state: integrator.conserved(state),
+    "volume": lambda _, state: state.volumes,
+    "pressure": lambda _, state: state.pressures,
 }
 """What `simulate` can record by name."""
 
@@ -186,7 +186,7 @@ def _measures(
     found: dict[str, Callable[[State], torch.Tensor]] = {}
     for name in record:
         checks.check_choice("record", name, RECORDS)
-        found[name] = lambda state, of=RECORDS[name]: of(state, integrator)  # type: ignore[misc]
+        found[name] = functools.partial(RECORDS[name], integrator)
     return found
 
 
@@ -212,8 +212,7 @@ class _Writer:
     """Writes frames of each system by ASE."""
 
     def __init__(self, paths: Path | Sequence[Path] | None, every: int) -> None:
-        one = isinstance(paths, str | PathLike)
-        self.paths: list[Any] = [] if paths is None else [paths] if one else list(paths)  # type: ignore[arg-type]
+        self.paths: list[Any] = [] if paths is None else [paths] if isinstance(paths, str | PathLike) else list(paths)
         self.every, self._files = every, contextlib.ExitStack()
         self._writers: list[Any] = []
         self._numbers: list[Any] = []

@@ -43,8 +43,9 @@ class State(NamedTuple):
 
     def at(self, positions: torch.Tensor, cell: torch.Tensor | None = None, **fields: torch.Tensor) -> "State":
         """The state with these positions, this cell (the same by default), and other fields."""
-        changes = {"positions": positions} if cell is None else {"positions": positions, "cell": cell}
-        return self._replace(system=self.system._replace(**changes), **fields)  # type: ignore[arg-type]
+        changes: Any = {"positions": positions} if cell is None else {"positions": positions, "cell": cell}
+        changes = {**fields, "system": self.system._replace(**changes)}
+        return self._replace(**changes)
 
     def having(self, **extra: torch.Tensor) -> "State":
         """The state with these values in ``extra``."""
