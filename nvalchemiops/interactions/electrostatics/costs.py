@@ -88,7 +88,7 @@ def write(costs: dict[str, Costs]) -> Path:
     return path
 
 
-BUILT_IN = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41)}
+BUILT_IN = {"cpu": Costs(7.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41)}
 """Default costs by type of device, measured by `nvalchemiops tune` on two cores of a CPU, and on an H100."""
 
 COSTS = BUILT_IN | read()
