@@ -167,14 +167,11 @@ def _rows_of(atoms: np.ndarray, rows: Rows, system: ChargedSystem) -> Rows | Non
         return None
     counts = np.zeros(n_atoms + 1, np.int32)
     counts[atoms + 1] = end - begin
-    places = [slice(first, last) for first, last in zip(begin.tolist(), end.tolist())]
-
-    def chosen(values: torch.Tensor) -> torch.Tensor:
-        array = on_host(values)
-        return torch.from_numpy(np.concatenate([array[place] for place in places]))
-
+    before = np.cumsum(end - begin) - (end - begin)
+    place = torch.from_numpy(np.arange(counts.sum()) + np.repeat(begin - before, end - begin))
     listed = torch.from_numpy(np.cumsum(counts, dtype=np.int32))
-    return Rows(listed, chosen(neighbors), None if shifts is None else chosen(shifts), 0, padding, None)
+    shifts = None if shifts is None else shifts.index_select(0, place)
+    return Rows(listed, neighbors.index_select(0, place), shifts, 0, padding, None)
 
 
 # -- crowds ---------------------------------------------------------------------------------------
