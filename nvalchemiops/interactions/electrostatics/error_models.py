@@ -125,7 +125,7 @@ OUT_OF_REACH = 2.0
 """Ratio of the expected error to the accuracy from which callers are warned."""
 
 
-REAL_SHARE, RECIPROCAL_SHARE, MESH_SHARE = 0.66, 0.33, 0.75
+REAL_SHARE, RECIPROCAL_SHARE, MESH_SHARE = 0.66, 0.25, 0.75
 """Shares of the error of pairs beyond the cutoff, of missing k-vectors, and of the mesh.
 
 The share of missing k-vectors is small for the sake of energies and virials, to which each atom contributes an error of
