@@ -24,7 +24,8 @@ from nvalchemiops.torch.dynamics import (
     simulate,
     stochastic_cell,
 )
-from nvalchemiops.torch.dynamics.flows import Drift, Kick, of_matrices, of_numbers
+from nvalchemiops.torch.dynamics.cell_flows import of_matrices, of_numbers
+from nvalchemiops.torch.dynamics.flows import Drift, Kick
 from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 from nvalchemiops.torch.interactions.pair import born_mayer_huggins
 from nvalchemiops.torch.operators.noise import normal_noise

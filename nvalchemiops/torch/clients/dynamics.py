@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nvalchemiops.kernels.chains import SUZUKI_YOSHIDA
 from nvalchemiops.torch.clients.arrays import on_arrays
-from nvalchemiops.torch.dynamics.flows import of_matrices
+from nvalchemiops.torch.dynamics.cell_flows import of_matrices
 from nvalchemiops.torch.dynamics.velocities import kinetic_tensor, maxwell_boltzmann
 from nvalchemiops.torch.operators.noise import normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
