@@ -18,10 +18,10 @@ import torch
 import warp as wp
 from torch import Tensor
 
-from nvalchemiops.kernels.chains import SUZUKI_YOSHIDA
 from nvalchemiops.torch.clients.arrays import on_arrays
 from nvalchemiops.torch.dynamics.cell_flows import of_matrices
 from nvalchemiops.torch.dynamics.velocities import kinetic_tensor, maxwell_boltzmann
+from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
 
@@ -143,43 +143,17 @@ def nhc_compute_masses(
 
 
 def _step_chain(
-    eta: Tensor,
-    eta_dot: Tensor,
-    masses: Tensor,
-    twice_energy: Tensor,
-    ndof: Tensor,
-    kt: Tensor,
-    h: Tensor,
-    couples: bool,
+    eta: Tensor, eta_dot: Tensor, masses: Tensor, energies: Tensor, targets: Tensor, kt: Tensor, h: Tensor
 ) -> Tensor:
-    """Move a chain for the time h, and return the logarithm of the factor of the velocities that are coupled to it.
-
-    Masses are the caller's, which `move_chains` cannot have. If it ``couples``, ``twice_energy`` follows that factor;
-    otherwise the caller scales velocities afterwards. Source:
-    G. J. Martyna, M. E. Tuckerman, D. J. Tobias and M. L. Klein, Mol. Phys. 87, 1117 (1996),
-    doi:10.1080/00268979600100761.
-    """
-    links, last, log_scale = list(eta_dot.unbind(1)), eta_dot.shape[1] - 1, torch.zeros_like(h)
-
-    def push(k: int, time: Tensor) -> None:
-        if k == 0:
-            energy = twice_energy * torch.exp(2.0 * log_scale) - ndof * kt
-        else:
-            energy = links[k - 1] ** 2 * masses[:, k - 1] - kt
-        damping = torch.exp(-0.25 * time * links[k + 1]) if k < last else 1.0
-        links[k] = (links[k] * damping + 0.5 * time * energy / masses[:, k]) * damping
-
-    for weight in SUZUKI_YOSHIDA:
-        time = weight * h
-        for k in range(last, -1, -1):
-            push(k, time)
-        eta += time.unsqueeze(1) * torch.stack(links, 1)
-        if couples:
-            log_scale = log_scale - time * links[0]
-        for k in range(last + 1):
-            push(k, time)
-    eta_dot.copy_(torch.stack(links, 1))
-    return log_scale
+    """Move chains for the time h by `move_chains`, and return the factors of the velocities."""
+    of_links = (values.expand_as(eta).to(torch.float64) for values in (eta, eta_dot, masses))
+    of_systems = (values.expand(len(eta)).to(torch.float64) for values in (energies, targets, kt, h))
+    positions, velocities, masses = of_links
+    energies, targets, kt, h = of_systems
+    moved, pushed, log_scales = move_chains(positions, velocities, energies, targets, kt, masses, h, 1)
+    eta.copy_(moved)
+    eta_dot.copy_(pushed)
+    return torch.exp(log_scales).to(eta.dtype)
 
 
 @on_arrays()
@@ -207,7 +181,7 @@ def nhc_thermostat_chain_update(
     """
     if compute_ke:
         ke2.copy_(_twice_kinetic(velocities, masses, batch_idx, ke2.shape[0]))
-    scale = torch.exp(_step_chain(eta, eta_dot, eta_mass, ke2, ndof, target_temp, 0.5 * dt, True))
+    scale = _step_chain(eta, eta_dot, eta_mass, ke2, ndof * target_temp, target_temp, 0.5 * dt)
     velocities *= _of_atoms(scale, batch_idx).unsqueeze(1)
     ke2 *= scale * scale
     total_scale.copy_(scale)
@@ -225,8 +199,10 @@ def npt_thermostat_half_step(
     dt: Tensor,
 ) -> None:
     """Move chains for half a step at this energy; the caller scales velocities by ``exp(-eta_dot[:, 0] dt / 2)``."""
-    ndof, twice = 3 * num_atoms_per_system, 2.0 * kinetic_energy
-    _step_chain(eta, eta_dot, thermostat_masses, twice, ndof, target_temperature, 0.5 * dt, False)
+    # the energy stays what it is: without one that follows the chain, all of it is in the target
+    missing = 3 * num_atoms_per_system * target_temperature - 2.0 * kinetic_energy
+    nothing = torch.zeros_like(missing)
+    _step_chain(eta, eta_dot, thermostat_masses, nothing, missing, target_temperature, 0.5 * dt)
 
 
 # -- constant pressure ----------------------------------------------------------------------------

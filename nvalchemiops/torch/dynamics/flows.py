@@ -259,6 +259,12 @@ class Chain(Flow):
         """Degrees of freedom (n_systems, 1) that are there."""
         return state.extra["degrees_of_freedom"]
 
+    def _masses(self, state: State) -> torch.Tensor:
+        """Q (n_systems, length)."""
+        one = state.extra["temperature"] * state.extra[self.parameters[1]] ** 2
+        rest = [one.squeeze(1)] * (self.length - 1)
+        return torch.stack([(self._count(state) * one).squeeze(1), *rest], 1)
+
     def _twice_energy(self, state: State) -> torch.Tensor:
         return trace(state.twice_kinetic())
 
@@ -268,12 +274,10 @@ class Chain(Flow):
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Change the chain, and scale the velocities."""
         extra, name = state.extra, self.name
-        g, rate = self._count(state), extra[self.parameters[1]] ** -2
-        ratio = self._twice_energy(state) / (g * extra["temperature"])
-        columns = (column.squeeze(1) for column in (ratio, self._target(state) / g, g, rate, h))
-        moved, pushed, log_scales = state.chains(
-            extra[f"{name}_positions"], extra[f"{name}_velocities"], *columns, self.loops
-        )
+        kt = extra["temperature"]
+        columns = (column.squeeze(1) for column in (self._twice_energy(state), self._target(state) * kt, kt))
+        chain = extra[f"{name}_positions"], extra[f"{name}_velocities"]
+        moved, pushed, log_scales = state.chains(*chain, *columns, self._masses(state), h.squeeze(1), self.loops)
         state = self._scaled(state, torch.exp(log_scales).unsqueeze(1))
         return state.having(**{f"{name}_positions": moved, f"{name}_velocities": pushed})
 
@@ -284,12 +288,9 @@ class Chain(Flow):
 
     def energy(self, state: State) -> torch.Tensor:
         """``g kT η_1 + kT Σ η_k + Σ Q u² / 2``."""
-        extra = state.extra
-        eta, u = extra[f"{self.name}_positions"], extra[f"{self.name}_velocities"]
-        masses = extra[self.parameters[1]] ** 2
-        per_mode = eta + 0.5 * masses * u * u
-        first = self._target(state) * eta[:, :1] + 0.5 * self._count(state) * masses * u[:, :1] ** 2
-        return extra["temperature"] * (first + per_mode[:, 1:].sum(1, keepdim=True))
+        eta, u = (state.extra[f"{self.name}_{of}"] for of in ("positions", "velocities"))
+        potential = self._target(state) * eta[:, :1] + eta[:, 1:].sum(1, keepdim=True)
+        return state.extra["temperature"] * potential + 0.5 * (self._masses(state) * u * u).sum(1, keepdim=True)
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """The same."""
