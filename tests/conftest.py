@@ -13,6 +13,9 @@ from typing import Any
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A cached joint graph does not know that the formula of one of our operators was edited.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+# The threads of NumPy's and SciPy's BLAS spin: with two workers on two cores they take ten times as long for matrices
+# of 3 x 3, as in ASE's cell filters. Read when NumPy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Parameters are chosen alike on all machines, whatever `nvalchemiops tune` found there.
 os.environ.setdefault("NVALCHEMIOPS_COSTS", "")
 

@@ -17,16 +17,15 @@ _CHAIN = f"""
 """
 _CHAIN += """
     const int length = velocities.shape[1];
-    const double g = degrees.data[thread], rate = rates.data[thread], wanted = targets.data[thread];
-    double ratio = ratios.data[thread], log_scale = 0.0;
+    const double wanted = targets.data[thread], kt = temperatures.data[thread], *q = masses.data + thread * length;
+    double energy = energies.data[thread], log_scale = 0.0;
     double *x = moved.data + thread * length, *u = pushed.data + thread * length;
     for (int k = 0; k < length; ++k) {
         x[k] = positions.data[thread * length + k];
         u[k] = velocities.data[thread * length + k];
     }
     const auto push = [&](int k, double time) {
-        const double before = k ? u[k - 1] * u[k - 1] : 0.0;
-        const double force = k == 0 ? (ratio - wanted) * rate : (k == 1 ? g * before : before) - rate;
+        const double force = (k ? q[k - 1] * u[k - 1] * u[k - 1] - kt : energy - wanted) / q[k];
         if (k == length - 1) {
             u[k] += 0.5 * time * force;
         } else {
@@ -39,7 +38,7 @@ _CHAIN += """
         for (int k = length - 1; k >= 0; --k) push(k, time);
         for (int k = 0; k < length; ++k) x[k] += time * u[k];
         log_scale -= time * u[0];
-        ratio *= wp::exp(-2.0 * time * u[0]);
+        energy *= wp::exp(-2.0 * time * u[0]);
         for (int k = 0; k < length; ++k) push(k, time);
     }
     log_scales.data[thread] = log_scale;
@@ -55,10 +54,10 @@ def chain_kernel() -> Any:
         thread: wp.int32,
         positions: wp.array2d(dtype=wp.float64),  # (n_systems, length)
         velocities: wp.array2d(dtype=wp.float64),  # (n_systems, length)
-        ratios: wp.array(dtype=wp.float64),  # (n_systems,), Σ m v² / (g kT)
-        targets: wp.array(dtype=wp.float64),  # (n_systems,), its mean
-        degrees: wp.array(dtype=wp.float64),  # (n_systems,), g
-        rates: wp.array(dtype=wp.float64),  # (n_systems,), 1 / τ²
+        energies: wp.array(dtype=wp.float64),  # (n_systems,), Σ m v²
+        targets: wp.array(dtype=wp.float64),  # (n_systems,), its mean, g kT
+        temperatures: wp.array(dtype=wp.float64),  # (n_systems,), kT
+        masses: wp.array2d(dtype=wp.float64),  # (n_systems, length)
         times: wp.array(dtype=wp.float64),  # (n_systems,)
         loops: wp.int32,  # repetitions
         moved: wp.array2d(dtype=wp.float64),  # (n_systems, length), positions

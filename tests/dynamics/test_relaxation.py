@@ -430,25 +430,77 @@ def test_torch_models_whose_forces_come_from_autograd() -> None:
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", ["forces", "energies"])
-def test_results_that_are_not_finite_are_named(of: str) -> None:
-    system = System(
-        torch.ones((6, 3), dtype=torch.float64), batch_idx=torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
-    )
-    system = system._replace(numbers=torch.tensor([1, 1, 1, 1, 1, 1]))
-    calls = []
+THREE = System(
+    0.1 * torch.arange(1.0, 19.0, dtype=torch.float64).reshape(6, 3),
+    batch_idx=torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32),
+    numbers=torch.tensor([1, 1, 7, 7, 2, 2]),
+)
+
+
+@pytest.mark.parametrize("before", [3, 150], ids=["early", "when others are done"])
+@pytest.mark.parametrize(
+    ("optimizer", "of"), [("fire", "energies"), ("fire2", "error"), ("fire2", "forces"), ("lbfgs", "forces")]
+)
+def test_a_system_that_fails_stops_and_others_go_on(optimizer: str, of: str, before: int) -> None:
+    path: list[torch.Tensor] = []
 
     def model(now: System) -> Evaluation:
-        calls.append(1)
         found = springs(now)
-        if len(calls) > 3:
-            getattr(found, of)[3 if of == "forces" else 1] = math.nan
+        falls = now.numbers == 7  # the second system: a force that never ends
+        found.forces[falls] = 0.1
+        if not falls.any():
+            return found
+        if len(path) < before:
+            path.append(now.positions[falls])
+        elif bool((now.positions[falls] > path[-1]).all()):
+            if of == "error":
+                raise ValueError("no such place")
+            values = getattr(found, of)
+            values[falls if of == "forces" else now.batch_idx[falls].long()] = math.nan
         return found
 
-    with pytest.raises(FloatingPointError, match="not finite for the systems 1, at evaluation 4"):
-        relax(system, model, fmax=1e-3)
-    with pytest.raises(FloatingPointError, match="systems 0, 2"):
-        relax(system, lambda s: springs(s._replace(numbers=torch.tensor([1, math.nan, 1, 1, math.inf, 1]))))
+    with pytest.warns(ConvergenceWarning, match="for the systems 1, which stay at the last"):
+        result = relax(THREE, model, optimizer, fmax=1e-3)
+    assert result.failed.tolist() == [False, True, False] and result.converged.tolist() == [True, False, True]
+    assert equal(result.system.positions[2:4], path[-1])
+    assert result.evaluation.energies.isfinite().all() and abs(float(result.fmax[1]) - 0.1 * 3**0.5) < 1e-12
+    others = THREE._replace(positions=THREE.positions[[0, 1, 4, 5]], numbers=THREE.numbers[[0, 1, 4, 5]])
+    others = others._replace(batch_idx=torch.tensor([0, 0, 1, 1], dtype=torch.int32))
+    alone = relax(others, springs, optimizer, fmax=1e-3)
+    assert equal(result.system.positions[[0, 1, 4, 5]], alone.system.positions)
+    assert equal(result.evaluations[[0, 2]], alone.evaluations)
+
+
+def test_failures_of_all_systems_are_errors() -> None:
+    with pytest.raises(FloatingPointError, match="not finite for the systems 0, 1, 2"):
+        relax(THREE, lambda s: springs(s._replace(numbers=s.numbers * math.nan)))
+
+    # an error of all systems, one of the batch only, and one without leave to evaluate single systems
+    for most, compact_every, after in ((0, 10, [6, 6, 6, 2, 2, 2]), (2, 10, [6, 6, 6, 2, 2, 2]), (0, None, [6, 6, 6])):
+        calls: list[int] = []
+
+        def refuses(system: System, most: int = most, calls: list[int] = calls) -> Evaluation:
+            calls.append(len(system.positions))
+            if len(calls) > 2 and len(system.positions) > most:
+                raise ValueError("no such place")
+            return springs(system)
+
+        with pytest.raises(ValueError, match="no such place"):
+            relax(THREE, refuses, compact_every=compact_every)
+        assert calls == after
+
+
+def test_a_stress_that_is_not_finite_ends_at_once() -> None:
+    calls = []
+
+    def model(system: System) -> Evaluation:
+        calls.append(1)
+        found = lennard_jones_model()(system)
+        return found._replace(stress=found.stress * math.nan)
+
+    with pytest.raises(FloatingPointError, match="not finite for the systems 0"):
+        relax(System.from_ase(crystal(1)), model, cell=True, smax=1e-3)
+    assert len(calls) == 1
 
 
 def test_warns_of_systems_that_did_not_converge() -> None:

@@ -113,11 +113,11 @@ def test_bad_arguments_are_named(arguments):
 @pytest.mark.parametrize("length", (1, 2, 3, 5))
 def test_the_kernel_of_chains_is_the_same_steps_with_the_same_derivatives(length):
     states = numbers(2, 3, length)
-    others = [*(numbers(4, 3, seed=4).abs() + 0.1), torch.tensor([0.1, 0.2, 0.3], dtype=float64)]
-    inputs = [*states, *others]
+    others = [*(numbers(3, 3, seed=4).abs() + 0.1), numbers(3, length, seed=5).abs() + 0.1]
+    inputs = [*states, *others, torch.tensor([0.1, 0.2, 0.3], dtype=float64)]
     for found, expected in zip(move_chains(*inputs, 2), chain_steps(*inputs, 2)):
         assert (found - expected).abs().max() < 1e-13 * expected.abs().max().clamp(min=1.0)
-    # g is not used by a chain of one
+    # the temperature is not used by a chain of one
     inputs = [tensor.requires_grad_(length > 1 or n != 4) for n, tensor in enumerate(inputs)]
     assert torch.autograd.gradcheck(lambda *t: move_chains(*t, 2), inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda *t: move_chains(*t, 1), inputs, fast_mode=True, atol=1e-4)

@@ -305,8 +305,9 @@ def chains() -> Problem:
     """Of one, three and five thermostats."""
     n = 130
     states = [random(2, n, length, seed=length) for length in (1, 3, 5)]
-    others = [*random(4, n).abs(), 0.1 * random(n).abs()]
-    return lambda: [found for state in states for found in move_chains(*state, *others, 2)]
+    others, times = random(3, n).abs(), 0.1 * random(n).abs()
+    masses = [0.1 + state[0].abs() for state in states]
+    return lambda: [f for state, q in zip(states, masses) for f in move_chains(*state, *others, q, times, 2)]
 
 
 def noise() -> Problem:

@@ -18,10 +18,12 @@ import torch
 import warp as wp
 from torch import Tensor
 
-from nvalchemiops.kernels.chains import SUZUKI_YOSHIDA
 from nvalchemiops.torch.clients.arrays import on_arrays
-from nvalchemiops.torch.dynamics.flows import of_matrices
+from nvalchemiops.torch.dynamics.cell_flows import of_matrices
+from nvalchemiops.torch.dynamics.chart import Rows
+from nvalchemiops.torch.dynamics.optimizers import Pace, adapted
 from nvalchemiops.torch.dynamics.velocities import kinetic_tensor, maxwell_boltzmann
+from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
 
@@ -143,43 +145,17 @@ def nhc_compute_masses(
 
 
 def _step_chain(
-    eta: Tensor,
-    eta_dot: Tensor,
-    masses: Tensor,
-    twice_energy: Tensor,
-    ndof: Tensor,
-    kt: Tensor,
-    h: Tensor,
-    couples: bool,
+    eta: Tensor, eta_dot: Tensor, masses: Tensor, energies: Tensor, targets: Tensor, kt: Tensor, h: Tensor
 ) -> Tensor:
-    """Move a chain for the time h, and return the logarithm of the factor of the velocities that are coupled to it.
-
-    Masses are the caller's, which `move_chains` cannot have. If it ``couples``, ``twice_energy`` follows that factor;
-    otherwise the caller scales velocities afterwards. Source:
-    G. J. Martyna, M. E. Tuckerman, D. J. Tobias and M. L. Klein, Mol. Phys. 87, 1117 (1996),
-    doi:10.1080/00268979600100761.
-    """
-    links, last, log_scale = list(eta_dot.unbind(1)), eta_dot.shape[1] - 1, torch.zeros_like(h)
-
-    def push(k: int, time: Tensor) -> None:
-        if k == 0:
-            energy = twice_energy * torch.exp(2.0 * log_scale) - ndof * kt
-        else:
-            energy = links[k - 1] ** 2 * masses[:, k - 1] - kt
-        damping = torch.exp(-0.25 * time * links[k + 1]) if k < last else 1.0
-        links[k] = (links[k] * damping + 0.5 * time * energy / masses[:, k]) * damping
-
-    for weight in SUZUKI_YOSHIDA:
-        time = weight * h
-        for k in range(last, -1, -1):
-            push(k, time)
-        eta += time.unsqueeze(1) * torch.stack(links, 1)
-        if couples:
-            log_scale = log_scale - time * links[0]
-        for k in range(last + 1):
-            push(k, time)
-    eta_dot.copy_(torch.stack(links, 1))
-    return log_scale
+    """Move chains for the time h by `move_chains`, and return the factors of the velocities."""
+    of_links = (values.expand_as(eta).to(torch.float64) for values in (eta, eta_dot, masses))
+    of_systems = (values.expand(len(eta)).to(torch.float64) for values in (energies, targets, kt, h))
+    positions, velocities, masses = of_links
+    energies, targets, kt, h = of_systems
+    moved, pushed, log_scales = move_chains(positions, velocities, energies, targets, kt, masses, h, 1)
+    eta.copy_(moved)
+    eta_dot.copy_(pushed)
+    return torch.exp(log_scales).to(eta.dtype)
 
 
 @on_arrays()
@@ -207,7 +183,7 @@ def nhc_thermostat_chain_update(
     """
     if compute_ke:
         ke2.copy_(_twice_kinetic(velocities, masses, batch_idx, ke2.shape[0]))
-    scale = torch.exp(_step_chain(eta, eta_dot, eta_mass, ke2, ndof, target_temp, 0.5 * dt, True))
+    scale = _step_chain(eta, eta_dot, eta_mass, ke2, ndof * target_temp, target_temp, 0.5 * dt)
     velocities *= _of_atoms(scale, batch_idx).unsqueeze(1)
     ke2 *= scale * scale
     total_scale.copy_(scale)
@@ -225,8 +201,10 @@ def npt_thermostat_half_step(
     dt: Tensor,
 ) -> None:
     """Move chains for half a step at this energy; the caller scales velocities by ``exp(-eta_dot[:, 0] dt / 2)``."""
-    ndof, twice = 3 * num_atoms_per_system, 2.0 * kinetic_energy
-    _step_chain(eta, eta_dot, thermostat_masses, twice, ndof, target_temperature, 0.5 * dt, False)
+    # the energy stays what it is: without one that follows the chain, all of it is in the target
+    missing = 3 * num_atoms_per_system * target_temperature - 2.0 * kinetic_energy
+    nothing = torch.zeros_like(missing)
+    _step_chain(eta, eta_dot, thermostat_masses, nothing, missing, target_temperature, 0.5 * dt)
 
 
 # -- constant pressure ----------------------------------------------------------------------------
@@ -511,34 +489,33 @@ def _store(scratch: Maybe, values: Tensor) -> None:
 
 
 def _powers(
-    velocities: Tensor, forces: Tensor, given: tuple[Maybe, ...], n: int, batch_idx: Maybe, known: bool
+    velocities: Tensor, forces: Tensor, given: tuple[Maybe, ...], rows: Rows, known: bool = False
 ) -> list[Tensor]:
     """``Σ F·v``, ``Σ v·v`` and ``Σ F·F`` of systems: computed, and kept in ``given``, unless these are ``known``."""
     if known:
         return [values.clone() for values in given if values is not None]
-    products = torch.stack([forces * velocities, velocities * velocities, forces * forces], 1).sum(2)
-    found = list(system_sums(products, batch_idx, n).to(forces.dtype).unbind(1))
+    pairs = (forces, velocities), (velocities, velocities), (forces, forces)
+    found = [values.to(forces.dtype) for values in rows.dots(*pairs)]
     for scratch, values in zip(given, found):
         _store(scratch, values)
     return found
 
 
-def _mix(velocities: Tensor, forces: Tensor, alpha: Tensor, ratio: Any, batch_idx: Maybe) -> None:
-    """Turn velocities towards the forces: ``v' = (1 - alpha) v + alpha F |v| / |F|``."""
-    velocities *= _of_atoms(1.0 - alpha, batch_idx).unsqueeze(1)
-    velocities += _of_atoms(alpha * ratio, batch_idx).unsqueeze(1) * forces
+def _combine(velocities: Tensor, forces: Tensor, of_v: Tensor, of_f: Tensor, rows: Rows) -> None:
+    """Replace velocities by a combination of velocities and forces, with the weights of each system."""
+    of_v, of_f = rows.of_rows(of_v, of_f)
+    velocities.copy_(of_v * velocities + of_f * forces)
 
 
 def _ratio(vv: Tensor, ff: Tensor) -> Tensor:
     return (vv / torch.where(ff > 0.0, ff, 1.0)).sqrt()
 
 
-def _limit(moves: Tensor, maxstep: Any, n: int, batch_idx: Maybe) -> tuple[Tensor, Tensor]:
+def _limit(moves: Tensor, maxstep: Any, rows: Rows) -> tuple[Tensor, Tensor]:
     """Moves of rows (n_rows, 3), shortened for each system so that none is longer than ``maxstep``; and the longest."""
-    places = torch.zeros(len(moves), dtype=torch.int64, device=moves.device) if batch_idx is None else batch_idx.long()
-    longest = moves.new_zeros(n).scatter_reduce(0, places, moves.norm(dim=1), "amax")
-    scale = torch.where(longest > maxstep, maxstep / longest, 1.0)
-    return moves * _of_atoms(scale, batch_idx).unsqueeze(1), longest
+    longest = rows.largest(moves)
+    (scale,) = rows.of_rows(torch.where(longest > maxstep, maxstep / longest, 1.0))
+    return moves * scale, longest
 
 
 @on_arrays()
@@ -567,15 +544,16 @@ def fire_update(
     products ``vf``, ``vv`` and ``ff`` are given, otherwise they are written. Source: E. Bitzek et al., Phys. Rev. Lett.
     97, 170201 (2006), doi:10.1103/PhysRevLett.97.170201.
     """
-    power, speed, force = _powers(velocities, forces, (vf, vv, ff), len(alpha), batch_idx, not compute_reductions)
-    downhill, uphill = power > 0.0, (power <= 0.0) & (speed > 0.0)
-    _mix(velocities, forces, torch.where(downhill, alpha, 0.0), _ratio(speed, force), batch_idx)
-    velocities *= _of_atoms(torch.where(uphill, 0.0, 1.0).to(alpha.dtype), batch_idx).unsqueeze(1)
-    grows = downhill & (n_steps_positive > n_min)
-    shorter = torch.maximum(dt * f_dec, dt_min)
-    dt.copy_(torch.where(grows, torch.minimum(dt * f_inc, dt_max), torch.where(uphill, shorter, dt)))
-    alpha.copy_(torch.where(grows, alpha * f_alpha, torch.where(uphill, alpha_start, alpha)))
-    n_steps_positive.copy_(torch.where(downhill, n_steps_positive + 1, torch.where(uphill, 0, n_steps_positive)))
+    rows = Rows(len(alpha), batch_idx)
+    power, speed, force = _powers(velocities, forces, (vf, vv, ff), rows, not compute_reductions)
+    old, limits = Pace(dt, alpha, n_steps_positive), {"dtmin": dt_min, "dtmax": dt_max}
+    # here the steps before this one are counted
+    rule = limits | {"Nmin": n_min + 1, "finc": f_inc, "fdec": f_dec, "astart": alpha_start, "fa": f_alpha}
+    pace, downhill, goes = adapted(old, power, speed == 0.0, **rule)
+    turn = torch.where(downhill, alpha, 0.0)
+    _combine(velocities, forces, torch.where(goes, 1.0 - turn, 0.0), turn * _ratio(speed, force), rows)
+    for now, then in zip(old, pace):
+        now.copy_(then)
 
 
 @on_arrays()
@@ -617,7 +595,7 @@ def fire_step(
         positions -= at_rest * before
     _kick(velocities, forces, masses, dt, batch_idx)
     moves = _of_atoms(dt, batch_idx).unsqueeze(1) * velocities
-    positions += _limit(moves, maxstep, len(dt), batch_idx)[0]
+    positions += _limit(moves, maxstep, Rows(len(dt), batch_idx))[0]
 
 
 def fire2_step_coord(
@@ -650,21 +628,18 @@ def fire2_step_coord(
     limited. Source: J. Guénolé et al., Comput. Mater. Sci. 175, 109584 (2020), doi:10.1016/j.commatsci.2020.109584.
     """
     with torch.no_grad():
-        n = len(alpha)
-        power, speed, force = _powers(velocities, forces, (vf, v_sumsq, f_sumsq), n, batch_idx, False)
-        downhill, uphill = power > 0.0, (power <= 0.0) & (speed > 0.0)
-        nsteps_inc.copy_(torch.where(downhill, nsteps_inc + 1, torch.where(uphill, 0, nsteps_inc)))
-        grows = downhill & (nsteps_inc > delaystep)
-        shorter = torch.where(uphill, (dt * dtshrink).clamp(min=tmin), dt)
-        dt.copy_(torch.where(grows, (dt * dtgrow).clamp(max=tmax), shorter))
-        alpha.copy_(torch.where(grows, alpha * alphashrink, torch.where(uphill, alpha0, alpha)))
-        positions -= _of_atoms(torch.where(uphill, 0.5 * dt, 0.0), batch_idx).unsqueeze(1) * velocities
-        velocities *= _of_atoms(torch.where(uphill, 0.0, 1.0).to(dt.dtype), batch_idx).unsqueeze(1)
-        step = _of_atoms(dt, batch_idx).unsqueeze(1)
-        velocities += step * forces
-        speed = system_sums(velocities.square().sum(1), batch_idx, n).to(dt.dtype)
-        _mix(velocities, forces, alpha, _ratio(speed, force), batch_idx)
-        moves, longest = _limit(step * velocities, maxstep, n, batch_idx)
+        rows, old = Rows(len(alpha), batch_idx), Pace(dt, alpha, nsteps_inc)
+        power, speed, force = _powers(velocities, forces, (vf, v_sumsq, f_sumsq), rows)
+        rule = {"Nmin": delaystep, "finc": dtgrow, "dtmax": tmax, "fdec": dtshrink, "dtmin": tmin}
+        pace, _, goes = adapted(old, power, speed == 0.0, **rule, astart=alpha0, fa=alphashrink)
+        for now, then in zip(old, pace):
+            now.copy_(then)
+        back, step = rows.of_rows(torch.where(goes, 0.0, 0.5 * dt), dt)
+        positions -= back * velocities
+        _combine(velocities, forces, goes.to(dt.dtype), dt, rows)
+        (speed,) = rows.dots((velocities, velocities))
+        _combine(velocities, forces, 1.0 - alpha, alpha * _ratio(speed.to(dt.dtype), force), rows)
+        moves, longest = _limit(step * velocities, maxstep, rows)
         positions += moves
         _store(max_norm, longest)
 

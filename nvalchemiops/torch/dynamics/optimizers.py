@@ -47,8 +47,112 @@ class Optimizer(Protocol):
         """The state of some systems, with the numbers of their rows."""
 
 
+class Pace(NamedTuple):
+    """How systems go in FIRE, each (n_systems,).
+
+    Attributes
+    ----------
+    dt : tensor
+        Time step.
+    a : tensor
+        Weight of the direction of the forces in the velocities.
+    downhill_steps : int tensor
+        Number of steps downhill since the last stop.
+    """
+
+    dt: torch.Tensor
+    a: torch.Tensor
+    downhill_steps: torch.Tensor
+
+
+def adapted(
+    pace: Pace, power: torch.Tensor, at_rest: torch.Tensor, *, Nmin: Any, finc: Any, dtmax: Any, fdec: Any, dtmin: Any,
+    astart: Any, fa: Any
+) -> tuple[Pace, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The rule of all kinds of FIRE: how systems go on.
+
+    After more than Nmin steps downhill, this one among them, the time step grows and the weight of the forces shrinks.
+    A system that moves uphill is to stop, and starts again with a shorter time step.
+
+    Parameters
+    ----------
+    pace : Pace
+    power : (n_systems,) tensor
+        ``Σ f·v``.
+    at_rest : (n_systems,) bool tensor
+        Systems without velocities, which keep their pace.
+    Nmin, finc, dtmax, fdec, dtmin, astart, fa : numbers or (n_systems,) tensors
+        As for `FIRE2`.
+
+    Returns
+    -------
+    pace : Pace
+    downhill, goes : (n_systems,) bool tensors
+        Systems that move downhill, and those that do not have to stop.
+    """
+    dt, a, steps = pace
+    downhill = power > 0.0
+    goes = downhill | at_rest
+    steps = torch.where(downhill, steps + 1, torch.where(goes, steps, 0))
+    grows = downhill & (steps > Nmin)
+    dt = torch.where(goes, dt, (dt * fdec).clamp(min=dtmin))
+    dt = torch.where(grows, (dt * finc).clamp(max=dtmax), dt)
+    a = torch.where(grows, a * fa, torch.where(goes, a, astart))
+    return Pace(dt, a, steps), downhill, goes
+
+
+class _WithPace:
+    """What FIRE and FIRE2 share."""
+
+    dt: float
+    dtmax: float
+    maxstep: float
+    Nmin: int
+    finc: float
+    fdec: float
+    astart: float
+    fa: float
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def start(self, rows: Rows, x: torch.Tensor) -> OptimizerState:
+        """The state at rest."""
+        of_systems = x.new_zeros(rows.n_systems)
+        return {
+            "velocities": torch.zeros_like(x),
+            "dt": of_systems + self.dt,
+            "a": of_systems + self.astart,
+            "downhill_steps": of_systems.to(torch.int64),
+            "is_fresh": torch.ones_like(of_systems, dtype=torch.bool),
+        }
+
+    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
+        """The state of some systems, with the numbers of their rows."""
+        return {name: value.index_select(0, rows if name == "velocities" else systems) for name, value in state.items()}
+
+    def _adapted(
+        self, state: OptimizerState, power: torch.Tensor, Nmin: int, dtmin: float
+    ) -> tuple[Pace, torch.Tensor, torch.Tensor]:
+        rule = {"finc": self.finc, "dtmax": self.dtmax, "fdec": self.fdec, "astart": self.astart, "fa": self.fa}
+        pace = Pace(*(state[name] for name in Pace._fields))
+        return adapted(pace, power, state["is_fresh"], Nmin=Nmin, dtmin=dtmin, **rule)
+
+    def _limited(
+        self, dt: torch.Tensor, of_v: torch.Tensor, of_f: torch.Tensor, *products: torch.Tensor
+    ) -> torch.Tensor:
+        """``dt``, or less, so that the step ``dt (of_v v + of_f f)`` is not longer than ``maxstep``."""
+        norm = dt * _norm(of_v, of_f, *products)
+        return dt * torch.where(norm > self.maxstep, self.maxstep / norm, 1.0)
+
+
+def _norm(of_v: Any, of_f: Any, vv: torch.Tensor, vf: torch.Tensor, ff: torch.Tensor) -> torch.Tensor:
+    """The norm of a combination of velocities and forces, from their products."""
+    return (of_v * of_v * vv + 2.0 * of_v * of_f * vf + of_f * of_f * ff).sqrt()
+
+
 @dataclass(frozen=True, kw_only=True)
-class FIRE:
+class FIRE(_WithPace):
     """The fast inertial relaxation engine, as in ASE.
 
     Velocities follow the forces, with unit masses; they are turned towards the forces, and vanish if the system moves
@@ -80,47 +184,24 @@ class FIRE:
     astart: float = 0.1
     fa: float = 0.99
 
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def start(self, rows: Rows, x: torch.Tensor) -> OptimizerState:
-        """The state at rest."""
-        return _at_rest(self, rows, x)
-
-    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
-        """The state of some systems, with the numbers of their rows."""
-        return _select(state, systems, rows)
-
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems."""
-        velocities, dt, a, downhill_steps = (state[name] for name in ("velocities", "dt", "a", "downhill_steps"))
+        velocities, a = state["velocities"], state["a"]
         vf, ff, vv = rows.dots((velocities, forces), (forces, forces), (velocities, velocities))
-        downhill, fresh = vf > 0.0, state["is_fresh"]
+        # here the steps before this one are counted
+        pace, downhill, _ = self._adapted(state, vf, self.Nmin + 1, 0.0)
         of_v = torch.where(downhill, 1.0 - a, 0.0)
-        of_f = torch.where(downhill, a * (vv / ff).sqrt(), 0.0)
-        grows = downhill & (downhill_steps > self.Nmin)
-        dt = torch.where(
-            grows, (dt * self.finc).clamp(max=self.dtmax), torch.where(downhill | fresh, dt, dt * self.fdec)
-        )
-        a = torch.where(grows, a * self.fa, torch.where(downhill | fresh, a, self.astart))
-        of_f = of_f + dt
-        # the norm of a combination of velocities and forces; without cancellation, since vf > 0 or of_v = 0
-        norm = dt * (of_v * of_v * vv + 2.0 * of_v * of_f * vf + of_f * of_f * ff).sqrt()
-        scale = dt * torch.where(norm > self.maxstep, self.maxstep / norm, 1.0)
+        of_f = torch.where(downhill, a * (vv / ff).sqrt(), 0.0) + pace.dt
+        # without cancellation, since vf > 0 or of_v = 0
+        scale = self._limited(pace.dt, of_v, of_f, vv, vf, ff)
         of_v, of_f, scale = rows.of_rows(of_v, of_f, scale)
         velocities = of_v * velocities + of_f * forces
-        new = {
-            "velocities": velocities,
-            "dt": dt,
-            "a": a,
-            "downhill_steps": torch.where(downhill, downhill_steps + 1, 0),
-            "is_fresh": torch.zeros_like(fresh),
-        }
-        return Move(x + scale * velocities, new, torch.ones_like(fresh))
+        new = {"velocities": velocities, **pace._asdict(), "is_fresh": torch.zeros_like(downhill)}
+        return Move(x + scale * velocities, new, torch.ones_like(downhill))
 
 
 @dataclass(frozen=True, kw_only=True)
-class FIRE2:
+class FIRE2(_WithPace):
     """FIRE 2.0 by semi-implicit Euler steps, as in ASE; ABC-FIRE on request.
 
     A system that moves uphill goes back by half a step before it starts again, which takes one more evaluation.
@@ -149,39 +230,22 @@ class FIRE2:
     fa: float = 0.99
     use_abc: bool = False
 
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def start(self, rows: Rows, x: torch.Tensor) -> OptimizerState:
-        """The state at rest."""
-        return _at_rest(self, rows, x)
-
-    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
-        """The state of some systems, with the numbers of their rows."""
-        return _select(state, systems, rows)
-
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems, or half a step back."""
-        velocities, dt, a, downhill_steps = (state[name] for name in ("velocities", "dt", "a", "downhill_steps"))
+        velocities = state["velocities"]
         vf, ff, vv = rows.dots((velocities, forces), (forces, forces), (velocities, velocities))
-        downhill, fresh = vf > 0.0, state["is_fresh"]
-        goes = downhill | fresh
-        downhill_steps = torch.where(downhill, downhill_steps + 1, 0)
-        grows = downhill & (downhill_steps > self.Nmin)
-        dt = torch.where(goes, dt, (dt * self.fdec).clamp(min=self.dtmin))
-        dt = torch.where(grows, (dt * self.finc).clamp(max=self.dtmax), dt)
-        a = torch.where(grows, a * self.fa, torch.where(goes, a, self.astart))
+        pace, _, goes = self._adapted(state, vf, self.Nmin, self.dtmin)
         if self.use_abc:
-            a = a.clamp(min=1e-10)  # below, the correction would divide by zero
+            pace = pace._replace(a=pace.a.clamp(min=1e-10))  # below, the correction would divide by zero
+        dt, a, downhill_steps = pace
         # v + dt f, then a part of it in the direction of f
-        norm = (vv + 2.0 * dt * vf + dt * dt * ff).sqrt()
-        of_v, of_f = 1.0 - a, (1.0 - a) * dt + torch.where(ff > 0.0, a * norm / ff.sqrt(), 0.0)
+        turned = torch.where(ff > 0.0, a * _norm(1.0, dt, vv, vf, ff) / ff.sqrt(), 0.0)
+        of_v, of_f = 1.0 - a, (1.0 - a) * dt + turned
         if self.use_abc:
             correction = 1.0 / (1.0 - (1.0 - a) ** (downhill_steps + 1))
             of_v, of_f, scale = of_v * correction, of_f * correction, dt
         else:
-            norm = dt * (of_v * of_v * vv + 2.0 * of_v * of_f * vf + of_f * of_f * ff).sqrt()
-            scale = dt * torch.where(norm > self.maxstep, self.maxstep / norm, 1.0)
+            scale = self._limited(dt, of_v, of_f, vv, vf, ff)
         of_v, of_f, scale, most, back = rows.of_rows(
             torch.where(goes, of_v, 0.0),
             torch.where(goes, of_f, 0.0),
@@ -193,8 +257,7 @@ class FIRE2:
         if self.use_abc:
             moved = torch.minimum(torch.maximum(moved, -most), most)
         x = x + (scale * moved - back * velocities)
-        new = {"velocities": moved, "dt": dt, "a": a, "downhill_steps": downhill_steps, "is_fresh": ~goes}
-        return Move(x, new, goes)
+        return Move(x, {"velocities": moved, **pace._asdict(), "is_fresh": ~goes}, goes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,21 +363,6 @@ def _check(optimizer: Any) -> None:
             checks.check_flag(field.name, value)
         else:
             checks.check_positive(field.name, value)
-
-
-def _at_rest(optimizer: FIRE | FIRE2, rows: Rows, x: torch.Tensor) -> OptimizerState:
-    of_systems = x.new_zeros(rows.n_systems)
-    return {
-        "velocities": torch.zeros_like(x),
-        "dt": of_systems + optimizer.dt,
-        "a": of_systems + optimizer.astart,
-        "downhill_steps": of_systems.to(torch.int64),
-        "is_fresh": torch.ones_like(of_systems, dtype=torch.bool),
-    }
-
-
-def _select(state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
-    return {name: value.index_select(0, rows if name == "velocities" else systems) for name, value in state.items()}
 
 
 # -- products with a history, in an order of sums that depends on its length only ----------------------------------

@@ -20,7 +20,7 @@ ASK_EVERY = 10
 
 
 class ConvergenceWarning(NvalchemiopsWarning):
-    """Systems have not converged in the number of steps that they were given."""
+    """Systems have failed, or have not converged in the number of steps that they were given."""
 
 
 class Relaxation(NamedTuple):
@@ -39,6 +39,8 @@ class Relaxation(NamedTuple):
         Evaluations that each system took: one more than steps, and one for each half step back of FIRE2.
     fmax : (n_systems,) tensor, energy / length
         The largest force that is left, as compared with the argument ``fmax``.
+    failed : (n_systems,) bool tensor
+        Systems that the model could not evaluate after their last step. They are where they were before it.
     """
 
     system: System
@@ -47,6 +49,7 @@ class Relaxation(NamedTuple):
     steps: torch.Tensor
     evaluations: torch.Tensor
     fmax: torch.Tensor
+    failed: torch.Tensor
 
 
 class RelaxationProgress(NamedTuple):
@@ -135,15 +138,19 @@ def relax(
     ValueError, TypeError
         A bad argument; a model that gives no stress, or results of a wrong shape.
     FloatingPointError
-        Forces, energies or stress that are not finite, with the numbers of the systems.
+        Forces, energies or stress are not finite, in all systems.
 
     Warns
     -----
     ConvergenceWarning
-        Systems did not converge.
+        Systems did not converge, or failed.
 
     Notes
     -----
+    A system fails if its results are not finite, or if the model raises an error for it, as for a cell that has
+    collapsed. The others go on. To find the system of an error, each is evaluated alone, so not without
+    ``compact_every``: errors of the model then end the relaxation, as do errors at the start.
+
     On a GPU the host asks whether all systems are done once in ``compact_every`` evaluations, by default 10.
 
     Examples
@@ -183,7 +190,16 @@ def relax(
     with _bar(n, progress) as show:
         while True:
             now = chart.at(x)
-            found = _evaluated(model, now, chart, n)
+            try:
+                found = _evaluated(model, now, chart, n)
+            except Exception:
+                refused = _refused(model, chart, x, n) if known is not None and compact_every is not None else None
+                if known is None or refused is None:
+                    raise
+                known = known._replace(fault=known.fault | refused, active=known.active & ~refused)
+                x = torch.where(chart.rows.of_rows(refused)[0], known.x, x)
+                now = chart.at(x)
+                found = _evaluated(model, now, chart, n)
             with torch.no_grad():
                 forces = chart.forces(x, found)
                 known = _judged(known, chart, x, found, forces, is_step, fmax, smax, max_steps)
@@ -192,13 +208,7 @@ def relax(
             count += 1
             compacts = compact_every is not None and count % compact_every == 0
             if compacts or count % ask_every == 0:
-                n_active, n_faults = torch.stack([known.active.sum(), known.fault.sum()]).tolist()
-                if n_faults:
-                    numbers = ", ".join(map(str, places.systems[known.fault].tolist()))
-                    raise FloatingPointError(
-                        f"`model` gives energies, forces or stress that are not finite for the systems {numbers}, at "
-                        f"evaluation {count} at the latest"
-                    )
+                n_active = int(known.active.sum())
                 show(n - n_active)
                 if n_active == 0:
                     break
@@ -211,16 +221,33 @@ def relax(
                     x, forces, places = x[rows], forces[rows], _Places(*(of[at] for of, at in zip(places, index)))
             with torch.no_grad():
                 moved, state, is_step = optimizer.step(chart.rows, state, x, forces)
-                # what stays keeps its bits
-                x = torch.where(chart.rows.of_rows(known.active)[0], moved, x)
-                known = known._replace(x=x, steps=known.steps + (known.active & is_step))
+                # what stays keeps its bits, and what failed is where it was before
+                x = torch.where(chart.rows.of_rows(known.active)[0], moved, known.x)
+                known = known._replace(steps=known.steps + (known.active & is_step))
     results = known.put_into(results, places)
-    missing = n - int(results.converged.sum())
+    failed = torch.nonzero(results.fault).squeeze(1).tolist()
+    if failed:
+        which = f"for the systems {', '.join(map(str, failed))}"
+        if len(failed) == n:
+            raise FloatingPointError(f"`model` gives energies, forces or stress that are not finite {which}")
+        notify(
+            f"`model` gives an error, or energies, forces or stress that are not finite, {which}, which stay at the "
+            "last positions that it could evaluate",
+            ConvergenceWarning,
+            "relax failed",
+        )
+    missing = n - int(results.converged.sum()) - len(failed)
     if missing:
         notify(f"{missing} of {n} systems did not converge in {max_steps} steps", ConvergenceWarning, "relax")
     evaluation = Evaluation(results.energies, results.forces, results.stress)
     return Relaxation(
-        whole.at(results.x), evaluation, results.converged, results.steps, results.evaluations, results.fmax
+        whole.at(results.x),
+        evaluation,
+        results.converged,
+        results.steps,
+        results.evaluations,
+        results.fmax,
+        results.fault,
     )
 
 
@@ -243,6 +270,19 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
             raise ValueError(f"`{name}` of the model must have shape {shape}, got {tuple(getattr(found, name).shape)}")
     stress = None if found.stress is None else found.stress.detach()
     return Evaluation(found.energies.detach(), found.forces.detach(), stress)
+
+
+def _refused(model: Model, chart: Chart, x: torch.Tensor, n_systems: int) -> torch.Tensor | None:
+    """Systems for which the model raises an error if they are alone; None if there are none, or if these are all."""
+    refused = torch.zeros(chart.n_systems, dtype=torch.bool, device=x.device)
+    for k in range(chart.n_systems):
+        alone, _, rows = chart.select(torch.tensor([k], device=x.device))
+        try:
+            _evaluated(model, alone.at(x[rows]), alone, n_systems)
+        except Exception:
+            refused[k] = True
+    found = int(refused.sum())
+    return None if found in (0, n_systems) else refused
 
 
 class _Places(NamedTuple):
@@ -298,32 +338,33 @@ def _judged(
     energies = found.energies
     if smax is None:
         largest = chart.rows.largest(forces)
-        near = largest < fmax
+        near, finite = largest < fmax, torch.isfinite(largest)
     else:
         largest = chart.rows_of_atoms.largest(forces[: chart.n_atoms])
         stress = chart.largest_stress(x, found)
-        near = (largest < fmax) & (stress < smax)
+        near, finite = (largest < fmax) & (stress < smax), torch.isfinite(largest) & torch.isfinite(stress)
     # systems without forces are at a minimum, whatever fmax is
     near = near | ((largest == 0.0) if smax is None else (largest == 0.0) & (stress == 0.0))
-    finite = torch.isfinite(largest) & torch.isfinite(energies)
+    finite = finite & torch.isfinite(energies)
     if known is None:
         none, all_of_them = torch.zeros_like(is_step), torch.ones_like(is_step)
         zeros = torch.zeros_like(is_step, dtype=torch.int64)
         known = _Record(x, found.forces, energies, found.stress, largest, none, none, all_of_them, zeros, zeros)
     was = known.active
+    good = was & finite
 
-    def latest(new: torch.Tensor, old: torch.Tensor, of: torch.Tensor = was) -> torch.Tensor:
+    def latest(new: torch.Tensor, old: torch.Tensor, of: torch.Tensor = good) -> torch.Tensor:
         return torch.where(of.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     return known._replace(
-        x=x,
-        forces=latest(found.forces, known.forces, chart.rows_of_atoms.of_rows(was)[0]),
+        x=latest(x, known.x, chart.rows.of_rows(good)[0]),
+        forces=latest(found.forces, known.forces, chart.rows_of_atoms.of_rows(good)[0]),
         energies=latest(energies, known.energies),
         stress=None if found.stress is None or known.stress is None else latest(found.stress, known.stress),
         fmax=latest(largest, known.fmax),
         converged=known.converged | (was & is_step & near),
         fault=known.fault | (was & ~finite),
-        active=was & finite & ~(is_step & (near | (known.steps >= max_steps))),
+        active=good & ~(is_step & (near | (known.steps >= max_steps))),
         evaluations=known.evaluations + was,
     )
 

@@ -17,19 +17,23 @@ from nvalchemiops.torch.launch import launch
 def chain_steps(
     positions: torch.Tensor,
     velocities: torch.Tensor,
-    ratios: torch.Tensor,
+    energies: torch.Tensor,
     targets: torch.Tensor,
-    degrees: torch.Tensor,
-    rates: torch.Tensor,
+    temperatures: torch.Tensor,
+    masses: torch.Tensor,
     times: torch.Tensor,
     loops: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `move_chains` computes, in operations of torch."""
     u, last, log_scale = list(velocities.unbind(1)), velocities.shape[1] - 1, torch.zeros_like(times)
+    # (Q_{k-1} u_{k-1}² - kT) / Q_k, and (Σ m v² - g kT) / Q_1 for the first, with all divisions at the start
+    q = masses.unbind(1)
+    gains = [1.0 / q[0], *(before / mass for before, mass in zip(q, q[1:]))]
+    losses = [targets / q[0], *(temperatures / mass for mass in q[1:])]
 
     def push(k: int, time: torch.Tensor) -> None:
         """Half a step of the velocity of thermostat k."""
-        force = (ratios - targets) * rates if k == 0 else (degrees if k == 1 else 1.0) * u[k - 1] * u[k - 1] - rates
+        force = gains[k] * (u[k - 1] * u[k - 1] if k else energies) - losses[k]
         if k == last:
             u[k] = u[k] + 0.5 * time * force
         else:
@@ -41,13 +45,13 @@ def chain_steps(
         for k in range(last, -1, -1):
             push(k, time)
         positions = positions + time.unsqueeze(1) * torch.stack(u, 1)
-        log_scale, ratios = log_scale - time * u[0], ratios * torch.exp(-2.0 * time * u[0])
+        log_scale, energies = log_scale - time * u[0], energies * torch.exp(-2.0 * time * u[0])
         for k in range(last + 1):
             push(k, time)
     return positions, torch.stack(u, 1), log_scale
 
 
-_INPUTS = ("positions", "velocities", "ratios", "targets", "degrees", "rates", "times")
+_INPUTS = ("positions", "velocities", "energies", "targets", "temperatures", "masses", "times")
 
 
 def _pullback(inputs: dict[str, Any], gradients: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -74,10 +78,10 @@ def _pullback(inputs: dict[str, Any], gradients: dict[str, Any]) -> dict[str, to
 def move_chains(
     positions: torch.Tensor,
     velocities: torch.Tensor,
-    ratios: torch.Tensor,
+    energies: torch.Tensor,
     targets: torch.Tensor,
-    degrees: torch.Tensor,
-    rates: torch.Tensor,
+    temperatures: torch.Tensor,
+    masses: torch.Tensor,
     times: torch.Tensor,
     loops: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,15 +90,19 @@ def move_chains(
     Parameters
     ----------
     positions, velocities : (n_systems, length) float64 tensors
-    ratios, targets : (n_systems,) float64 tensors
-        ``Σ m v² / (g kT)``, and its mean: 1, or 0 for systems without degrees of freedom.
-    degrees, rates, times : (n_systems,) float64 tensors
-        g, 1 / τ² and the time.
+    energies, targets : (n_systems,) float64 tensors
+        ``Σ m v²`` of what a chain is coupled to, and its mean: ``g kT`` for g degrees of freedom. Energies follow the
+        factor.
+    temperatures : (n_systems,) float64 tensor
+        kT.
+    masses : (n_systems, length) float64 tensor
+        Q of the thermostats, energy times time².
+    times : (n_systems,) float64 tensor
     loops : int
         How often the three steps of `SUZUKI_YOSHIDA` are repeated, each for a part of the time.
     """
     moved, pushed, log_scales = torch.empty_like(positions), torch.empty_like(positions), torch.empty_like(times)
     if times.shape[0]:
-        inputs = [positions, velocities, ratios, targets, degrees, rates, times, loops]
+        inputs = [positions, velocities, energies, targets, temperatures, masses, times, loops]
         launch(chain_kernel(), times.shape[0], inputs, [moved, pushed, log_scales])
     return moved, pushed, log_scales

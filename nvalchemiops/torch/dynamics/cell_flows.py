@@ -1,0 +1,358 @@
+"""Flows of systems whose cell changes, and the functions of strains that solve them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from nvalchemiops.torch.dynamics.constraints import Constraints
+from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Tangent, forces_on_mobile, kept
+from nvalchemiops.torch.dynamics.state import State, diagonal, trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell(Flow):
+    """Base of the flows of a cell whose strain rate is a variable (Martyna, Tobias and Klein).
+
+    The strain rate ε is a symmetric matrix, by which positions and lattice vectors change: ``dr/dt = v + r ε`` and
+    ``dh/dt = h ε``. It is confined to a subspace: ``shape`` says to which.
+
+    Attributes
+    ----------
+    shape : {"isotropic", "axes", "full"}
+        One number along all axes that may change; a number along each of them; or a symmetric matrix. The first two are
+        kept as (n_systems, 3), the third as (n_systems, 3, 3).
+    mask : (bool, bool, bool)
+        Which Cartesian axes may change.
+    constraints : Constraints, optional
+        The strain then moves the centres of their clusters, in which nothing is stretched: with constraints inside a
+        cluster, the equations of motion are those of particles at the centres.
+    """
+
+    shape: str
+    mask: tuple[bool, bool, bool] = (True, True, True)
+    constraints: Constraints | None = None
+    needs_stress: ClassVar[bool] = True
+    inside: ClassVar[Flow | None] = None
+
+    def __call__(self, state: State, h: torch.Tensor) -> State:
+        """The state after the time h, with what moves inside of clusters."""
+        if self.constraints is None:
+            return self._stretched(state, h)
+        centred = self.constraints.centred(state)
+        moved = self._stretched(centred, h)
+        rest = state.less(centred) if self.inside is None else self.inside(state.less(centred), h)
+        positions, velocities = state.system.positions, state.velocities
+        if moved.system.positions is not centred.system.positions:
+            positions = moved.system.positions + rest.system.positions
+        if moved.velocities is not centred.velocities:
+            velocities = moved.velocities + rest.velocities
+        return moved.at(positions, velocities=velocities)._replace(evaluation=state.evaluation)
+
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
+        """The state after the time h, without constraints."""
+        raise NotImplementedError
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """The flow of the centres of clusters."""
+        return ((dataclasses.replace(self, constraints=constraints), 1.0),)
+
+    def _degrees(self, state: State) -> torch.Tensor:
+        """Degrees of freedom (n_systems, 1) that the strain couples to, at least 1."""
+        name = "degrees_of_freedom" if self.constraints is None else "constraint centre degrees of freedom"
+        return state.extra[name].clamp(min=1.0)
+
+    @property
+    def n_axes(self) -> int:
+        """Number of axes that may change."""
+        return sum(self.mask)
+
+    @property
+    def dimension(self) -> int:
+        """Number of independent components of the strain rate."""
+        n = self.n_axes
+        return {"isotropic": 1, "axes": n, "full": n * (n + 1) // 2}[self.shape]
+
+    def _axes(self, state: State) -> torch.Tensor:
+        """Ones (n_systems, 3) for the axes that may change, zeros for the others."""
+        axes = torch.ones_like(state.extra["dt"]).repeat(1, 3)
+        for axis, moves in enumerate(self.mask):
+            if not moves:
+                axes[:, axis] = 0.0
+        return axes
+
+    def _project(self, state: State, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor of forces (n_systems, 3) or (n_systems, 3, 3) that is in the subspace."""
+        axes = None if all(self.mask) else state.extra["axes"]
+        if self.shape == "full":
+            tensor = 0.5 * (tensor + tensor.mT)
+            return tensor if axes is None else tensor * axes.unsqueeze(-1) * axes.unsqueeze(-2)
+        if axes is not None:
+            tensor = tensor * axes
+        if self.shape == "axes":
+            return tensor
+        mean = trace(tensor) / self.n_axes
+        return mean.expand(-1, 3) if axes is None else mean * axes
+
+    def _trace(self, rate: torch.Tensor) -> torch.Tensor:
+        return trace(diagonal(rate) if self.shape == "full" else rate)
+
+    def _square(self, rate: torch.Tensor) -> torch.Tensor:
+        """``Σ ε_ij²`` (n_systems, 1)."""
+        squares = rate * rate
+        return trace(squares[:, 0] + squares[:, 1] + squares[:, 2] if self.shape == "full" else squares)
+
+    def _dilution(self, state: State) -> torch.Tensor:
+        """``Tr ε / f`` (n_systems, 1), which makes the ensemble right (f degrees of freedom)."""
+        return self._trace(state.extra["strain_rate"]) / self._degrees(state)
+
+    def _exponentials(self, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return of_matrices(exponent) if self.shape == "full" else of_numbers(exponent)
+
+    def _times(self, state: State, vectors: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Vectors (n_atoms, 3) times the factors (n_systems, 3), or matrices (n_systems, 3, 3), of their system."""
+        factors = state.of_atoms(factors)
+        if self.shape != "full":
+            return vectors * factors
+        x, y, z = vectors.split(1, 1)
+        return x * factors[:, 0] + y * factors[:, 1] + z * factors[:, 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Press(Cell):
+    """The pressure accelerates the strain: ``W dε/dt = Σ m v v - V σ - P V + Σ m v² / f``, projected.
+
+    With f degrees of freedom, W = (f + 3) kT τ² / 3 for a strain rate whose kinetic energy is ``W Σ ε_ij² / 2``; for
+    isotropic strains this is the mass (f + 3) kT τ² of the source.
+
+    Source: G. J. Martyna, D. J. Tobias and M. L. Klein, J. Chem. Phys. 101, 4177 (1994), doi:10.1063/1.467468.
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "pressure", "barostat_time")
+
+    def odd(self) -> tuple[str, ...]:
+        """The strain rate."""
+        return ("strain_rate",)
+
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
+        """Change the strain rate."""
+        extra, stress = state.extra, state.evaluation.stress
+        if stress is None:
+            raise ValueError("the model gave no stress, which this integrator needs")
+        volume = state.volumes.unsqueeze(1)
+        if self.shape == "full":
+            momenta = state.velocities * extra["inertia"]
+            motion = state.of_systems(momenta.unsqueeze(-1) * state.velocities.unsqueeze(-2))
+            isotropic = trace(diagonal(motion)) / self._degrees(state)
+            one = torch.eye(3, dtype=motion.dtype, device=motion.device)
+            outside = (isotropic - extra["pressure"] * volume).unsqueeze(-1) * one
+            force = motion - volume.unsqueeze(-1) * stress + outside
+        else:
+            motion = state.twice_kinetic()
+            isotropic = trace(motion) / self._degrees(state)
+            force = motion - volume * diagonal(stress) + (isotropic - extra["pressure"] * volume)
+        factor = h / self.mass(state)
+        change = self._project(state, force) * (factor.unsqueeze(-1) if self.shape == "full" else factor)
+        return state.having(strain_rate=extra["strain_rate"] + change)
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """A cell at rest."""
+        dt, size = state.extra["dt"], (3, 3) if self.shape == "full" else (3,)
+        (rate,) = kept(state, "strain_rate", dt.new_zeros(dt.shape[0], *size)).values()
+        state = state.having(axes=self._axes(state))
+        return {"strain_rate": self._project(state, rate), "axes": state.extra["axes"]}
+
+    def mass(self, state: State) -> torch.Tensor:
+        """W (n_systems, 1)."""
+        extra = state.extra
+        return (self._degrees(state) + 3.0) * (extra["temperature"] * extra["barostat_time"] ** 2 / 3.0)
+
+    def energy(self, state: State) -> torch.Tensor:
+        """``P V + W Σ ε_ij² / 2``."""
+        extra = state.extra
+        moving = 0.5 * self.mass(state) * self._square(extra["strain_rate"])
+        return extra["pressure"] * state.volumes.unsqueeze(1) + moving
+
+
+@dataclasses.dataclass(frozen=True)
+class StretchedKick(Cell):
+    """Forces while the cell changes: ``dv/dt = F / m - v (ε + Tr ε / f)``."""
+
+    inside: ClassVar[Flow | None] = Kick()
+
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
+        """Change the velocities."""
+        rate, dilution = state.extra["strain_rate"], self._dilution(state)
+        if self.shape == "full":
+            one = torch.eye(3, dtype=rate.dtype, device=rate.device)
+            rate, h, dilution = rate, h.unsqueeze(-1), dilution.unsqueeze(-1) * one
+        decay, mean = self._exponentials(-h * (rate + dilution))
+        pushed = forces_on_mobile(state) * state.extra["inverse_masses"]
+        velocities = self._times(state, state.velocities, decay) + self._times(state, pushed, h * mean)
+        return state._replace(velocities=velocities)
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The potential energy."""
+        return state.evaluation.energies.to(torch.float64).unsqueeze(1)
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """That of the centres, with velocities projected."""
+        return *super().constrained(constraints), (Tangent(constraints), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class StretchedDrift(Cell):
+    """Free motion while the cell changes: ``dr/dt = v + r ε``, ``dh/dt = h ε``. Frozen atoms move with the cell."""
+
+    inside: ClassVar[Flow | None] = Drift()
+
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
+        """Change the positions and the cell."""
+        rate, cell = state.extra["strain_rate"], state.system.cell
+        if cell is None:
+            raise ValueError("a system without `cell` has no volume")
+        h = h.unsqueeze(-1) if self.shape == "full" else h
+        growth, mean = self._exponentials(h * rate)
+        positions = self._times(state, state.system.positions, growth)
+        positions = positions + self._times(state, state.velocities, h * mean)
+        growth = growth.to(cell.dtype)
+        return state.at(positions, cell @ growth if self.shape == "full" else cell * growth.unsqueeze(-2))
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The kinetic energy."""
+        return 0.5 * trace(state.twice_kinetic())
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """That of the centres, with positions and velocities projected."""
+        ((flow, _),) = super().constrained(constraints)
+        return (Shake(flow, constraints), 1.0), (Tangent(constraints), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CellChain(Chain):
+    """A Nosé-Hoover chain of the strain rate, whose degrees of freedom are its independent components."""
+
+    cell: Press = Press("isotropic")
+    name: ClassVar[str] = "cell_chain"
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "barostat_time")
+
+    def _count(self, state: State) -> torch.Tensor:
+        return torch.full_like(state.extra["dt"], float(self.cell.dimension))
+
+    _target = _count
+
+    def _twice_energy(self, state: State) -> torch.Tensor:
+        return self.cell.mass(state) * self.cell._square(state.extra["strain_rate"])
+
+    def _scaled(self, state: State, scale: torch.Tensor) -> State:
+        rate = state.extra["strain_rate"]
+        return state.having(strain_rate=rate * scale.reshape(-1, *[1] * (rate.ndim - 1)))
+
+    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
+        """For the cell that the centres of clusters move with."""
+        return ((dataclasses.replace(self, cell=dataclasses.replace(self.cell, constraints=constraints)), 1.0),)
+
+
+@dataclasses.dataclass(frozen=True)
+class CellNoise(Cell):
+    """Stochastic cell rescaling: the volume follows the pressure, with noise that makes its distribution right.
+
+    ``λ = √V`` changes by ``β λ / (2 τ) (P_int - P + kT / (2 V)) h + sqrt(kT β h / (2 τ)) ξ``, for a compressibility β
+    and the pressure P_int along the axes that may change, at the positions of the last forces. Positions and the cell
+    are multiplied by ``exp(ε / n)`` along n axes, velocities are divided by it, with ``ε = log(V' / V)``. The step is
+    of first order in h / τ. The change of energy is counted, that of the potential energy by the stress before and
+    after, and is subtracted from the conserved quantity.
+
+    Source: M. Bernetti and G. Bussi, J. Chem. Phys. 153, 114107 (2020), doi:10.1063/5.0020514.
+    """
+
+    stream: int = 3
+    parameters: ClassVar[tuple[str, ...]] = ("temperature", "pressure", "barostat_time", "compressibility")
+    reversible: ClassVar[bool] = False
+
+    def _slope(self, state: State) -> torch.Tensor:
+        """``dU/dε`` (n_systems, 1) of the potential energy."""
+        stress = state.evaluation.stress
+        if stress is None:
+            raise ValueError("the model gave no stress, which this integrator needs")
+        return state.volumes.unsqueeze(1) * self._mean(state, diagonal(stress))
+
+    def _mean(self, state: State, along: torch.Tensor) -> torch.Tensor:
+        """The mean (n_systems, 1) over the axes that may change."""
+        return trace(state.extra["axes"] * along) / self.n_axes
+
+    def _stretched(self, state: State, h: torch.Tensor) -> State:
+        """Change positions, velocities and the cell."""
+        extra, cell = state.extra, state.system.cell
+        if cell is None:
+            raise ValueError("a system without `cell` has no volume")
+        kt, volume, slope, motion = (
+            extra["temperature"],
+            state.volumes.unsqueeze(1),
+            self._slope(state),
+            state.twice_kinetic(),
+        )
+        mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
+        root = volume.sqrt()
+        excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
+        noise = (kt * mobility * h).sqrt() * state.normal(self.stream, by_system=True)
+        grown = root + mobility * root * excess * h + noise
+        strain = 2.0 * torch.log(grown / root)
+        scale = torch.exp(strain / self.n_axes * extra["axes"])
+        added = 0.5 * trace(motion * (scale**-2 - 1.0)) + extra["pressure"] * (grown * grown - volume)
+        added = added + 0.5 * slope * (
+            strain + extra["strain"]
+        )  # the second half of the step before, the first of this
+        velocities = self._times(state, state.velocities, 1.0 / scale)
+        positions = self._times(state, state.system.positions, scale)
+        heat = f"heat{self.stream}"
+        state = state.at(positions, cell * scale.to(cell.dtype).unsqueeze(-2), velocities=velocities)
+        return state.having(**{heat: extra[heat] + added, "strain": strain})
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """No heat, no strain."""
+        zero = torch.zeros_like(state.extra["dt"])
+        variables = kept(state, f"heat{self.stream}", zero) | kept(state, "strain", zero.clone())
+        return {**variables, "axes": self._axes(state)}
+
+    def energy(self, state: State) -> torch.Tensor:
+        """``P V``, less the energy that came in."""
+        extra = state.extra
+        if self.constraints is not None:
+            state = self.constraints.centred(state)
+        came = extra[f"heat{self.stream}"] + 0.5 * self._slope(state) * extra["strain"]
+        return extra["pressure"] * state.volumes.unsqueeze(1) - came
+
+
+# -- functions of strains -------------------------------------------------------------------------
+
+
+def of_numbers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``exp(x)`` and ``(exp(x) - 1) / x``, whose value and derivatives are right at zero."""
+    small = x.abs() < 3e-3
+    series = 1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720)))))
+    away = torch.where(small, 1.0, x)
+    return torch.exp(x), torch.where(small, series, torch.expm1(away) / away)
+
+
+_ORDER, _DOUBLINGS = 9, 5
+
+
+def of_matrices(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``exp(x)`` and ``(exp(x) - 1) / x`` of matrices (n, 3, 3), without eigenvectors, so with all derivatives.
+
+    Taylor's series at ``x / 32``, then five doublings of ``d = exp(x) - 1`` and of the quotient p:
+    ``d' = d d + 2 d`` and ``p' = p + p d / 2``, which keep the relative accuracy of d. The series is exact to rounding
+    up to a norm of 4; larger strains in one step are no dynamics.
+    """
+    one = torch.eye(3, dtype=x.dtype, device=x.device)
+    part = x * 0.5**_DOUBLINGS
+    quotient = one + part * (1.0 / (_ORDER + 1))
+    for k in range(_ORDER, 1, -1):
+        quotient = one + torch.bmm(part, quotient) * (1.0 / k)
+    difference = torch.bmm(part, quotient)
+    for _ in range(_DOUBLINGS):
+        quotient = quotient + 0.5 * torch.bmm(quotient, difference)
+        difference = torch.bmm(difference, difference) + 2.0 * difference
+    return one + difference, quotient
