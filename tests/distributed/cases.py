@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.distributed import Domain, collectives
-from nvalchemiops.torch.distributed.transform import division_of, window_spectrum, window_values
+from nvalchemiops.torch.distributed.transform import division_of, partners_of, window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
     coulomb_energy,
@@ -101,7 +102,7 @@ def neighbors_are_those_of_one_process(group: Any) -> None:
         pairs = order[pairs.long()]
         keep = torch.isin(pairs[0], domain.global_index)
         expected = torch.cat([pairs.T[keep], shifts[keep]], 1)
-        assert found == sorted(map(tuple, expected.tolist())), (pbc, cutoff, domain.grid)
+        assert found == sorted(map(tuple, expected.tolist())), (pbc, cutoff, domain.bricks)
         total = torch.tensor([domain.n_owned])
         dist.all_reduce(total, group=group)
         assert int(total) == n
@@ -232,11 +233,11 @@ def ops_are_as_they_say(group: Any) -> None:
             others = (None, 1, *rows, None, 0, None, None, None, 4.0, 0.0, None, torch.arange(0), [0], [0], number)
             arguments = (DSF.text, "wrcpg", "rcpgw", *given, *directions, *others)
             torch.library.opcheck(pair_sum.op.overload, arguments)
-            mesh, window = (6, 5, 4), (-1, 0, 0, 5, 5, 4)
-            values = torch.randn(2, 1, *window[3:], dtype=F64, requires_grad=True)
-            torch.library.opcheck(window_spectrum.op.overload, (values, mesh, window, 0, number))
+            mesh, window = (6, 5, 4), (0, -1, 0, 0, 5, 5, 4)
+            values = torch.randn(2, 1, *window[4:], dtype=F64, requires_grad=True)
+            torch.library.opcheck(window_spectrum.op.overload, (values, mesh, window, 1, number))
             spectrum = torch.randn(2, 1, 6, 5, 3, 2, dtype=F64, requires_grad=True)
-            torch.library.opcheck(window_values.op.overload, (spectrum, mesh, window, 0, number))
+            torch.library.opcheck(window_values.op.overload, (spectrum, mesh, window, 1, number))
 
 
 @case(1, 2, 3)
@@ -262,16 +263,16 @@ def windows_are_transformed_as_one_mesh(group: Any) -> None:
         ]
         for values, place in zip(windows, places):
             whole[(slice(None), slice(None), *place)] += values
-        told = [number for pair in zip(starts, sizes) for numbers in pair for number in numbers]
-        first, end = division_of(mesh, told, rank).columns[rank]
+        told = partners_of(rank, mesh, np.array(starts), np.array(sizes))
+        first, end = division_of(mesh, told, size).columns[rank]
         here = windows[rank].requires_grad_()
-        spectrum = window_spectrum(here, mesh, told, rank, number)
+        spectrum = window_spectrum(here, mesh, told, size, number)
         expected = torch.view_as_real(torch.fft.rfftn(whole, dim=(-3, -2, -1)))
         assert_equal(spectrum.detach(), expected[:, :, :, first:end].detach(), (mesh, "spectrum"))
         factor = torch.randn(expected.shape, generator=generator, dtype=F64)
         complex_values = torch.view_as_complex(expected * factor)
         back = torch.fft.irfftn(complex_values, s=mesh, dim=(-3, -2, -1), norm="forward")
-        values = window_values(spectrum * factor[:, :, :, first:end], mesh, told, rank, number)
+        values = window_values(spectrum * factor[:, :, :, first:end], mesh, told, size, number)
         assert_equal(values.detach(), back[(slice(None), slice(None), *places[rank])], (mesh, "values"))
         # the derivative of both is the transpose of both, and so is that of the transpose
         other = torch.randn(values.shape, dtype=F64, requires_grad=True)

@@ -122,7 +122,7 @@ def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
     keep = torch.isin(pairs[0].long(), domain.global_index)
     expected_rows = sorted(map(tuple, torch.cat([pairs.T[keep], shifts[keep]], 1).tolist()))
     if rows_of_owned(domain, own, cutoff) != expected_rows:
-        wrong.append(f"neighbors: {example}, {domain.grid}")
+        wrong.append(f"neighbors: {example}, {domain.bricks}")
     near = {"neighbor_list": pairs, "neighbor_shifts": shifts}
 
     def compare_results(what: str, found: Any, expected: Any) -> None:
@@ -132,7 +132,7 @@ def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
             scale = float(whole.abs().max())  # of all ranks: the share of one may be zero
             error = float((ours - theirs).abs().max()) if ours.numel() else 0.0
             if not error <= TOLERANCE * max(scale, 1e-6):
-                wrong.append(f"{what} {k}: {error} of {scale}, {example}, {domain.grid}")
+                wrong.append(f"{what} {k}: {error} of {scale}, {example}, {domain.bricks}")
 
     asked = {"compute_forces": True, "compute_gradients": ("q",), "compute_virial": True}
     names = {} if whole else {"num_systems": n_systems, **told}
