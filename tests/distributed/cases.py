@@ -12,6 +12,7 @@ import torch.distributed as dist
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.distributed import Domain, collectives
+from nvalchemiops.torch.distributed.bricks import ONE, Frames, make_bricks, shape_of
 from nvalchemiops.torch.distributed.transform import division_of, partners_of, window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -210,6 +211,54 @@ def ranks_follow_atoms_together(group: Any) -> None:
         expected = ewald_summation(reference, atoms.charges, atoms.cell, 0.7, **more)
         assert_equal(domain.gather(found), expected[mine], step)
     assert made in (2, 3), made
+
+
+@case(1, 3)
+def the_division_does_not_depend_on_who_holds_the_atoms(group: Any) -> None:
+    """Nor do cuts differ from those of one process; work of each atom goes to its owner."""
+    atoms, rank, size = Atoms(batch=True, n=5), dist.get_rank(group), dist.get_world_size(group)
+    weights = torch.arange(1, atoms.count + 1).to(F64).sqrt()
+    frames = Frames.of(atoms.cells.numpy(), np.ones((2, 3), dtype=bool))
+    work = (weights * (ONE / weights.max())).round()
+    coordinates = frames.coordinates(atoms.positions, atoms.batch_idx)
+    shape = shape_of(size, None)
+    alone = make_bricks(frames, coordinates, atoms.batch_idx, work, 3.0, shape, lambda x: x, lambda x: x)
+    for mine in (atoms.mine(group), slice(0, atoms.count * (rank == size - 1))):
+        held = atoms.positions[mine], weights[mine], atoms.batch_idx[mine]
+        domain = Domain(
+            held[0], atoms.cells, batch_idx=held[2], cutoff=3.0, weights=held[1], num_systems=2, group=group
+        )
+        assert np.array_equal(domain.bricks.cut, alone.cut) and np.array_equal(domain.bricks.axis, alone.axis)
+        assert domain.bricks.largest == alone.largest < 1.05
+        assert torch.equal((domain.weights * ONE).round(), work[domain.global_index])
+        assert torch.equal(domain.distribute(held[2]), domain.batch_idx)
+
+
+@case(2, 3)
+def cuts_are_kept_while_work_is_balanced(group: Any) -> None:
+    """So atoms near a cut change sides, but the cut stays; atoms that gather in a corner are divided again."""
+    atoms, mine = Atoms(n=6), Atoms(n=6).mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=2.0, skin=0.2, group=group)
+    x, first = domain.distribute(atoms.positions[mine]), domain.bricks
+    moves, changed = atoms.vectors / atoms.vectors.norm(dim=1).max(), 0
+    for step in (0.6, -0.6, 0.6):
+        before = domain
+        domain, x = domain.follow(x + step * moves[domain.global_index])
+        assert domain is not before
+        assert np.array_equal(domain.bricks.cut, first.cut)
+        changed += sorted(domain.global_index.tolist()) != sorted(before.global_index.tolist())
+    assert changed, "some atoms are on the other side now"
+    inverse = torch.linalg.inv(atoms.cell)
+    places = (x @ inverse) % 1.0
+    domain, x = domain.follow((places**3) @ atoms.cell)
+    assert not np.array_equal(domain.bricks.cut, first.cut)
+    largest = torch.tensor([domain.n_owned])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    assert int(largest) < 1.1 * atoms.count / dist.get_world_size(group)
+    new = Domain(x, atoms.cell, cutoff=2.0, cuts=first, group=group)
+    assert not np.array_equal(new.bricks.cut, first.cut), "not kept by any means"
+    new = Domain(atoms.positions[mine], atoms.cell, cutoff=2.0, cuts=first, group=group)
+    assert np.array_equal(new.bricks.cut, first.cut)
 
 
 PAIRS_OF_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)

@@ -29,6 +29,7 @@ class Drawn(NamedTuple):
     length: float
     cutoff: float
     with_grid: bool
+    with_weights: bool
 
 
 def drawn() -> st.SearchStrategy[Drawn]:
@@ -40,6 +41,7 @@ def drawn() -> st.SearchStrategy[Drawn]:
         st.sampled_from(["everywhere", "corner", "plane", "unwrapped"]),
         st.floats(3.0, 12.0),
         st.floats(1.5, 6.0),
+        st.booleans(),
         st.booleans(),
     )
 
@@ -116,7 +118,10 @@ def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
     cutoff = example.cutoff
     held = None if whole else batch_idx[mine]
     number = None if whole else n_systems
-    domain = Domain(x[mine], cell, pbc, held, cutoff=cutoff, grid=grid, num_systems=number, group=group)
+    weights = 10.0 ** random(n)[mine] if example.with_weights else None
+    domain = Domain(
+        x[mine], cell, pbc, held, cutoff=cutoff, grid=grid, weights=weights, num_systems=number, group=group
+    )
     own, charges = domain.distribute(x[mine]), domain.distribute(q[mine])
     pairs, _, shifts = neighbor_list(x, cutoff, cell, pbc, return_neighbor_list=True, **told)
     keep = torch.isin(pairs[0].long(), domain.global_index)
