@@ -13,6 +13,7 @@ from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.distributed import Domain, collectives
 from nvalchemiops.torch.distributed.bricks import ONE, Frames, make_bricks, shape_of
+from nvalchemiops.torch.distributed.domain import OF_ATOM
 from nvalchemiops.torch.distributed.transform import division_of, partners_of, window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -259,6 +260,60 @@ def cuts_are_kept_while_work_is_balanced(group: Any) -> None:
     assert not np.array_equal(new.bricks.cut, first.cut), "not kept by any means"
     new = Domain(atoms.positions[mine], atoms.cell, cutoff=2.0, cuts=first, group=group)
     assert np.array_equal(new.bricks.cut, first.cut)
+
+
+@case(2, 4)
+def work_is_counted_by_neighbors(group: Any) -> None:
+    """Where atoms have many, a rank gets fewer of them when they are divided again; unless weights were given."""
+    generator, size = torch.Generator().manual_seed(4), dist.get_world_size(group)
+    places = torch.rand(800, 3, generator=generator, dtype=F64)
+    places[:400, 0] *= 0.15  # a half of the atoms is dense
+    x = 14.0 * places
+    mine = slice(0, 800 * (dist.get_rank(group) == 0))
+    for weights in (None, torch.ones(800, dtype=F64)[mine]):
+        options: dict[str, Any] = {"cutoff": 3.0, "skin": 0.2, "weights": weights, "grid": (size, 1, 1)}
+        domain = Domain(x[mine], 14.0 * torch.eye(3, dtype=F64), group=group, **options)
+        own = domain.distribute(x[mine])
+        told = torch.empty(3, dtype=F64)
+        for told_now in told:
+            counts = domain.neighbors(own, 3.0).pointers.diff()[: domain.n_owned]
+            work = torch.stack([counts.sum() + OF_ATOM * domain.n_owned]).double()
+            most = work.clone()
+            dist.all_reduce(work, group=group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+            told_now.copy_(size * most[0] / work[0])
+            domain, own, counts = domain.follow(own + 7.0, counts)  # so that all atoms are divided again
+            if weights is None:
+                expected = (counts + OF_ATOM).double()
+                assert_equal(domain.weights * expected.max(), expected * domain.weights.max(), "work", 1e-5)
+        if weights is None:
+            assert told[0] > 1.15 > 1.1 > told[1:].max(), told
+        else:
+            assert told[::2].min() > 1.15, told
+
+
+@case(2)
+def exclusions_that_change_in_place(group: Any) -> None:
+    """What a rank found of them is kept, but not when they have changed, by NumPy, too; factors belong to each call."""
+    atoms = Atoms()
+    mine = atoms.mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
+    pairs = torch.stack([torch.arange(0, 200, 3), torch.arange(0, 200, 3) + 2])
+    for change in range(3):
+        for factors in (None, torch.linspace(0.0, 1.0, pairs.shape[1], dtype=F64)):
+            told: dict[str, Any] = {"exclusions": pairs, "exclusion_factors": factors}
+            found = PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain, **told)
+            expected = PAIRS_OF_CHARGES(atoms.positions, atoms.cell, q=atoms.charges, **told)
+            assert_equal(domain.gather(found), expected[mine], (change, factors is None))
+        pairs.numpy()[1] += 1 + change
+    try:
+        PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain, exclusions=pairs, exclusion_factors=torch.ones(3))
+        PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain, exclusions=pairs, exclusion_factors=torch.ones(3))
+    except ValueError as error:
+        assert "`exclusion_factors`" in str(error)
+    else:
+        raise AssertionError("factors of other pairs")
 
 
 PAIRS_OF_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)

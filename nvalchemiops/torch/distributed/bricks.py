@@ -160,6 +160,8 @@ class Bricks(NamedTuple):
         The coordinate of each cut; infinite for bricks.
     largest : float
         The work of the rank with the most, over the mean, when the cuts were made.
+    by_neighbors : bool
+        Whether the work of atoms is counted by their neighbors, once these are known, and not given by the caller.
     """
 
     frames: Frames
@@ -167,6 +169,7 @@ class Bricks(NamedTuple):
     axis: np.ndarray
     cut: np.ndarray
     largest: float
+    by_neighbors: bool = False
 
     @property
     def n_ranks(self) -> int:

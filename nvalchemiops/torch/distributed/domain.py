@@ -40,6 +40,10 @@ from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.systems import System
 
+OF_ATOM = 40.0
+"""The work of an atom without neighbors, in neighbors: its spline takes about as long as that many pairs, a half of the
+time of the mesh (`electrostatics/costs.py`)."""
+
 KEPT = 1.1
 """Cuts are kept by `Domain.follow` while the rank with the most work has at most this times what it had before."""
 
@@ -70,8 +74,8 @@ class Domain:
         Bricks along each axis: slices of equal work along the first axis, each cut on its own along the second, and so
         on. By default each part is cut in two along the axis with the fewest ghosts.
     weights : (n,) tensor, optional
-        The work that each atom makes, in any unit: positive numbers. All atoms make the same work by default. Either
-        all ranks give it, or none.
+        The work that each atom makes, in any unit: positive numbers. Either all ranks give it, or none. By default all
+        atoms make the same work, and after that, in domains made by `follow`, as much as their neighbors say.
     cuts : Bricks, optional
         Attribute ``bricks`` of an earlier domain of these ranks, whose cuts are kept while the work is balanced.
 
@@ -211,7 +215,8 @@ class Domain:
         self._first_held = held.cumsum(0) - held
         numbers = torch.arange(self._n_held, device=self.device) + self._first_held[self.rank]
         coordinates = self._frames.coordinates(positions, batch_idx)
-        self.bricks = self._cut(coordinates, batch_idx, work, shape, cuts)
+        by_neighbors = work is None if cuts is None else cuts.by_neighbors
+        self.bricks = self._cut(coordinates, batch_idx, work, shape, cuts)._replace(by_neighbors=by_neighbors)
         # to the owners: rows for rank 0 first, in the order in which they are held
         owner = self.bricks.ranks_of(self.bricks.wrapped(coordinates, batch_idx)[0])
         order, ends = sorted_numbers(owner, n_ranks)
@@ -232,7 +237,7 @@ class Domain:
         self._halo = Exchange.plan(self.group, *self.bricks.seen_by(inside, self.batch_idx, self.reach, self.rank))
         self.n_ghosts = self._halo.n_received
         self.weights = None if work is None else found[:, -1] / ONE
-        self._options |= {"weights": self.weights, "cuts": self.bricks}  # for `follow`
+        self._options |= {"weights": self.weights, "cuts": self.bricks}  # for the domains that `follow` makes
         known = self._with_ghosts(found)
         self._known_positions, self._known_numbers = known[:, :3].to(positions.dtype).contiguous(), known[:, 3].long()
         self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
@@ -472,9 +477,11 @@ class Domain:
         pairs : (2, n_pairs) int tensor
             Global numbers of atoms. Local numbers count owned atoms, then ghosts.
         """
-        known = self._known_numbers
-        place = known.new_full((self.n_atoms,), -1).index_copy_(0, known, torch.arange(len(known), device=known.device))
-        found = place[pairs.long()]
+        if not self.n_owned:
+            return pairs[:, :0].long(), pairs[0, :0].long()
+        known, order = torch.sort(self._known_numbers)
+        place = torch.searchsorted(known, pairs.long()).clamp_(max=len(known) - 1)
+        found = torch.where(known[place] == pairs, order[place], -1)
         chosen = ((found >= 0).all(0) & (found < self.n_owned).any(0)).nonzero().squeeze(1)
         return found.index_select(1, chosen), chosen
 
@@ -591,7 +598,16 @@ class Domain:
             if cutoff not in self._rows:
                 with torch.inference_mode(False), outside_of_transforms():
                     self._rows[cutoff] = self._search(cutoff + self.skin)
+                    self._count_work()
         return self._rows[cutoff]
+
+    def _count_work(self) -> None:
+        """Let the neighbors of owned atoms be their work when atoms are divided again, unless weights were given."""
+        if self.bricks.by_neighbors:
+            counts = torch.full((self.n_owned,), OF_ATOM, dtype=torch.float64, device=self.device)
+            for rows in self._rows.values():
+                counts += rows.counts
+            self._options["weights"] = counts
 
     def _found_rows(self, cutoff: float) -> OwnedRows:
         """The result of `_owned_rows`, which was called before for these positions and this cutoff."""
