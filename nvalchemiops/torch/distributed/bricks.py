@@ -32,9 +32,8 @@ SLACK = 1e-9
 NARROW = 1e-9
 """The smallest width in coordinates of the bins of a part, where all atoms are at one place."""
 
-LATER_AXIS, LONGEST = 0.03, 0.1
-"""What is added to the share of atoms near a cut when axes are compared: a part of it for each axis before (a mesh is
-divided along the first or second axis), and for a shorter axis up to this share (it decides if all atoms are near)."""
+LATER_AXIS = 0.06
+"""By how much fewer ghosts a cut along the next axis must make: a mesh is divided along the first or second axis."""
 
 ONE = 2**20
 """The largest weight as an integer. Sums of integers do not depend on which rank holds an atom."""
@@ -389,7 +388,7 @@ def make_bricks(
         wanted = shape.share[level] * whole
         occupied = _occupied(coarse)
         far = (reach / length / width, np.stack([start, 1.0 - start]) / width, is_round[level])
-        chosen = _axes(up_to, wanted, occupied[1] - occupied[0], far, width * length)
+        chosen = _axes(up_to, wanted, (occupied[1] - occupied[0]) / COARSE, far)
         chosen = np.where(shape.along[level] < 0, chosen, shape.along[level])
 
         # the bin with the cut again, in finer bins
@@ -446,10 +445,8 @@ def _crossed(up_to: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.minimum((up_to[..., 1:] < wanted).sum(-1), up_to.shape[-1] - 2)
 
 
-def _axes(
-    up_to: np.ndarray, wanted: np.ndarray, filled: np.ndarray, far: tuple[np.ndarray, ...], length: np.ndarray
-) -> np.ndarray:
-    """The axis (n_parts,) along which a cut has the fewest atoms near it.
+def _axes(up_to: np.ndarray, wanted: np.ndarray, extent: np.ndarray, far: tuple[np.ndarray, ...]) -> np.ndarray:
+    """The axis (n_parts,) along which a cut has the fewest atoms near it, or if all are near, the longest axis.
 
     Parameters
     ----------
@@ -457,13 +454,11 @@ def _axes(
         Sums over the bins from the left.
     wanted : (n_parts,) array
         The sum at the cut.
-    filled : (n_parts, 3) array
-        The number of bins from the first to the last with atoms.
+    extent : (n_parts, 3) array
+        The extent of the bins from the first to the last with atoms, in units of that of all bins.
     far : three (n_parts, 3) arrays
         How far a rank sees, and the distances of the lower and of the upper end of the cell from the first bin, all
-        in units of the width of all bins; and whether the cell goes on there without a cut.
-    length : (n_parts, 3) array
-        The width of all bins, in units of length.
+        in the same units; and whether the cell goes on there without a cut.
     """
     n_bins = up_to.shape[-1] - 1
 
@@ -478,12 +473,15 @@ def _axes(
     place = (k[..., 0] + (wanted[:, None] - before) / np.maximum(after - before, 1.0)) / n_bins
     reach, (lower, upper), is_round = far
     whole = up_to[..., -1]
-    near = at(place + reach) - at(place - reach)
-    near += is_round * (at(reach - lower) + whole - at(upper - reach))
-    near = np.minimum(near / np.maximum(whole, 1.0), 1.0)
-    extent = filled * length
-    score = near * (1.0 + LATER_AXIS * np.arange(3)) - LONGEST * extent / extent.max(1, keepdims=True)
-    return score.argmin(1)
+
+    def ghosts(near: np.ndarray) -> np.ndarray:
+        # if all atoms of the part are near, as if it went on with the same density
+        share = near / np.maximum(whole, 1.0)
+        return np.where(share < 1.0, share, np.maximum(2.0 * reach / extent, 1.0))
+
+    near = ghosts(at(place + reach) - at(place - reach))
+    near += is_round * ghosts(at(reach - lower) + whole - at(upper - reach))
+    return (near * (1.0 + LATER_AXIS * np.arange(3))).argmin(1)
 
 
 def _places(edges: np.ndarray, up_to: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
