@@ -547,7 +547,7 @@ def a_mesh_that_is_cut_along_its_second_axis(group: Any) -> None:
     atoms = Atoms(n=4)
     cells = torch.randint(-2, 3, (atoms.count, 3), generator=torch.Generator().manual_seed(0)).to(F64)
     x, mine = atoms.positions + cells @ atoms.cell, atoms.mine(group)
-    domain = Domain(x[mine], atoms.cell, cutoff=CUTOFF, group=group, grid=(1, 2, 1))
+    domain = Domain(x[mine], atoms.cell, cutoff=CUTOFF, group=group, grid=(1, dist.get_world_size(group), 1))
     call = functools.partial(particle_mesh_ewald, alpha=0.7, mesh_dimensions=(10, 20, 12), cutoff=CUTOFF)
     own = domain.distribute(x[mine]), domain.distribute(atoms.charges[mine])
     found = call(*own, atoms.cell, domain=domain)
