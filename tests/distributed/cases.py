@@ -258,8 +258,9 @@ def cuts_are_kept_while_work_is_balanced(group: Any) -> None:
     assert int(largest) < 1.1 * atoms.count / dist.get_world_size(group)
     new = Domain(x, atoms.cell, cutoff=2.0, cuts=first, group=group)
     assert not np.array_equal(new.bricks.cut, first.cut), "not kept by any means"
-    new = Domain(atoms.positions[mine], atoms.cell, cutoff=2.0, cuts=first, group=group)
+    new = Domain(2.0 * atoms.positions[mine], 2.0 * atoms.cell, cutoff=2.0, cuts=first, group=group)
     assert np.array_equal(new.bricks.cut, first.cut)
+    assert np.array_equal(new.bricks.frames.vectors, 2.0 * first.frames.vectors), "but for the cell of now"
 
 
 @case(2, 4)

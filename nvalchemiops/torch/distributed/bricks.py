@@ -237,10 +237,7 @@ class Bricks(NamedTuple):
             How many each rank sees.
         """
         n_atoms, n_cuts = len(inside), self.n_ranks - 1
-        widths = reach / self.frames.heights + SLACK
-        # nothing is farther away than half a cell along a periodic axis
-        widths = np.where(self.wraps & (widths >= 0.5), np.inf, widths)
-        far = of_atoms(widths, batch_idx, inside)
+        far = of_atoms(reach / self.frames.heights + SLACK, batch_idx, inside)
         atoms, place = self._images(inside, batch_idx, far, rank)
         far = far.index_select(0, atoms)
         axis, cut, below = self._on(inside.device)
@@ -265,7 +262,7 @@ class Bricks(NamedTuple):
         Parameters
         ----------
         far : (n, 3) tensor
-            How far ranks see, in coordinates; infinite if that is everywhere.
+            How far ranks see, in coordinates.
 
         Returns
         -------
@@ -283,7 +280,8 @@ class Bricks(NamedTuple):
                 continue
             x, width = place[:, axis], far[:, axis].index_select(0, atoms)
             systems = None if batch_idx is None else batch_idx.index_select(0, atoms)
-            has_images = of_atoms(self.wraps[:, axis], systems, x) & width.isfinite()
+            has_images = of_atoms(self.wraps[:, axis], systems, x)
+            # images farther away are never the closest
             near_ends = [(there & has_images).nonzero().squeeze(1) for there in (x <= width, x >= 1.0 - width)]
             copies = [place.index_select(0, chosen) for chosen in near_ends]
             for moved, cells in zip(copies, (1.0, -1.0)):
@@ -413,8 +411,10 @@ def make_bricks(
             low[side], high[side] = (low[level] + step_of_all * ends for ends in occupied)
             is_round[side] = is_round[level]
             is_round[side, chosen] = False
-        high[lower, chosen] = np.minimum(high[lower, chosen], cut[level])
-        low[upper, chosen] = np.maximum(low[upper, chosen], cut[level])
+        # both, since a part without atoms may be on the other side of the cut
+        for ends in (low, high):
+            ends[lower, chosen] = np.minimum(ends[lower, chosen], cut[level])
+            ends[upper, chosen] = np.maximum(ends[upper, chosen], cut[level])
         is_upper = x >= torch.as_tensor(cut[level], device=device)[number]
         part = torch.where(is_upper, below[1][part], below[0][part])
     largest = float(work[n_cuts:].max() / max(work[n_cuts:].mean(), 1e-300)) if n_cuts else 1.0
