@@ -9,7 +9,7 @@ bytes and messages are those that ``benchmarks/scale.py`` measures at 2 ranks, w
   measured, 1.2 ms.
 - *Network*: 50 GB/s in and out of each device at once, 5 µs for a collective call to start, 1 µs for each other rank
   in an all-to-all, which sends to all of them.
-- *Pairs*: rows of owned atoms; cubic bricks, with ghosts around them as far as cutoff and skin.
+- *Pairs*: rows of owned atoms; bricks by recursive bisection, with ghosts around them as far as cutoff and skin.
 - *Mesh*: windows to slabs and back, and one exchange of slabs each way; at most as many slabs as planes.
 
 Run: ``python benchmarks/scale_model.py [--check]``.
@@ -110,26 +110,33 @@ class Step(NamedTuple):
         return max(self.pairs + self.mesh + self.network + self.partners, self.host)
 
 
-def bricks(n_ranks: int) -> tuple[int, int, int]:
-    """The grid with the least surface."""
-    grids = [
-        (a, b, n_ranks // (a * b))
-        for a in range(1, n_ranks + 1)
-        if n_ranks % a == 0
-        for b in range(1, n_ranks // a + 1)
-        if (n_ranks // a) % b == 0
-    ]
-    return min(grids, key=lambda grid: (sum(n for n in grid if n > 1), tuple(-n for n in grid)))
+def bricks(n_ranks: int, sides: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> list[tuple[float, float, float]]:
+    """The sides of all bricks of a liquid, in a cell with these sides: each part is cut with the least surface."""
+    if n_ranks == 1:
+        return [sides]
+    # the first cut along an axis makes two surfaces; axes that come first are preferred
+    surface = [(2.0 if side == 1.0 else 1.0) * (1.0 + 0.06 * axis) / side for axis, side in enumerate(sides)]
+    cut, half = surface.index(min(surface)), n_ranks // 2
+    found = []
+    for n in (half, n_ranks - half):
+        x, y, z = (side * n / n_ranks if axis == cut else side for axis, side in enumerate(sides))
+        found += bricks(n, (x, y, z))
+    return found
 
 
 def step(n_atoms: float, n_ranks: int) -> Step:
     """The model."""
     costs, own = modelled(H100), n_atoms / n_ranks
-    grid, length = bricks(n_ranks), (n_atoms / DENSITY) ** (1 / 3)
+    sides, length = bricks(n_ranks), (n_atoms / DENSITY) ** (1 / 3)
+
+    def mean_volume(margin: float) -> float:
+        """The mean volume of bricks with a margin, as a share of the cell."""
+        volumes = [math.prod(min(side + margin, 1.0) for side in brick) for brick in sides]
+        return sum(volumes) / n_ranks
+
     neighbors = 4.0 / 3.0 * math.pi * CUTOFF**3 * DENSITY
     listed = neighbors * ((CUTOFF + SKIN) / CUTOFF) ** 3
-    wide = [min(1.0 / n + 2.0 * (CUTOFF + SKIN) / length, 1.0) if n > 1 else 1.0 for n in grid]
-    ghosts = math.prod(wide) * n_ranks - 1.0
+    ghosts = mean_volume(2.0 * (CUTOFF + SKIN) / length) * n_ranks - 1.0
     pairs = own * neighbors * costs.pair * 1e-9 / EFFICIENCY
 
     n = length / SPACING
@@ -137,9 +144,9 @@ def step(n_atoms: float, n_ranks: int) -> Step:
     uneven = math.ceil(int(n) / slabs) / (n / slabs)
     mesh = n**3 / slabs * uneven * costs.mesh * 1e-9 / EFFICIENCY
     margin = ORDER + SKIN / SPACING  # points of a window beyond those of its brick
-    window = math.prod((1.0 / m + margin / n if m > 1 else 1.0) for m in grid) * n**3
+    window = mean_volume(margin / n) * n**3
     # a rank keeps what belongs to its own slab
-    thickness = n / grid[0] + (margin if grid[0] > 1 else 0.0)
+    thickness = min(n * sum(side for side, _, _ in sides) / n_ranks + margin, n)
     kept = window * min(n / slabs / thickness, 1.0)
     swapped = n**3 / slabs * (1.0 - 1.0 / slabs)
     sent = own * 32.0 * ghosts + 2.0 * 8.0 * ((window - kept) + swapped)

@@ -104,7 +104,7 @@ def main() -> None:
     if rank == 0:
         expected = potential(*parts[:2], cell)
         errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(parts[2:], expected)]
-        say(f"{domain.n_atoms} ions on {domain.n_ranks} ranks, bricks {domain.grid}")
+        say(f"{domain.n_atoms} ions on {domain.n_ranks} ranks, at most {domain.bricks.largest:.3f} times the mean")
         say(f"rank 0 owns {domain.n_owned} ions and sees {domain.n_ghosts} others")
         say(f"first step beside one process: energies differ by {errors[0]:.1e}, forces by {errors[1]:.1e}")
     del parts

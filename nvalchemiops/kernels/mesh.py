@@ -20,9 +20,9 @@ prepares an atom, then all lanes add this atom to their points.
 **Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, a warp owns an atom, and its lanes share the stencil.
 """
 
-import math
 from typing import Any
 
+import numpy as np
 import warp as wp
 
 from nvalchemiops.kernels import moments
@@ -106,9 +106,9 @@ def _place(order: int) -> str:
     return filled(_PLACE, half=0.5 * (order % 2), before=(order - 1) // 2)
 
 
-def first_point(u: float, order: int) -> int:
-    """The first mesh point of the stencil of an atom at ``u``, in mesh spacings, as in the kernels."""
-    return math.floor(u + 0.5 * (order % 2)) - (order - 1) // 2
+def first_point(u: np.ndarray, order: int) -> np.ndarray:
+    """The first mesh points of the stencils of atoms at ``u``, in mesh spacings, as in the kernels."""
+    return np.floor(u + 0.5 * (order % 2)).astype(np.int64) - (order - 1) // 2
 
 
 # -- columns --------------------------------------------------------------------------------------

@@ -5,13 +5,16 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.distributed import Domain, collectives
-from nvalchemiops.torch.distributed.transform import division_of, window_spectrum, window_values
+from nvalchemiops.torch.distributed.bricks import ONE, Frames, make_bricks, shape_of
+from nvalchemiops.torch.distributed.domain import OF_ATOM
+from nvalchemiops.torch.distributed.transform import division_of, partners_of, window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
     coulomb_energy,
@@ -101,7 +104,7 @@ def neighbors_are_those_of_one_process(group: Any) -> None:
         pairs = order[pairs.long()]
         keep = torch.isin(pairs[0], domain.global_index)
         expected = torch.cat([pairs.T[keep], shifts[keep]], 1)
-        assert found == sorted(map(tuple, expected.tolist())), (pbc, cutoff, domain.grid)
+        assert found == sorted(map(tuple, expected.tolist())), (pbc, cutoff, domain.bricks)
         total = torch.tensor([domain.n_owned])
         dist.all_reduce(total, group=group)
         assert int(total) == n
@@ -211,6 +214,109 @@ def ranks_follow_atoms_together(group: Any) -> None:
     assert made in (2, 3), made
 
 
+@case(1, 3)
+def the_division_does_not_depend_on_who_holds_the_atoms(group: Any) -> None:
+    """Nor do cuts differ from those of one process; work of each atom goes to its owner."""
+    atoms, rank, size = Atoms(batch=True, n=5), dist.get_rank(group), dist.get_world_size(group)
+    weights = torch.arange(1, atoms.count + 1).to(F64).sqrt()
+    frames = Frames.of(atoms.cells.numpy(), np.ones((2, 3), dtype=bool))
+    work = (weights * (ONE / weights.max())).round()
+    coordinates = frames.coordinates(atoms.positions, atoms.batch_idx)
+    shape = shape_of(size, None)
+    alone = make_bricks(frames, coordinates, atoms.batch_idx, work, 3.0, shape, lambda x: x, lambda x: x)
+    for mine in (atoms.mine(group), slice(0, atoms.count * (rank == size - 1))):
+        held = atoms.positions[mine], weights[mine], atoms.batch_idx[mine]
+        domain = Domain(
+            held[0], atoms.cells, batch_idx=held[2], cutoff=3.0, weights=held[1], num_systems=2, group=group
+        )
+        assert np.array_equal(domain.bricks.cut, alone.cut) and np.array_equal(domain.bricks.axis, alone.axis)
+        assert domain.bricks.largest == alone.largest < 1.05
+        assert torch.equal((domain.weights * ONE).round(), work[domain.global_index])
+        assert torch.equal(domain.distribute(held[2]), domain.batch_idx)
+
+
+@case(2, 3)
+def cuts_are_kept_while_work_is_balanced(group: Any) -> None:
+    """So atoms near a cut change sides, but the cut stays; atoms that gather in a corner are divided again."""
+    atoms, mine = Atoms(n=6), Atoms(n=6).mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=2.0, skin=0.2, group=group)
+    x, first = domain.distribute(atoms.positions[mine]), domain.bricks
+    moves, changed = atoms.vectors / atoms.vectors.norm(dim=1).max(), 0
+    for step in (0.6, -0.6, 0.6):
+        before = domain
+        domain, x = domain.follow(x + step * moves[domain.global_index])
+        assert domain is not before
+        assert np.array_equal(domain.bricks.cut, first.cut)
+        changed += sorted(domain.global_index.tolist()) != sorted(before.global_index.tolist())
+    assert changed, "some atoms are on the other side now"
+    inverse = torch.linalg.inv(atoms.cell)
+    places = (x @ inverse) % 1.0
+    domain, x = domain.follow((places**3) @ atoms.cell)
+    assert not np.array_equal(domain.bricks.cut, first.cut)
+    largest = torch.tensor([domain.n_owned])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    assert int(largest) < 1.1 * atoms.count / dist.get_world_size(group)
+    new = Domain(x, atoms.cell, cutoff=2.0, cuts=first, group=group)
+    assert not np.array_equal(new.bricks.cut, first.cut), "not kept by any means"
+    new = Domain(2.0 * atoms.positions[mine], 2.0 * atoms.cell, cutoff=2.0, cuts=first, group=group)
+    assert np.array_equal(new.bricks.cut, first.cut)
+    assert np.array_equal(new.bricks.frames.vectors, 2.0 * first.frames.vectors), "but for the cell of now"
+
+
+@case(2, 4)
+def work_is_counted_by_neighbors(group: Any) -> None:
+    """Where atoms have many, a rank gets fewer of them when they are divided again; unless weights were given."""
+    generator, size = torch.Generator().manual_seed(4), dist.get_world_size(group)
+    places = torch.rand(800, 3, generator=generator, dtype=F64)
+    places[:400, 0] *= 0.15  # a half of the atoms is dense
+    x = 14.0 * places
+    mine = slice(0, 800 * (dist.get_rank(group) == 0))
+    for weights in (None, torch.ones(800, dtype=F64)[mine]):
+        options: dict[str, Any] = {"cutoff": 3.0, "skin": 0.2, "weights": weights, "grid": (size, 1, 1)}
+        domain = Domain(x[mine], 14.0 * torch.eye(3, dtype=F64), group=group, **options)
+        own = domain.distribute(x[mine])
+        told = torch.empty(3, dtype=F64)
+        for told_now in told:
+            counts = domain.neighbors(own, 3.0).pointers.diff()[: domain.n_owned]
+            work = torch.stack([counts.sum() + OF_ATOM * domain.n_owned]).double()
+            most = work.clone()
+            dist.all_reduce(work, group=group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+            told_now.copy_(size * most[0] / work[0])
+            domain, own, counts = domain.follow(own + 7.0, counts)  # so that all atoms are divided again
+            if weights is None:
+                expected = (counts + OF_ATOM).double()
+                assert_equal(domain.weights * expected.max(), expected * domain.weights.max(), "work", 1e-5)
+        if weights is None:
+            assert told[0] > 1.15 > 1.1 > told[1:].max(), told
+        else:
+            assert told[::2].min() > 1.15, told
+
+
+@case(2)
+def exclusions_that_change_in_place(group: Any) -> None:
+    """What a rank found of them is kept, but not when they have changed, by NumPy, too; factors belong to each call."""
+    atoms = Atoms()
+    mine = atoms.mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
+    pairs = torch.stack([torch.arange(0, 200, 3), torch.arange(0, 200, 3) + 2])
+    for change in range(3):
+        for factors in (None, torch.linspace(0.0, 1.0, pairs.shape[1], dtype=F64)):
+            told: dict[str, Any] = {"exclusions": pairs, "exclusion_factors": factors}
+            found = PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain, **told)
+            expected = PAIRS_OF_CHARGES(atoms.positions, atoms.cell, q=atoms.charges, **told)
+            assert_equal(domain.gather(found), expected[mine], (change, factors is None))
+        pairs.numpy()[1] += 1 + change
+    try:
+        PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain, exclusions=pairs, exclusion_factors=torch.ones(3))
+        PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain, exclusions=pairs, exclusion_factors=torch.ones(3))
+    except ValueError as error:
+        assert "`exclusion_factors`" in str(error)
+    else:
+        raise AssertionError("factors of other pairs")
+
+
 PAIRS_OF_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)
 
 
@@ -232,11 +338,11 @@ def ops_are_as_they_say(group: Any) -> None:
             others = (None, 1, *rows, None, 0, None, None, None, 4.0, 0.0, None, torch.arange(0), [0], [0], number)
             arguments = (DSF.text, "wrcpg", "rcpgw", *given, *directions, *others)
             torch.library.opcheck(pair_sum.op.overload, arguments)
-            mesh, window = (6, 5, 4), (-1, 0, 0, 5, 5, 4)
-            values = torch.randn(2, 1, *window[3:], dtype=F64, requires_grad=True)
-            torch.library.opcheck(window_spectrum.op.overload, (values, mesh, window, 0, number))
+            mesh, window = (6, 5, 4), (0, -1, 0, 0, 5, 5, 4)
+            values = torch.randn(2, 1, *window[4:], dtype=F64, requires_grad=True)
+            torch.library.opcheck(window_spectrum.op.overload, (values, mesh, window, 1, number))
             spectrum = torch.randn(2, 1, 6, 5, 3, 2, dtype=F64, requires_grad=True)
-            torch.library.opcheck(window_values.op.overload, (spectrum, mesh, window, 0, number))
+            torch.library.opcheck(window_values.op.overload, (spectrum, mesh, window, 1, number))
 
 
 @case(1, 2, 3)
@@ -262,16 +368,16 @@ def windows_are_transformed_as_one_mesh(group: Any) -> None:
         ]
         for values, place in zip(windows, places):
             whole[(slice(None), slice(None), *place)] += values
-        told = [number for pair in zip(starts, sizes) for numbers in pair for number in numbers]
-        first, end = division_of(mesh, told, rank).columns[rank]
+        told = partners_of(rank, mesh, np.array(starts), np.array(sizes))
+        first, end = division_of(mesh, told, size).columns[rank]
         here = windows[rank].requires_grad_()
-        spectrum = window_spectrum(here, mesh, told, rank, number)
+        spectrum = window_spectrum(here, mesh, told, size, number)
         expected = torch.view_as_real(torch.fft.rfftn(whole, dim=(-3, -2, -1)))
         assert_equal(spectrum.detach(), expected[:, :, :, first:end].detach(), (mesh, "spectrum"))
         factor = torch.randn(expected.shape, generator=generator, dtype=F64)
         complex_values = torch.view_as_complex(expected * factor)
         back = torch.fft.irfftn(complex_values, s=mesh, dim=(-3, -2, -1), norm="forward")
-        values = window_values(spectrum * factor[:, :, :, first:end], mesh, told, rank, number)
+        values = window_values(spectrum * factor[:, :, :, first:end], mesh, told, size, number)
         assert_equal(values.detach(), back[(slice(None), slice(None), *places[rank])], (mesh, "values"))
         # the derivative of both is the transpose of both, and so is that of the transpose
         other = torch.randn(values.shape, dtype=F64, requires_grad=True)
@@ -442,7 +548,7 @@ def a_mesh_that_is_cut_along_its_second_axis(group: Any) -> None:
     atoms = Atoms(n=4)
     cells = torch.randint(-2, 3, (atoms.count, 3), generator=torch.Generator().manual_seed(0)).to(F64)
     x, mine = atoms.positions + cells @ atoms.cell, atoms.mine(group)
-    domain = Domain(x[mine], atoms.cell, cutoff=CUTOFF, group=group, grid=(1, 2, 1))
+    domain = Domain(x[mine], atoms.cell, cutoff=CUTOFF, group=group, grid=(1, dist.get_world_size(group), 1))
     call = functools.partial(particle_mesh_ewald, alpha=0.7, mesh_dimensions=(10, 20, 12), cutoff=CUTOFF)
     own = domain.distribute(x[mine]), domain.distribute(atoms.charges[mine])
     found = call(*own, atoms.cell, domain=domain)

@@ -29,6 +29,7 @@ class Drawn(NamedTuple):
     length: float
     cutoff: float
     with_grid: bool
+    with_weights: bool
 
 
 def drawn() -> st.SearchStrategy[Drawn]:
@@ -40,6 +41,7 @@ def drawn() -> st.SearchStrategy[Drawn]:
         st.sampled_from(["everywhere", "corner", "plane", "unwrapped"]),
         st.floats(3.0, 12.0),
         st.floats(1.5, 6.0),
+        st.booleans(),
         st.booleans(),
     )
 
@@ -116,13 +118,16 @@ def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
     cutoff = example.cutoff
     held = None if whole else batch_idx[mine]
     number = None if whole else n_systems
-    domain = Domain(x[mine], cell, pbc, held, cutoff=cutoff, grid=grid, num_systems=number, group=group)
+    weights = 10.0 ** random(n)[mine] if example.with_weights else None
+    domain = Domain(
+        x[mine], cell, pbc, held, cutoff=cutoff, grid=grid, weights=weights, num_systems=number, group=group
+    )
     own, charges = domain.distribute(x[mine]), domain.distribute(q[mine])
     pairs, _, shifts = neighbor_list(x, cutoff, cell, pbc, return_neighbor_list=True, **told)
     keep = torch.isin(pairs[0].long(), domain.global_index)
     expected_rows = sorted(map(tuple, torch.cat([pairs.T[keep], shifts[keep]], 1).tolist()))
     if rows_of_owned(domain, own, cutoff) != expected_rows:
-        wrong.append(f"neighbors: {example}, {domain.grid}")
+        wrong.append(f"neighbors: {example}, {domain.bricks}")
     near = {"neighbor_list": pairs, "neighbor_shifts": shifts}
 
     def compare_results(what: str, found: Any, expected: Any) -> None:
@@ -132,7 +137,7 @@ def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
             scale = float(whole.abs().max())  # of all ranks: the share of one may be zero
             error = float((ours - theirs).abs().max()) if ours.numel() else 0.0
             if not error <= TOLERANCE * max(scale, 1e-6):
-                wrong.append(f"{what} {k}: {error} of {scale}, {example}, {domain.grid}")
+                wrong.append(f"{what} {k}: {error} of {scale}, {example}, {domain.bricks}")
 
     asked = {"compute_forces": True, "compute_gradients": ("q",), "compute_virial": True}
     names = {} if whole else {"num_systems": n_systems, **told}

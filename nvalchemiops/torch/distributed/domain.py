@@ -1,6 +1,6 @@
 """The division of a system among ranks: the atoms that a rank owns, and its ghosts.
 
-The cells are cut into bricks, one for each rank. A rank owns the atoms in its brick, of all systems of a batch. Its
+The cells are cut into bricks of equal work, one for each rank. A rank owns the atoms in its brick, of all systems. Its
 *ghosts* are the atoms of other ranks that have an image closer to the brick than cutoff + skin. Atoms keep their owner
 until a new domain is made.
 
@@ -21,7 +21,16 @@ import torch.distributed as dist
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_of, of_atoms
-from nvalchemiops.torch.distributed.bricks import Frames, Grid, check_grid, make_bricks
+from nvalchemiops.torch.distributed.bricks import (
+    ONE,
+    Bricks,
+    Frames,
+    Shape,
+    check_grid,
+    check_weights,
+    make_bricks,
+    shape_of,
+)
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum
 from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
@@ -30,6 +39,13 @@ from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.systems import System
+
+OF_ATOM = 40.0
+"""The work of an atom without neighbors, in neighbors: its spline takes about as long as that many pairs, a half of the
+time of the mesh (`electrostatics/costs.py`)."""
+
+KEPT = 1.1
+"""Cuts are kept by `Domain.follow` while the rank with the most work has at most this times what it had before."""
 
 
 class Domain:
@@ -55,7 +71,13 @@ class Domain:
     group : torch.distributed.ProcessGroup, optional
         The ranks. All by default.
     grid : (int, int, int), optional
-        Bricks along each axis. By default the grid with the fewest ghosts.
+        Bricks along each axis: slices of equal work along the first axis, each cut on its own along the second, and so
+        on. By default each part is cut in two along the axis with the fewest ghosts.
+    weights : (n,) tensor, optional
+        The work that each atom makes, in any unit: positive numbers. Either all ranks give it, or none. By default all
+        atoms make the same work, and after that, in domains made by `follow`, as much as their neighbors say.
+    cuts : Bricks, optional
+        Attribute ``bricks`` of an earlier domain of these ranks, whose cuts are kept while the work is balanced.
 
     Attributes
     ----------
@@ -66,8 +88,10 @@ class Domain:
     batch_idx : (n_owned,) int32 tensor or None
         System of each owned atom.
     n_systems : int
-    grid : (int, int, int)
-        Bricks along each axis.
+    weights : (n_owned,) float64 tensor or None
+        The work of each owned atom, relative to the largest.
+    bricks : Bricks
+        The part of space of each rank.
 
     Raises
     ------
@@ -87,6 +111,8 @@ class Domain:
         num_systems: int | None = None,
         group: Any = None,
         grid: tuple[int, int, int] | None = None,
+        weights: torch.Tensor | None = None,
+        cuts: Bricks | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("a Domain needs torch.distributed: start ranks by torchrun, and call init_process_group")
@@ -109,7 +135,7 @@ class Domain:
             found = 1 if batch_idx is None else int(batch_idx.max()) + 1 if batch_idx.numel() else 0
             if batch_idx is not None and batch_idx.numel() and int(batch_idx.min()) < 0:
                 raise ValueError("`batch_idx` must hold non-negative numbers")
-            agreement.must_be_same(num_systems=num_systems)
+            agreement.must_be_same(num_systems=num_systems, weights=weights is None, cuts=cuts is None)
             agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
         of_shapes, of_caller, of_numbers = map(int, agreement.largest[:3])
         self.is_batch = bool(agreement.largest[3])
@@ -118,7 +144,8 @@ class Domain:
         self.reach = self.cutoff + self.skin
         self._options["num_systems"] = self.n_systems if self.is_batch else None
         with Agreement(self.group, self.device) as agreement:
-            check_grid(grid, self.n_ranks)
+            grid = check_grid(grid, self.n_ranks)
+            agreement.largest[0] = check_weights(weights, positions)
             if self.is_batch and batch_idx is None and len(positions):
                 raise ValueError("`batch_idx` is needed for these atoms: another rank has given it")
             several = 1 if lattice is None else len(lattice)
@@ -135,7 +162,11 @@ class Domain:
                 lattice = np.broadcast_to(lattice, (self.n_systems, 3, 3))
             self._frames = Frames.of(lattice, periodic)
             agreement.must_be_same(cell=lattice, pbc=periodic, cutoff=self.cutoff, skin=self.skin)
-            agreement.must_be_same(grid=None if grid is None else tuple(grid), positions=positions.dtype)
+            agreement.must_be_same(grid=grid, positions=positions.dtype)
+            if cuts is not None:
+                if cuts.n_ranks != self.n_ranks:
+                    raise ValueError(f"`cuts` are for {cuts.n_ranks} ranks, but there are {self.n_ranks}")
+                agreement.must_be_same(cuts=cuts.cut)
         here = None
         if self.is_batch:  # a rank without atoms may have left `batch_idx` out
             here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
@@ -143,7 +174,10 @@ class Domain:
         with torch.inference_mode(False):  # tensors made in inference mode could not be used outside of it later
             self.pbc = torch.as_tensor(periodic, device=self.device)
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
-            self._divide(positions.detach(), here, grid)
+            work = None
+            if weights is not None:  # integers, whose sums do not depend on their order
+                work = (weights.detach().double() * (ONE / agreement.largest[0])).round_().clamp_(min=1.0)
+            self._divide(positions.detach(), here, work, shape_of(self.n_ranks, grid), cuts)
 
     # -- making it --------------------------------------------------------------------------------
 
@@ -161,25 +195,35 @@ class Domain:
         self._agreement = weakref.ref(agreement)
         return agreement
 
-    def _divide(self, positions: torch.Tensor, batch_idx: torch.Tensor | None, grid: Grid | None) -> None:
-        counts = torch.zeros(self.n_ranks, dtype=torch.int64, device=self.device)
-        counts[self.rank] = self._n_held = positions.shape[0]
-        add(counts, self.group)
-        self.n_atoms = int(counts.sum())
-        self._first_held = counts.cumsum(0) - counts
+    def _divide(
+        self,
+        positions: torch.Tensor,
+        batch_idx: torch.Tensor | None,
+        work: torch.Tensor | None,
+        shape: Shape,
+        cuts: Bricks | None,
+    ) -> None:
+        self._n_held, n_ranks = positions.shape[0], self.n_ranks
+        counts = torch.zeros(n_ranks + self.n_systems, dtype=torch.int64, device=self.device)
+        counts[self.rank] = self._n_held
+        if batch_idx is None:
+            counts[n_ranks] = self._n_held
+        else:
+            counts[n_ranks:] = torch.bincount(batch_idx, minlength=self.n_systems)
+        held, of_systems = add(counts, self.group).split([n_ranks, self.n_systems])
+        self.n_atoms, self.atoms_in_systems = int(held.sum()), of_systems.double()
+        self._first_held = held.cumsum(0) - held
         numbers = torch.arange(self._n_held, device=self.device) + self._first_held[self.rank]
         coordinates = self._frames.coordinates(positions, batch_idx)
-        self.bricks, of_systems = make_bricks(self._frames, coordinates, batch_idx, self.reach, grid, self.group)
-        self.grid = self.bricks.grid
-        self.atoms_in_systems = torch.as_tensor(of_systems.astype(np.float64), device=self.device)
+        by_neighbors = work is None if cuts is None else cuts.by_neighbors
+        self.bricks = self._cut(coordinates, batch_idx, work, shape, cuts)._replace(by_neighbors=by_neighbors)
         # to the owners: rows for rank 0 first, in the order in which they are held
-        owner = self.bricks.ranks_of(self.bricks.wrapped(coordinates, batch_idx)[0], batch_idx)
-        order, ends = sorted_numbers(owner, self.n_ranks)
-        self._to_owners = Exchange.plan(self.group, order.long().split(ends.diff().tolist()))
+        owner = self.bricks.ranks_of(self.bricks.wrapped(coordinates, batch_idx)[0])
+        order, ends = sorted_numbers(owner, n_ranks)
+        self._to_owners = Exchange.plan(self.group, order.long(), ends.diff())
         self.n_owned = self._to_owners.n_received
         # all in one message: numbers up to 2^53 are exact
-        columns = [positions.double(), numbers.unsqueeze(1)]
-        columns += [] if batch_idx is None else [batch_idx.unsqueeze(1)]
+        columns = [positions.double(), *(c.unsqueeze(1) for c in (numbers, batch_idx, work) if c is not None)]
         found = self._to_owners.apply(torch.cat(columns, 1))
         systems = None if batch_idx is None else found[:, 4].int()
         here = self._frames.coordinates(found[:, :3], systems)
@@ -190,15 +234,39 @@ class Domain:
         self.batch_idx = None if systems is None else systems.index_select(0, place)
         # whole cells (n_owned, 3) to subtract from the fractional coordinates of owned atoms, so they lie in the brick
         inside, self.cells_left = self.bricks.wrapped(here.index_select(0, place), self.batch_idx)
-        seen = self.bricks.seen_by(inside, self.batch_idx, self.reach)
-        seen[self.rank] = seen[self.rank][:0]
-        self._halo = Exchange.plan(self.group, seen)
+        self._halo = Exchange.plan(self.group, *self.bricks.seen_by(inside, self.batch_idx, self.reach, self.rank))
         self.n_ghosts = self._halo.n_received
+        self.weights = None if work is None else found[:, -1] / ONE
+        self._options |= {"weights": self.weights, "cuts": self.bricks}  # for the domains that `follow` makes
         known = self._with_ghosts(found)
         self._known_positions, self._known_numbers = known[:, :3].to(positions.dtype).contiguous(), known[:, 3].long()
         self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
         self._rows: dict[float, OwnedRows] = {}
         self.kept: dict[Any, Any] = {}
+
+    def _cut(
+        self,
+        coordinates: torch.Tensor,
+        batch_idx: torch.Tensor | None,
+        work: torch.Tensor | None,
+        shape: Shape,
+        cuts: Bricks | None,
+    ) -> Bricks:
+        """Earlier cuts if they still balance the work, so that few atoms change ranks; otherwise new ones."""
+        if cuts is not None:
+            known = cuts._replace(frames=self._frames)
+            owner = known.ranks_of(known.wrapped(coordinates, batch_idx)[0])
+            of_ranks = add(torch.bincount(owner, work, minlength=self.n_ranks).double(), self.group)
+            if float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean()):
+                return known
+
+        def added(values: torch.Tensor) -> torch.Tensor:
+            return add(values, self.group)
+
+        def largest(values: torch.Tensor) -> torch.Tensor:
+            return maximum(values, self.group)
+
+        return make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
 
     def follow(self, positions: torch.Tensor, *values: torch.Tensor) -> tuple[Any, ...]:
         """Return a domain that is valid for these positions, and the positions and values of the atoms owned in it.
@@ -256,7 +324,7 @@ class Domain:
         """The exchange that brings values from the ranks that hold the atoms to the owners, found by atom numbers."""
         holder = torch.searchsorted(self._first_held, self.global_index, right=True) - 1
         holder, order = torch.sort(holder, stable=True)
-        back = Exchange.plan(self.group, order.split(torch.bincount(holder, minlength=self.n_ranks).tolist()))
+        back = Exchange.plan(self.group, order, torch.bincount(holder, minlength=self.n_ranks))
         rows = back.apply(self.global_index) - self._first_held[self.rank]
         there = Exchange(self.number, rows, back.receive, back.send)
         return there.in_order(inverse(order))
@@ -409,9 +477,11 @@ class Domain:
         pairs : (2, n_pairs) int tensor
             Global numbers of atoms. Local numbers count owned atoms, then ghosts.
         """
-        known = self._known_numbers
-        place = known.new_full((self.n_atoms,), -1).index_copy_(0, known, torch.arange(len(known), device=known.device))
-        found = place[pairs.long()]
+        if not self.n_owned:
+            return pairs[:, :0].long(), pairs[0, :0].long()
+        known, order = torch.sort(self._known_numbers)
+        place = torch.searchsorted(known, pairs.long()).clamp_(max=len(known) - 1)
+        found = torch.where(known[place] == pairs, order[place], -1)
         chosen = ((found >= 0).all(0) & (found < self.n_owned).any(0)).nonzero().squeeze(1)
         return found.index_select(1, chosen), chosen
 
@@ -528,7 +598,16 @@ class Domain:
             if cutoff not in self._rows:
                 with torch.inference_mode(False), outside_of_transforms():
                     self._rows[cutoff] = self._search(cutoff + self.skin)
+                    self._count_work()
         return self._rows[cutoff]
+
+    def _count_work(self) -> None:
+        """Let the neighbors of owned atoms be their work when atoms are divided again, unless weights were given."""
+        if self.bricks.by_neighbors:
+            counts = torch.full((self.n_owned,), OF_ATOM, dtype=torch.float64, device=self.device)
+            for rows in self._rows.values():
+                counts += rows.counts
+            self._options["weights"] = counts
 
     def _found_rows(self, cutoff: float) -> OwnedRows:
         """The result of `_owned_rows`, which was called before for these positions and this cutoff."""

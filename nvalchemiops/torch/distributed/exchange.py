@@ -1,6 +1,6 @@
 """Exchange of rows of tensors between ranks by a fixed plan: a linear map, differentiable to any order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,16 +32,11 @@ class Exchange(NamedTuple):
     places: torch.Tensor | None = None
 
     @classmethod
-    def plan(cls, group: Any, rows: Sequence[torch.Tensor]) -> "Exchange":
-        """The exchange that sends these rows, one tensor for each rank. A collective call."""
-        sizes = torch.tensor([len(r) for r in rows], device=rows[0].device)
-        ones = [1] * len(rows)
-        return cls(
-            number_of(group),
-            torch.cat(list(rows)),
-            tuple(sizes.tolist()),
-            tuple(swap_rows(sizes, ones, ones, group).tolist()),
-        )
+    def plan(cls, group: Any, rows: torch.Tensor, counts: torch.Tensor) -> "Exchange":
+        """The exchange that sends these rows; ``counts`` (n_ranks,) says how many each rank gets. A collective call."""
+        ones, counts = [1] * len(counts), counts.long()
+        received = swap_rows(counts, ones, ones, group)
+        return cls(number_of(group), rows, tuple(counts.tolist()), tuple(received.tolist()))
 
     @property
     def n_received(self) -> int:

@@ -56,6 +56,11 @@ class OwnedRows:
         shifts = None if self._shifts is None else self._shifts[:size]
         return Rows(torch.cat([self._pointers, of_ghosts]), self._neighbors[:size], shifts, 0, NO_PADDING, None)
 
+    @property
+    def counts(self) -> torch.Tensor:
+        """The number of neighbors (n_owned,) of each owned atom."""
+        return self._pointers.diff()
+
     def of_both(self) -> Rows:
         """Rows of owned atoms, then rows of ghosts, which contain owned atoms only."""
         if self._of_both is None:

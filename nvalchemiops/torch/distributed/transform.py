@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
@@ -85,8 +86,11 @@ class Division(NamedTuple):
         First and end of the planes of each rank, along the first and along the second axis.
     window : (int, int, int)
         Points of the window of this rank.
-    of_window, of_slab : tuple of Overlap
-        For each rank, the overlap of its slab with this rank's window, and of its window with this rank's slab.
+    of_window, of_slab : dict of int to Overlap
+        For each other rank where it is not empty, in ascending order: the overlap of its slab with this rank's window,
+        and of its window with this rank's slab.
+    here : Overlap
+        That of the window and the slab of this rank.
     """
 
     mesh: Numbers
@@ -94,64 +98,90 @@ class Division(NamedTuple):
     slabs: tuple[Ends, ...]
     columns: tuple[Ends, ...]
     window: Numbers
-    of_window: tuple[Overlap, ...]
-    of_slab: tuple[Overlap, ...]
+    of_window: dict[int, Overlap]
+    of_slab: dict[int, Overlap]
+    here: Overlap
 
     def sizes(self, n_meshes: int) -> Iterator[list[int]]:
-        """Points of overlaps with other ranks: first for the window, then for the slab of this rank."""
+        """Points of overlaps with all ranks: first for the window, then for the slab of this rank."""
         for overlaps in (self.of_window, self.of_slab):
-            yield [0 if r == self.rank else n_meshes * math.prod(o.shape) for r, o in enumerate(overlaps)]
+            sizes = [0] * len(self.slabs)
+            for rank, overlap in overlaps.items():
+                sizes[rank] = n_meshes * math.prod(overlap.shape)
+            yield sizes
 
 
-@functools.lru_cache(maxsize=64)
-def _division(mesh: Numbers, windows: Numbers, rank: int) -> Division:
-    boxes = [windows[at : at + 3] for at in range(0, len(windows), 3)]
-    starts, sizes = boxes[::2], boxes[1::2]
-    count = len(starts)
-    slabs, columns = (tuple(itertools.pairwise(n * part // count for part in range(count + 1))) for n in mesh[:2])
+@functools.lru_cache(maxsize=16)
+def _division(mesh: Numbers, windows: Numbers, n_ranks: int) -> Division:
+    listed = [windows[at : at + 7] for at in range(0, len(windows), 7)]
+    boxes = {rank: (start, size) for rank, *numbers in listed for start, size in [(numbers[:3], numbers[3:])]}
+    rank, (start, size) = windows[0], boxes[windows[0]]
+    slabs, columns = (tuple(itertools.pairwise(n * part // n_ranks for part in range(n_ranks + 1))) for n in mesh[:2])
 
     def overlap(of: int, owner: int) -> Overlap:
+        start, size = boxes[of]
         ends = (slabs[owner], (0, mesh[1]), (0, mesh[2]))
-        x, y, z = (_runs(starts[of][a], sizes[of][a], mesh[a], *ends[a]) for a in range(3))
-        return Overlap(x, y, z, (sum(run.size for run in x), *sizes[of][1:]))
+        x, y, z = (_runs(start[a], size[a], mesh[a], *ends[a]) for a in range(3))
+        return Overlap(x, y, z, (sum(run.size for run in x), *size[1:]))
 
-    ranks = range(count)
-    of_window, of_slab = tuple(overlap(rank, r) for r in ranks), tuple(overlap(r, rank) for r in ranks)
-    return Division(mesh, rank, slabs, columns, sizes[rank], of_window, of_slab)
+    # the rank of a plane is the last one whose slab begins at it, or before
+    n_x = mesh[0]
+    owners = {((plane % n_x + 1) * n_ranks - 1) // n_x for plane in range(start[0], start[0] + size[0])}
+    of_window = {owner: overlap(rank, owner) for owner in sorted(owners - {rank})}
+    of_slab = {other: overlap(other, rank) for other in sorted(boxes) if other != rank}
+    return Division(mesh, rank, slabs, columns, tuple(size), of_window, of_slab, overlap(rank, rank))
 
 
-def division_of(mesh: Sequence[int], windows: Sequence[int], rank: int) -> Division:
-    """The division of a mesh. ``windows`` has six numbers for each rank: the first point and the size of its window."""
-    return _division(tuple(mesh), tuple(windows), rank)
+def division_of(mesh: Sequence[int], windows: Sequence[int], n_ranks: int) -> Division:
+    """The division of a mesh; see `window_spectrum`."""
+    return _division(tuple(mesh), tuple(windows), n_ranks)
+
+
+def partners_of(rank: int, mesh: Sequence[int], starts: np.ndarray, sizes: np.ndarray) -> list[int]:
+    """The windows on which the division of a mesh depends, as seen by one rank, in the form for `window_spectrum`.
+
+    Parameters
+    ----------
+    starts, sizes : (n_ranks, 3) int arrays
+        The first point and the size of each window.
+    """
+    n, n_ranks = mesh[0], len(starts)
+    first, end = n * rank // n_ranks, n * (rank + 1) // n_ranks
+    meets = ((first - starts[:, 0]) % n < sizes[:, 0]) | ((starts[:, 0] - first) % n < end - first)
+    meets &= end > first
+    meets[rank] = False
+    listed = [rank, *meets.nonzero()[0].tolist()]
+    return [number for other in listed for number in (other, *starts[other].tolist(), *sizes[other].tolist())]
 
 
 # -- windows and slabs ----------------------------------------------------------------------------
 
 
-def _blocks(memory: torch.Tensor, overlaps: Sequence[Overlap], sizes: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Planes in the memory that is sent to, or received from, each other rank, run by run; none for this rank."""
-    parts: list[list[torch.Tensor]] = []
-    for part, overlap in zip(memory.split(sizes), overlaps):
-        parts.append(list(part.view(-1, *overlap.shape).split(overlap.planes, 1)) if part.numel() else [])
-    return parts
+def _blocks(
+    memory: torch.Tensor, overlaps: dict[int, Overlap], sizes: Sequence[int]
+) -> Iterator[tuple[Overlap, list[torch.Tensor]]]:
+    """Each overlap with another rank, and its planes in the memory that is sent or received, run by run."""
+    parts = memory.split([sizes[rank] for rank in overlaps])
+    for part, overlap in zip(parts, overlaps.values()):
+        yield overlap, list(part.view(-1, *overlap.shape).split(overlap.planes, 1))
 
 
 def _to_slab(window: torch.Tensor, division: Division, group: Any) -> torch.Tensor:
     """The slab (n_meshes, n_planes, n_y, n_z) of this rank, to which all ranks add their windows."""
     sizes, received = division.sizes(window.shape[0])
     sent = new_empty((sum(sizes),), window.dtype, window.device)
-    for overlap, block in zip(division.of_window, _blocks(sent, division.of_window, sizes)):
+    for overlap, block in _blocks(sent, division.of_window, sizes):
         for part, planes in zip(block, overlap.in_window(window)):
             part.copy_(planes)
     memory = swap_rows(sent, sizes, received, group)
     first, end = division.slabs[division.rank]
     slab = new_empty((window.shape[0], end - first, *division.mesh[1:]), window.dtype, window.device)
-    here = division.of_slab[division.rank]
+    here = division.here
     if here.shape != slab.shape[1:] or len(here.y) * len(here.z) > 1:  # the window does not cover the slab
         slab.zero_()
     for planes, points in here.boxes(here.in_window(window), slab):
         points.copy_(planes)
-    for overlap, block in zip(division.of_slab, _blocks(memory, division.of_slab, received)):
+    for overlap, block in _blocks(memory, division.of_slab, received):
         for planes, points in overlap.boxes(block, slab):
             points.add_(planes)
     return slab
@@ -161,15 +191,15 @@ def _to_window(slab: torch.Tensor, division: Division, group: Any) -> torch.Tens
     """Values (n_meshes, *window) on the window of this rank, from the slabs of all ranks."""
     received, sizes = division.sizes(slab.shape[0])
     sent = new_empty((sum(sizes),), slab.dtype, slab.device)
-    for overlap, block in zip(division.of_slab, _blocks(sent, division.of_slab, sizes)):
+    for overlap, block in _blocks(sent, division.of_slab, sizes):
         for planes, points in overlap.boxes(block, slab):
             planes.copy_(points)
     memory = swap_rows(sent, sizes, received, group)
     window = new_empty((slab.shape[0], *division.window), slab.dtype, slab.device)
-    here = division.of_window[division.rank]
+    here = division.here
     for planes, points in here.boxes(here.in_window(window), slab):
         planes.copy_(points)
-    for overlap, block in zip(division.of_window, _blocks(memory, division.of_window, received)):
+    for overlap, block in _blocks(memory, division.of_window, received):
         for part, planes in zip(block, overlap.in_window(window)):
             planes.copy_(part)
     return window
@@ -215,25 +245,25 @@ def _swap(values: torch.Tensor, division: Division, group: Any, to_columns: bool
 # -- the transform --------------------------------------------------------------------------------
 
 
-def _of_spectrum(values: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, _: int) -> Any:
-    first, end = division_of(mesh, windows, rank).columns[rank]
+def _of_spectrum(values: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], n_ranks: int, _: int) -> Any:
+    first, end = division_of(mesh, windows, n_ranks).columns[windows[0]]
     return (*values.shape[:2], mesh[0], end - first, mesh[2] // 2 + 1, 2)
 
 
-def _of_values(spectrum: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, _: int) -> Any:
-    return (*spectrum.shape[:2], *division_of(mesh, windows, rank).window)
+def _of_values(spectrum: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], n_ranks: int, _: int) -> Any:
+    return (*spectrum.shape[:2], *division_of(mesh, windows, n_ranks).window)
 
 
 def _spectrum_pullback(
-    mesh: Sequence[int], windows: Sequence[int], rank: int, group: int, grad_spectrum: torch.Tensor
+    mesh: Sequence[int], windows: Sequence[int], n_ranks: int, group: int, grad_spectrum: torch.Tensor
 ) -> torch.Tensor:
-    return window_values(grad_spectrum / weights_of_planes(mesh[2], grad_spectrum), mesh, windows, rank, group)
+    return window_values(grad_spectrum / weights_of_planes(mesh[2], grad_spectrum), mesh, windows, n_ranks, group)
 
 
 def _values_pullback(
-    mesh: Sequence[int], windows: Sequence[int], rank: int, group: int, grad_values: torch.Tensor
+    mesh: Sequence[int], windows: Sequence[int], n_ranks: int, group: int, grad_values: torch.Tensor
 ) -> torch.Tensor:
-    return window_spectrum(grad_values, mesh, windows, rank, group) * weights_of_planes(mesh[2], grad_values)
+    return window_spectrum(grad_values, mesh, windows, n_ranks, group) * weights_of_planes(mesh[2], grad_values)
 
 
 @warp_custom_op(
@@ -243,7 +273,7 @@ def _values_pullback(
     vmap=refuse_slices,
 )
 def window_spectrum(
-    values: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, group: int
+    values: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], n_ranks: int, group: int
 ) -> torch.Tensor:
     """Half of the Fourier transform of the sum of the windows of all ranks, for the columns of this rank.
 
@@ -252,15 +282,17 @@ def window_spectrum(
     values : (n_systems, n_channels, *window) tensor
     mesh : (int, int, int)
     windows : sequence of int
-        Six numbers for each rank: the first point and the size of its window.
-    rank, group : int
-        The number of this rank, and of the group (`nvalchemiops.torch.distributed.collectives.number_of`).
+        Seven numbers for this rank, then for each other rank whose window overlaps this rank's slab: the number of the
+        rank, the first point and the size of its window. From `partners_of`.
+    n_ranks : int
+    group : int
+        The number of the group (`nvalchemiops.torch.distributed.collectives.number_of`).
 
     Returns
     -------
     (n_systems, n_channels, n_x, n_columns, n_z // 2 + 1, 2) tensor
     """
-    division, ranks = division_of(mesh, windows, rank), group_of(group)
+    division, ranks = division_of(mesh, windows, n_ranks), group_of(group)
     slab = _to_slab(values.flatten(0, 1), division, ranks)
     if slab.numel():
         halves = torch.fft.rfft2(slab)
@@ -278,13 +310,13 @@ def window_spectrum(
     vmap=refuse_slices,
 )
 def window_values(
-    spectrum: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, group: int
+    spectrum: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], n_ranks: int, group: int
 ) -> torch.Tensor:
     """Real values (n_systems, n_channels, *window) from the columns of all ranks, not divided by the number of points.
 
     Arguments are those of `window_spectrum`.
     """
-    division, ranks = division_of(mesh, windows, rank), group_of(group)
+    division, ranks = division_of(mesh, windows, n_ranks), group_of(group)
     columns = torch.view_as_complex(spectrum.flatten(0, 1))
     columns = torch.fft.ifft(columns, dim=1, norm="forward") if columns.numel() else columns
     halves = _swap(columns, division, ranks, False)

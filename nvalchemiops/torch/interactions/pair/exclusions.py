@@ -63,7 +63,7 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
     n_atoms = positions.shape[0]
     checks.check_index("exclusions", exclusions, positions, (2, None))
     if given_factors is not None:
-        _check_factors(given_factors, exclusions.shape[1], positions)
+        check_factors(given_factors, exclusions.shape[1], positions)
     pointers, atoms, first, order, pairs = cached_by_value(
         "exclusions", (exclusions,), n_atoms, lambda: _sorted_by_atom(exclusions, n_atoms)
     )
@@ -86,7 +86,8 @@ def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
 
 
-def _check_factors(factors: Any, n_pairs: int, positions: torch.Tensor) -> None:
+def check_factors(factors: Any, n_pairs: int, positions: torch.Tensor) -> None:
+    """Raise unless there is a factor without gradient for each pair."""
     checks.check_tensor("exclusion_factors", factors)
     if not factors.is_floating_point():
         raise TypeError("`exclusion_factors` must be a tensor of floats")

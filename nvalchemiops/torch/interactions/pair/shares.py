@@ -21,8 +21,15 @@ from nvalchemiops.torch.distributed.agreement import described, of_atoms
 from nvalchemiops.torch.distributed.collectives import group_of
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
-from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
+from nvalchemiops.torch.interactions.pair.exclusions import (
+    ExclusionRows,
+    check_factors,
+    check_same_system,
+    exclusion_rows,
+)
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
+from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
 
@@ -151,14 +158,34 @@ def exclusions_of_share(
         return rows
     with domain._together() as agreement:
         agreement.must_be_same(exclusions=exclusions, exclusion_factors=factors)
-        everywhere = positions.new_empty((1, 3)).expand(domain.n_atoms, 3)
-        exclusion_rows(exclusions, factors, everywhere)  # raises if the pairs are invalid
-        pairs, chosen = domain._pairs_here(exclusions)
+        pairs, chosen = _excluded_here(domain, exclusions, factors, positions)
         factors = None if factors is None else factors.index_select(0, chosen)
         rows = exclusion_rows(pairs, factors, positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3))
         assert rows is not None
         check_same_system(rows, domain.batch_idx_with_ghosts)
     return rows
+
+
+def _excluded_here(
+    domain: Domain, exclusions: Any, factors: Any, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The excluded pairs with an owned atom, as `Domain._pairs_here`, kept with the domain while they are the same.
+
+    To find them among the pairs of all atoms, and to check these, takes longer than a sum over the pairs of a rank.
+    """
+    can_compare = isinstance(exclusions, torch.Tensor) and may_read(exclusions)
+    if can_compare and (kept := domain.kept.get("exclusions")) is not None:
+        given, found = kept
+        if given.dtype is exclusions.dtype and torch.equal(given, exclusions):
+            if factors is not None:
+                check_factors(factors, exclusions.shape[1], positions)
+            return found
+    exclusion_rows(exclusions, factors, positions.new_empty((1, 3)).expand(domain.n_atoms, 3))  # raises if invalid
+    with torch.inference_mode(False), outside_of_transforms():
+        found = domain._pairs_here(exclusions)
+        if can_compare:
+            domain.kept["exclusions"] = exclusions.clone(), found
+    return found
 
 
 def must_be_same(domain: Domain | None, **values: Any) -> None:
