@@ -27,12 +27,15 @@ class Flow:
     needs_stress : bool
         Whether the model must give the stress.
     conserves_momentum : bool
+    per_atom : tuple of str
+        Those of its variables that have a row for each atom. On ranks they move with the atoms.
     """
 
     parameters: ClassVar[tuple[str, ...]] = ()
     reversible: ClassVar[bool] = True
     needs_stress: ClassVar[bool] = False
     conserves_momentum: ClassVar[bool] = True
+    per_atom: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """The state after the time h (n_systems, 1) of this term alone."""

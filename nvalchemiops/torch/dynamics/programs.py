@@ -28,7 +28,7 @@ from nvalchemiops.launch import prepared
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd.arrays import warp_device
 from nvalchemiops.torch.dynamics.flows import PROGRAMMED, Flow
-from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.dynamics.state import OF_ATOMS, State
 from nvalchemiops.torch.operators.chains import chain_steps
 from nvalchemiops.torch.operators.segments import sorted_by_system
 from nvalchemiops.torch.runtime.context import is_eager
@@ -37,9 +37,6 @@ from nvalchemiops.torch.runtime.recorder import current_recorder
 SYSTEM, ATOM = "system", "atom"
 
 _CPU = torch.device("cpu")
-
-OF_ATOMS = ("inertia", "inverse_masses")
-"""Numbers of atoms in ``State.extra``; other float64 tensors have a row for each system."""
 
 
 class NoProgram(Exception):
@@ -562,6 +559,7 @@ class InSequence:
     def __call__(self, state: State) -> State:
         """The state after the flows."""
         fits = self.programmed and state.velocities.dtype is torch.float64 and is_eager()
+        fits = fits and state.system.domain is None  # sums over atoms are messages then
         if fits and current_recorder() is None and not layout("cpu").warps:
             if self.program is None:
                 try:
