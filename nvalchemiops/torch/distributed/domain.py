@@ -2,8 +2,8 @@
 
 The cells are cut into bricks, one for each rank. A rank owns the atoms in its brick, of all systems of a batch. Its
 *ghosts* are the atoms of other ranks that have an image closer to the brick than cutoff + skin. Atoms keep their owner
-until a new domain is made. A cell that changes strains bricks and neighbor lists, which takes a part of the skin, as in a
-`VerletList`.
+until a new domain is made. A cell that changes strains bricks and neighbor lists, which takes a part of the skin, as
+for a `VerletList`.
 
 Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/jcph.1995.1039.
 """
@@ -560,7 +560,8 @@ class Domain:
         lattice = cell.detach().double().reshape(-1, 3, 3)
         if lattice.shape[0] not in (1, self.n_systems):
             raise ValueError(
-                f"`cell` must have shape (3, 3) or (n_systems, 3, 3) = ({self.n_systems}, 3, 3), got {tuple(cell.shape)}"
+                f"`cell` must have shape (3, 3) or (n_systems, 3, 3) = ({self.n_systems}, 3, 3), got "
+                f"{tuple(cell.shape)}"
             )
         lattice = lattice.expand(self.n_systems, 3, 3)
         return None if torch.equal(lattice, self.cell.expand_as(lattice)) else lattice

@@ -185,7 +185,6 @@ class Integrator:
                 domain, **self.parameters, seed=seed, keys=keys, removed=removed, velocities=velocities is None
             )
         division = Division(batch_idx if domain is None else domain.batch_idx, n_systems, domain)
-        batch = {"batch_idx": batch_idx, "n_systems": n_systems, "domain": domain}
         extra |= {"seed": seeds, "key": system_keys}
         extra |= {"inertia": inertia_of(masses), "inverse_masses": (1.0 / masses).unsqueeze(1)}
         if self.constraints is not None:
@@ -197,22 +196,24 @@ class Integrator:
                 kt = self.parameters["temperature"]
                 if kt is None:
                     raise ValueError("`velocities` or `temperature` is needed")
-                velocities = maxwell_boltzmann(masses, kt, **batch, seed=seeds, keys=system_keys)
+                velocities = maxwell_boltzmann(
+                    masses, kt, batch_idx, n_systems, seed=seeds, keys=system_keys, domain=domain
+                )
                 if self.conserves_momentum:
                     frozen = division.sums(masses.isinf().to(masses.dtype).unsqueeze(1))
                     has_frozen = division.of_atoms(frozen, len(masses)) > 0.0
-                    still = remove_momentum(velocities, masses, **batch)
+                    still = remove_momentum(velocities, masses, batch_idx, n_systems, domain=domain)
                     velocities = torch.where(has_frozen, velocities, still)
         velocities = torch.where(masses.isinf().unsqueeze(1), 0.0, velocities.to(positions.dtype))
         if self.constraints is not None:
             velocities = self.constraints.tangent(system.positions, velocities, extra)
         if removed is None:
             removed = self._removed(masses, velocities, division)
-        degrees = degrees_of_freedom(masses, **batch, removed=removed)
+        degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed, domain=domain)
         extra |= _degrees_with(extra, degrees.unsqueeze(1))
         degrees = extra["degrees_of_freedom"].squeeze(1)
         if self.parameters.get("temperature", 0.0) is None:
-            kinetic = kinetic_energy(velocities.detach(), masses, **batch)
+            kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems, domain=domain)
             extra["temperature"] = (2.0 * kinetic / degrees.clamp(min=1.0)).unsqueeze(1)
         _check_values({name: extra[name] for name in self.parameters}, self._distinct)
         if (places := division.places()) is not None:

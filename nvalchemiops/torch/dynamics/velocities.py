@@ -3,7 +3,7 @@
 Atoms with infinite mass are frozen: their velocity is zero, and they count nowhere.
 
 All functions take ``batch_idx`` (n_atoms,) int32, the system of each atom, and ``n_systems``, which is read from
-``batch_idx`` if it is not given. Without ``batch_idx`` there is one system. With a ``domain`` in place of these two, the
+``batch_idx`` if it is not given. Without ``batch_idx`` there is one system. With a ``domain`` in place of these two,
 atoms are those that this rank owns, results of systems are those of all atoms, and the calls are collective.
 """
 
