@@ -1,6 +1,7 @@
 """Cases for several ranks: dynamics of systems whose atoms are divided. See `ranks.py`."""
 
 import tempfile
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,10 @@ from nvalchemiops.ase import Calculator, FromASE, Pair
 from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.torch.distributed import Domain, OtherRankError
 from nvalchemiops.torch.dynamics import (
+    LBFGS,
+    CellFilter,
     Constraints,
+    ConvergenceWarning,
     Evaluation,
     FromEnergies,
     Integrator,
@@ -266,6 +270,45 @@ def runs_go_on_and_are_written(group: Any) -> None:
     assert_equal(found[1], expected[1], "by the temperature", 1e-9)
 
 
+@case(2, 3)
+def minima_are_those_of_one_process(group: Any) -> None:
+    """With cells, fixed atoms, and batches: the steps of all optimizers, of which atoms take their part along."""
+    ones = [System.from_ase(crystal(rattle=0.3)), System.from_ase(crystal((2, 2, 3), a=5.3, rattle=0.4, seed=2))]
+    both = joined(ones)
+    fixed = torch.arange(len(both.positions)) % 7 == 0
+    moves = 0
+    for optimizer, cell in (
+        ("fire", CellFilter(hydrostatic_strain=True, scalar_pressure=0.002)),
+        ("fire2", False),
+        (LBFGS(maxstep=0.5), True),
+    ):
+        options: Any = {"fmax": 3e-3, "cell": cell, "max_steps": 40}
+        held = Held(group, both, cutoff=5.5, skin=0.3)
+        domains = [held.domain]
+
+        def note(progress: Any, domains: list[Domain] = domains) -> None:
+            if progress.system.domain is not domains[-1]:
+                domains.append(progress.system.domain)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            expected = relax(both, argon(), optimizer, fixed=fixed, **options)
+            found = relax(held.own, argon(), optimizer, fixed=held.of(fixed), hooks=[note], **options)
+        domain = found.system.domain
+        assert domain is domains[-1] and len(domains) > 1
+        moves += number_of_moves(domains)
+        assert found.steps.tolist() == expected.steps.tolist() and int(found.steps.min()) > 5
+        assert found.converged.tolist() == expected.converged.tolist()
+        assert_equal(domain.gather(found.system.positions), expected.system.positions[held.mine], optimizer, 1e-8)
+        assert_equal(found.system.cell, expected.system.cell, optimizer, 1e-8)
+        assert_equal(found.evaluation.energies, expected.evaluation.energies, optimizer)
+        largest = expected.evaluation.forces.abs().max()
+        forces = domain.gather(found.evaluation.forces) - expected.evaluation.forces[held.mine]
+        assert not len(forces) or float(forces.abs().max() / largest) < 1e-6
+        assert domain._is_same(found.system.cell)
+    assert moves > 0
+
+
 @case(2)
 def what_ranks_cannot_do_is_named(group: Any) -> None:
     held = Held(group, System.from_ase(crystal()), cutoff=5.5)
@@ -293,7 +336,8 @@ def what_ranks_cannot_do_is_named(group: Any) -> None:
         (lambda: own.domain.follow(own.positions, cell=with_cells.cell), "`cell` must be the same on all ranks"),
         (lambda: own.domain.distribute(held.system._replace(pbc=torch.tensor([True, True, False]))), "`pbc`"),
         (lambda: kinetic_energy(own.positions, here, here.int(), domain=own.domain), "belong to the `domain`"),
-        (lambda: relax(own, argon()), "divided among ranks"),
+        (lambda: relax(own, forgetful), "`model`: energies differ between ranks"),
+        (lambda: relax(own, argon(), fmax=0.1 * of_rank), "`fmax` must be the same on all ranks"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             call()

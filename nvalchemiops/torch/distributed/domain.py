@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -230,6 +230,13 @@ class Domain:
         positions, *values : tensors
             Positions and values of the atoms that this rank now owns.
         """
+        new, move = self._followed(positions, values, cell)
+        return new, *(move(value) for value in (positions, *values))
+
+    def _followed(
+        self, positions: torch.Tensor, values: Sequence[torch.Tensor], cell: torch.Tensor | None
+    ) -> tuple["Domain", Callable[[torch.Tensor], torch.Tensor]]:
+        """The domain that `follow` returns, and a function that brings values of atoms to their owners in it."""
         with Agreement(self.group, self.device) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
@@ -238,16 +245,16 @@ class Domain:
             self._note_cell(cell, agreement)
             agreement.largest[0] = self._moved(positions, cell)
         if 2.0 * agreement.largest[0] <= self.skin:
-            return self, positions, *values
+            return self, lambda value: value
         options = self._options if cell is None else {**self._options, "cell": cell.detach().clone()}
         new = Domain(positions, batch_idx=self.batch_idx, **options)
-        moved = [carried(new._to_owners.apply, value) for value in (positions, *values)]
+        move = new._to_owners.apply
         with torch.inference_mode(False):
-            new.global_index = new._to_owners.apply(self.global_index)
+            new.global_index = move(self.global_index)
             new._known_numbers = new._with_ghosts(new.global_index)
             new._first_held, new._n_held = self._first_held, self._n_held
             new._to_owners = new._from_holders()
-        return new, *moved
+        return new, lambda value: carried(move, value)
 
     def _in_units(self, length: float) -> "Domain":
         """The same division for positions in another unit, whose ``length`` is given in the present unit."""

@@ -23,7 +23,7 @@ from nvalchemiops.torch.dynamics.flows import (
     StretchedKick,
     without_repetition,
 )
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, count_systems
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, count_systems
 from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.sums import Division
@@ -641,12 +641,5 @@ def _checked(found: Evaluation, system: System, n_systems: int, needs_stress: bo
     for name, value in found._asdict().items():
         if value is not None and tuple(value.shape) != shapes[name]:
             raise ValueError(f"`model`: {name} must have shape {shapes[name]}, got {tuple(value.shape)}")
-    if system.domain is not None:
-        for name in ("energies", "stress"):
-            value = getattr(found, name)
-            if value is not None and not system.domain._is_same(value):
-                raise ValueError(
-                    f"`model`: {name} differ between ranks, but must be those of whole systems: pass the `domain` of "
-                    "the system to the sums of this library, and sum your own terms by `domain.sum`"
-                )
+    check_same(found, system.domain)
     return found

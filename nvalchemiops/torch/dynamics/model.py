@@ -60,6 +60,17 @@ def count_systems(system: System) -> int:
     return int(system.batch_idx.max()) + 1 if system.batch_idx.numel() else 0
 
 
+def check_same(found: Evaluation, domain: "Domain | None") -> None:
+    """Raise on all ranks unless energies and stress are the same on all of them, as those of whole systems are."""
+    for name in ("energies", "stress"):
+        value = getattr(found, name)
+        if domain is not None and value is not None and not domain._is_same(value):
+            raise ValueError(
+                f"`model`: {name} differ between ranks, but must be those of whole systems: pass the `domain` of the "
+                "system to the sums of this library, and sum your own terms by `domain.sum`"
+            )
+
+
 def _volumes(system: System) -> torch.Tensor:
     """Volumes (n_systems, 1, 1) by which virials are divided, infinite without one: a molecule has no stress."""
     volumes = system.volume.reshape(-1, 1, 1)
