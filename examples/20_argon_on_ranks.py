@@ -3,14 +3,13 @@
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 examples/20_argon_on_ranks.py
 
 `simulate` gets a system that a `Domain` divides among the ranks. Atoms go to their new owners by themselves, the cell
-changes its lengths and angles, and the trajectory is that of one process. What to look at: the conserved quantity stays,
-and after 20 steps positions differ from those of one process by rounding. Takes some seconds.
+changes its lengths and angles, and the trajectory is that of one process. What to look at: the conserved quantity
+stays, and after 20 steps positions differ from those of one process by rounding. Takes some seconds.
 """
 
 from functools import partial
 
 import ase.build
-import torch
 import torch.distributed as dist
 
 from nvalchemiops._warp import quiet_warp
