@@ -254,20 +254,21 @@ def runs_go_on_and_are_written(group: Any) -> None:
     def energies(system: System) -> torch.Tensor:
         return SOFT(system, sigma=3.4, epsilon=0.0104, energy_reduction="system").energies
 
-    def slopes(system: System, velocities: torch.Tensor, total: Any) -> tuple[torch.Tensor, ...]:
+    def slopes(system: System, velocities: torch.Tensor, total: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         kt = torch.tensor(KT, dtype=F64, requires_grad=True)
         velocities = velocities.clone().requires_grad_()
-        run = simulate(
-            system, FromEnergies(energies), npt(DT, kt, 0.0, barostat_time=20.0 * DT), 12, velocities=velocities, seed=4
-        )
+        barostat = npt(DT, kt, 0.0, barostat_time=20.0 * DT)
+        run = simulate(system, FromEnergies(energies), barostat, 12, velocities=velocities, **options)
+        assert system.domain is None or run.state.system.domain is not system.domain
         loss = total(run.state.system) + run.records["conserved"][-1].sum()
         return torch.autograd.grad(loss, (velocities, kt))
 
     velocities = 0.05 * torch.randn(held.whole.positions.shape, generator=torch.Generator().manual_seed(1), dtype=F64)
     expected = slopes(held.whole, velocities, lambda system: system.positions.square().sum())
-    found = slopes(held.own, held.of(velocities), lambda s: s.domain.sum(s.positions.square().sum()))
-    assert_equal(held.domain.gather(found[0]), expected[0][held.mine], "by velocities", 1e-9)
-    assert_equal(found[1], expected[1], "by the temperature", 1e-9)
+    for options in ({}, {"checkpoint_every": 5}):
+        found = slopes(held.own, held.of(velocities), lambda s: s.domain.sum(s.positions.square().sum()), **options)
+        assert_equal(held.domain.gather(found[0]), expected[0][held.mine], "by velocities", 1e-9)
+        assert_equal(found[1], expected[1], "by the temperature", 1e-9)
 
 
 @case(2, 3)
