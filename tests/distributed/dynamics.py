@@ -178,6 +178,46 @@ def charges_move_with_their_atoms(group: Any) -> None:
 
 
 @case(2, 3)
+def molecules_that_borders_cut_stay_rigid(group: Any) -> None:
+    """Clusters of two sizes, with atoms on several ranks and in other images; frozen atoms; cells that change."""
+    generator = torch.Generator().manual_seed(5)
+    places = 3.4 * torch.cartesian_prod(*(torch.arange(3.0, dtype=F64),) * 3)
+    shape = torch.tensor([[0.0, 0.0, 0.0], [0.96, 0.0, 0.0], [-0.24, 0.93, 0.0]], dtype=F64)
+    turns = torch.linalg.qr(torch.randn(27, 3, 3, generator=generator, dtype=F64))[0]
+    atoms = (places[:, None] + shape @ turns).reshape(-1, 3)
+    shuffled = torch.randperm(81, generator=generator)
+    number = torch.argsort(shuffled)  # of each atom after shuffling
+    triples = number[torch.arange(81).reshape(27, 3)]
+    pairs = torch.cat([triples[:, [0, 1]], triples[:, [0, 2]], triples[:20, [1, 2]]])
+    cell = 10.2 * torch.eye(3, dtype=F64) + 0.3 * torch.randn(3, 3, generator=generator, dtype=F64)
+    images = torch.randint(-1, 2, (81, 3), generator=generator).to(F64)
+    x = atoms[shuffled] + images @ cell
+    masses = torch.tensor([16.0, 1.0, 1.0], dtype=F64).repeat(27)[shuffled]
+    masses[number[5]] = torch.inf
+    # between oxygen atoms alone
+    charges = (masses > 10.0).to(F64)
+    potential = PairPotential("0.02*q1*q2*((2.9/r)^12 - (2.9/r)^6)", per_atom=("q",), cutoff=5.0, r_switch=4.0)
+    model = SumOfTerms(partial(potential, q=torch.where(masses.isinf(), 0.0, charges)))
+    dt, kt = 2.0 * FEMTOSECOND, 400.0 * KELVIN
+    held = Held(group, System(x, cell=cell), cutoff=5.0)
+    for integrator, lengths in (
+        (nve(dt), None),
+        (langevin(dt, kt), 0.9),
+        (npt(dt, kt, 0.0, cell="full", barostat_time=50.0 * dt), None),
+        (stochastic_cell(dt, kt, 0.0, compressibility=1.0 / GIGAPASCAL, barostat_time=50.0 * dt), None),
+    ):
+        start = {} if lengths else {"velocities": 0.02 * torch.randn(81, 3, generator=generator, dtype=F64)}
+        constrained = integrator.constrained(Constraints(pairs if lengths is None else pairs[:54], lengths))
+        record = ALL if lengths else (*ALL, "pressure")
+        found, domains = held.run(model, constrained, 15, record=record, masses=masses, seed=1, **start)
+        assert len(domains) > 1
+        whole = domains[-1].collect(found.state.system.positions)
+        if dist.get_rank(group) == 0 and lengths:
+            bonds = whole[pairs[:54, 0]] - whole[pairs[:54, 1]]
+            assert_equal(bonds.norm(dim=1), torch.full((54,), lengths, dtype=F64), "lengths", 1e-9)
+
+
+@case(2, 3)
 def domains_last_as_long_as_verlet_lists(group: Any) -> None:
     """For strains and displacements of several sizes; while they last, lists have all pairs and meshes are right."""
     atoms, cutoff, skin = Atoms(n=4), 3.0, 0.4
@@ -320,13 +360,14 @@ def what_ranks_cannot_do_is_named(group: Any) -> None:
         energies = (system.positions**2).sum(1, keepdim=True)
         return Evaluation(system_sums(energies, None, 1).squeeze(1), -2.0 * system.positions)
 
-    pairs = Constraints(torch.tensor([[0, 1]]))
     lennard_jones = Pair("lennard_jones", cutoff=5.5, sigma=3.4, epsilon=0.0104)
     per_atom = PairPotential("sigma1*sigma2/r", per_atom=("sigma",), cutoff=5.5)
+    far, beyond = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 32]])
     here = torch.ones(own.domain.n_owned, dtype=F64)
     with_cells = own._replace(cell=of_rank * own.cell)
     for call, words in (
-        (lambda: simulate(own, argon(), nve(DT).constrained(pairs), 1), "`constraints` are for systems that are not"),
+        (lambda: simulate(own, argon(), nve(DT).constrained(Constraints(far, 0.1)), 1), "lengths of atoms .0, 1, 2."),
+        (lambda: simulate(own, argon(), nve(DT).constrained(Constraints(beyond)), 1), "name atom 32 of 32"),
         (lambda: simulate(own, forgetful, nve(DT), 1), "`model`: energies differ between ranks"),
         (lambda: simulate(own, FromASE(Calculator(lennard_jones)), nve(DT), 1), "`domain`: a calculator"),
         (lambda: simulate(own, SumOfTerms(partial(per_atom, sigma=here)), nve(DT), 1), "`sigma` of a term must have"),
@@ -340,7 +381,7 @@ def what_ranks_cannot_do_is_named(group: Any) -> None:
         (lambda: relax(own, forgetful), "`model`: energies differ between ranks"),
         (lambda: relax(own, argon(), fmax=0.1 * of_rank), "`fmax` must be the same on all ranks"),
     ):
-        with pytest.raises((ValueError, TypeError), match=words):
+        with pytest.raises((ValueError, TypeError, OtherRankError), match=words):
             call()
     with pytest.raises(ValueError if rank == 0 else OtherRankError, match="`velocities` must have shape"):
         simulate(own, argon(), nve(DT), 1, velocities=own.positions[: len(here) - (rank == 0)])

@@ -328,7 +328,7 @@ class Cell(Flow):
         """The state after the time h, with what moves inside of clusters."""
         if self.constraints is None:
             return self._stretched(state, h)
-        centred = self.constraints.centred(state)
+        centred = self.constraints.of(state.system.domain).centred(state)
         moved = self._stretched(centred, h)
         rest = state.less(centred) if self.inside is None else self.inside(state.less(centred), h)
         positions, velocities = state.system.positions, state.velocities
@@ -608,7 +608,7 @@ class CellNoise(Cell):
         """``P V``, less the energy that came in."""
         extra = state.extra
         if self.constraints is not None:
-            state = self.constraints.centred(state)
+            state = self.constraints.of(state.system.domain).centred(state)
         came = extra[f"heat{self.stream}"] + 0.5 * self._slope(state) * extra["strain"]
         return extra["pressure"] * state.volumes.unsqueeze(1) - came
 
@@ -634,9 +634,10 @@ class Shake(Flow):
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Change positions, velocities, and the cell if the drift does."""
-        directions = self.constraints.bonds(state.system.positions)
+        constraints = self.constraints.of(state.system.domain)
+        directions = constraints.bonds(state.system.positions)
         state = self.drift(state, h)
-        added = self.constraints.correction(directions, state.system.positions, state.extra)
+        added = constraints.correction(directions, state.system.positions, state.extra)
         return state.at(state.system.positions + added, velocities=state.velocities + added / state.of_atoms(h))
 
     def energy(self, state: State) -> torch.Tensor | float:
@@ -652,9 +653,8 @@ class Tangent(Flow):
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Project the velocities."""
-        return state._replace(
-            velocities=self.constraints.tangent(state.system.positions, state.velocities, state.extra)
-        )
+        constraints = self.constraints.of(state.system.domain)
+        return state._replace(velocities=constraints.tangent(state.system.positions, state.velocities, state.extra))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -665,7 +665,7 @@ class TangentNoise(Noise):
 
     def _allowed(self, state: State, pushes: torch.Tensor) -> torch.Tensor:
         assert self.constraints is not None
-        return self.constraints.tangent(state.system.positions, pushes, state.extra)
+        return self.constraints.of(state.system.domain).tangent(state.system.positions, pushes, state.extra)
 
 
 def without_repetition(flows: Sequence[tuple[Flow, float] | None]) -> list[tuple[Flow, float] | None]:

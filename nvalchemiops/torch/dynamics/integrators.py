@@ -179,11 +179,11 @@ class Integrator:
                     f"`velocities` must have shape (n_atoms, 3) = {tuple(positions.shape)}, "
                     f"got {tuple(velocities.shape)}"
                 )
-            if domain is not None and self.constraints is not None:
-                raise ValueError("`constraints` are for systems that are not divided among ranks by a `domain`")
+            held = self.constraints
             must_be_same(
                 domain, **self.parameters, seed=seed, keys=keys, removed=removed, velocities=velocities is None
             )
+            must_be_same(domain, constraints=None if held is None else (held.pairs, held.lengths, held.iterations))
         division = Division(batch_idx if domain is None else domain.batch_idx, n_systems, domain)
         extra |= {"seed": seeds, "key": system_keys}
         extra |= {"inertia": inertia_of(masses), "inverse_masses": (1.0 / masses).unsqueeze(1)}
@@ -206,7 +206,7 @@ class Integrator:
                     velocities = torch.where(has_frozen, velocities, still)
         velocities = torch.where(masses.isinf().unsqueeze(1), 0.0, velocities.to(positions.dtype))
         if self.constraints is not None:
-            velocities = self.constraints.tangent(system.positions, velocities, extra)
+            velocities = self.constraints.of(system.domain).tangent(system.positions, velocities, extra)
         if removed is None:
             removed = self._removed(masses, velocities, division)
         degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed, domain=domain)
@@ -219,10 +219,10 @@ class Integrator:
         if (places := division.places()) is not None:
             extra["place"] = places
         _check_cells(system, self._distinct)
-        evaluation = _checked(model(system), system, n_systems, any(flow.needs_stress for flow in self._distinct))
         step = torch.zeros((), dtype=torch.int64, device=positions.device)
         extra |= {f"given {name}": extra[name] for name in self.parameters}
-        return self._begun(State(system, velocities, masses, evaluation, step, extra))
+        unknown = Evaluation(positions.new_zeros(n_systems), torch.zeros_like(positions))
+        return self._started(State(system, velocities, masses, unknown, step, extra), model)
 
     def resume(self, state: State, model: Model) -> State:
         """The state of an earlier run, of this integrator or another, as a start. The model is called once.
@@ -254,15 +254,15 @@ class Integrator:
             system, found = self.constraints.begin(system, extra)
             extra |= found
             extra |= _degrees_with(extra, extra["degrees_of_freedom"])
-            velocities = self.constraints.tangent(system.positions, velocities, extra)
-        needs_stress = any(flow.needs_stress for flow in self._distinct)
-        state = self._followed(state._replace(system=system, velocities=velocities, extra=extra))
-        system = state.system
-        evaluation = _checked(model(system), system, n_systems, needs_stress)
-        return self._begun(state._replace(evaluation=evaluation))
+            velocities = self.constraints.of(system.domain).tangent(system.positions, velocities, extra)
+        return self._started(state._replace(system=system, velocities=velocities, extra=extra), model)
 
-    def _begun(self, state: State) -> State:
-        """The state with the variables of all flows."""
+    def _started(self, state: State, model: Model) -> State:
+        """The state with its evaluation and the variables of all flows."""
+        state = self._followed(state)
+        needs_stress = any(flow.needs_stress for flow in self._distinct)
+        found = _checked(model(state.system), state.system, state.extra["dt"].shape[0], needs_stress)
+        state = state._replace(evaluation=found)
         for flow in self._distinct:
             state = state.having(**flow.start(state))
         return self._pulled(state)
@@ -271,7 +271,7 @@ class Integrator:
         """The state with the stress of constraint forces, if there is a stress."""
         if self.constraints is None or state.evaluation.stress is None:
             return state
-        return state.having(**{f"{PREFIX}stress": self.constraints.stress(state)})
+        return state.having(**{f"{PREFIX}stress": self.constraints.of(state.system.domain).stress(state)})
 
     def _removed(self, masses: torch.Tensor, velocities: torch.Tensor, division: Division) -> Number:
         """3 for systems whose centre of mass is at rest and stays there, 0 for others."""
