@@ -180,10 +180,9 @@ class Integrator:
                     f"got {tuple(velocities.shape)}"
                 )
             held = self.constraints
-            must_be_same(
-                domain, **self.parameters, seed=seed, keys=keys, removed=removed, velocities=velocities is None
-            )
-            must_be_same(domain, constraints=None if held is None else (held.pairs, held.lengths, held.iterations))
+            same: dict[str, Any] = {**self.parameters, "seed": seed, "keys": keys, "removed": removed}
+            same["constraints"] = None if held is None else (held.pairs, held.lengths, held.iterations)
+            must_be_same(domain, **same, velocities=velocities is None)
         division = Division(batch_idx if domain is None else domain.batch_idx, n_systems, domain)
         extra |= {"seed": seeds, "key": system_keys}
         extra |= {"inertia": inertia_of(masses), "inverse_masses": (1.0 / masses).unsqueeze(1)}
