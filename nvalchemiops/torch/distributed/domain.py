@@ -335,8 +335,8 @@ class Domain:
             if (atoms.cell is None) != (self.cell is None):
                 raise ValueError("`cell` of the system must be that of the `domain`")
             if atoms.cell is not None:
-                open_too = torch.as_tensor(True if atoms.pbc is None else atoms.pbc, device=self.device)
-                if self._changed(atoms.cell) is not None or not torch.equal(open_too.expand_as(self.pbc), self.pbc):
+                pbc = torch.as_tensor(True if atoms.pbc is None else atoms.pbc, device=self.device)
+                if self._changed(atoms.cell) is not None or not torch.equal(pbc.expand_as(self.pbc), self.pbc):
                     raise ValueError("`cell` and `pbc` of the system must be those of the `domain`")
             given = atoms.batch_idx
             if given is not None and (numbers is None or not torch.equal(given.to(numbers.dtype), numbers)):
@@ -630,11 +630,8 @@ class Domain:
             with torch.inference_mode(False):
                 self._inverse = inverse_of_periodic(before, self.pbc)
         strain = strain_between(before, now, self.pbc, self._inverse)
-        system = self.batch_idx
-        moved, taken = (
-            displacements(positions.detach(), reference, strain, system),
-            0.5 * taken_by_strain(strain, self.reach),
-        )
+        system, taken = self.batch_idx, 0.5 * taken_by_strain(strain, self.reach)
+        moved = displacements(positions.detach(), reference, strain, system)
         by_atoms = moved + (taken if system is None else taken.index_select(0, system))
         return float(torch.cat([by_atoms, taken]).amax().nan_to_num(nan=torch.inf))
 

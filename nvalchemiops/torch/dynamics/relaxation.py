@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -176,7 +177,8 @@ def relax(
         raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
     domain = system.domain if isinstance(system, System) else None
     with together(domain):
-        must_be_same(domain, optimizer=repr(optimizer), fmax=fmax, smax=smax, max_steps=max_steps, cell=cell)
+        name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
+        must_be_same(domain, optimizer=name, fmax=fmax, smax=smax, max_steps=max_steps, cell=cell)
         if domain is not None:
             compact_every = None
             if not hasattr(optimizer, "carried"):
