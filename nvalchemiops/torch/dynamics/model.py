@@ -44,8 +44,8 @@ class Evaluation(NamedTuple):
 class Model(Protocol):
     """A potential energy surface: a call takes a `System`, of one or several systems, and returns an `Evaluation`.
 
-    With a ``domain`` the call is collective. Forces are those of the atoms that this rank owns, energies and stress those
-    of whole systems, the same on all ranks.
+    With a ``domain`` the call is collective. Forces are those of the atoms that this rank owns, energies and stress are
+    those of whole systems, the same on all ranks.
     """
 
     def __call__(self, system: System) -> Evaluation:
