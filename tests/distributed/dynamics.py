@@ -195,25 +195,33 @@ def molecules_that_borders_cut_stay_rigid(group: Any) -> None:
     masses = torch.tensor([16.0, 1.0, 1.0], dtype=F64).repeat(27)[shuffled]
     masses[number[5]] = torch.inf
     # between oxygen atoms alone
-    charges = (masses > 10.0).to(F64)
+    charges = torch.where(masses.isinf(), 0.0, (masses > 10.0).to(F64))
     potential = PairPotential("0.02*q1*q2*((2.9/r)^12 - (2.9/r)^6)", per_atom=("q",), cutoff=5.0, r_switch=4.0)
-    model = SumOfTerms(partial(potential, q=torch.where(masses.isinf(), 0.0, charges)))
     dt, kt = 2.0 * FEMTOSECOND, 400.0 * KELVIN
-    held = Held(group, System(x, cell=cell), cutoff=5.0)
-    for integrator, lengths in (
-        (nve(dt), None),
-        (langevin(dt, kt), 0.9),
-        (npt(dt, kt, 0.0, cell="full", barostat_time=50.0 * dt), None),
-        (stochastic_cell(dt, kt, 0.0, compressibility=1.0 / GIGAPASCAL, barostat_time=50.0 * dt), None),
+    one = System(x, cell=cell)
+    turned = one._replace(
+        positions=x.flip(0) @ torch.eye(3, dtype=F64).flip(0), cell=cell @ torch.eye(3, dtype=F64).flip(0)
+    )
+    pairs_of_both = torch.cat([pairs, 161 - pairs])
+    for integrator, lengths, whole in (
+        (nve(dt), None, one),
+        (langevin(dt, kt), 0.9, one),
+        (npt(dt, kt, 0.0, cell="full", barostat_time=50.0 * dt), None, joined([one, turned])),
+        (stochastic_cell(dt, kt, 0.0, compressibility=1.0 / GIGAPASCAL, barostat_time=50.0 * dt), None, one),
     ):
-        start = {} if lengths else {"velocities": 0.02 * torch.randn(81, 3, generator=generator, dtype=F64)}
-        constrained = integrator.constrained(Constraints(pairs if lengths is None else pairs[:54], lengths))
-        record = ALL if lengths else (*ALL, "pressure")
-        found, domains = held.run(model, constrained, 15, record=record, masses=masses, seed=1, **start)
+        is_batch = whole is not one
+        held = Held(group, whole, cutoff=5.0)
+        of_atoms = [torch.cat([values, values.flip(0)]) if is_batch else values for values in (charges, masses)]
+        start = 0.02 * torch.randn(whole.positions.shape, generator=generator, dtype=F64)
+        options: Any = {"masses": of_atoms[1], "seed": 1, "record": ALL if lengths else (*ALL, "pressure")}
+        options |= {} if lengths else {"velocities": start}
+        which = pairs[:54] if lengths else pairs_of_both if is_batch else pairs
+        constrained = integrator.constrained(Constraints(which, lengths))
+        found, domains = held.run(SumOfTerms(partial(potential, q=of_atoms[0])), constrained, 15, **options)
         assert len(domains) > 1
-        whole = domains[-1].collect(found.state.system.positions)
+        everywhere = domains[-1].collect(found.state.system.positions)
         if dist.get_rank(group) == 0 and lengths:
-            bonds = whole[pairs[:54, 0]] - whole[pairs[:54, 1]]
+            bonds = everywhere[which[:, 0]] - everywhere[which[:, 1]]
             assert_equal(bonds.norm(dim=1), torch.full((54,), lengths, dtype=F64), "lengths", 1e-9)
 
 
