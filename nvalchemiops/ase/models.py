@@ -62,6 +62,8 @@ class FromASE:
         """Energies, forces and stress."""
         if system.numbers is None:
             raise ValueError("`numbers` of the system are needed for ASE")
+        if system.domain is not None:
+            raise ValueError("`domain`: a calculator computes whole systems, see `nvalchemiops.ase.on_ranks`")
         # on ranks a calculator has terms whose atoms are divided, so only the class itself
         if type(self.calculator) is Calculator and self._bind(system) is not None:
             assert self._sum is not None

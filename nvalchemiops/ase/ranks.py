@@ -153,11 +153,11 @@ class RankCalculator(Calculator):
         reaches = [term.reach(atoms) for term in self.terms]  # type: ignore[attr-defined]
         if None in reaches:
             raise ValueError("`cutoff` is needed on several ranks: without it each atom is a neighbor of all others")
-        made_for = (max(reaches), atoms.cell.array.tobytes(), atoms.pbc.tobytes(), len(atoms))
+        made_for = (max(reaches), atoms.pbc.tobytes(), len(atoms))
         domain = self._domain
         if domain is not None and made_for == self._made_for:
             own = domain.distribute(held)
-            if 2.0 * domain.displacement(own) <= self.skin:
+            if 2.0 * domain.displacement(own, cell) <= self.skin:
                 return domain, own
         pbc = None if cell is None else torch.tensor(atoms.pbc, device=self.device)
         self._domain = domain = Domain(held, cell, pbc, cutoff=max(reaches), skin=self.skin, group=self.group)

@@ -13,7 +13,7 @@ first arguments. It takes `Neighbors` too, or builds them. Its results have name
 
 import itertools
 from collections import namedtuple
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -146,6 +146,22 @@ class System(NamedTuple):
         if as_matrix:
             return Neighbors.from_matrix(found[0], shifts, counts=found[1], cutoff=cutoff, half=half)
         return Neighbors.from_list(found[0], shifts, row_pointers=found[1], cutoff=cutoff, half=half)
+
+
+PER_ATOM = ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths")
+"""Values of a `System` that have a row for each atom, except for widths that are the same for all."""
+
+
+def of_each_atom(system: System, function: Callable[[torch.Tensor], torch.Tensor]) -> System:
+    """The system with the results of ``function`` for all values that have a row for each atom."""
+    given = {name: getattr(system, name) for name in PER_ATOM}
+    changed: Any = {name: function(value) for name, value in given.items() if has_rows(value)}
+    return system._replace(**changed)
+
+
+def has_rows(value: Any) -> bool:
+    """Whether a value of a system has a row for each atom."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 class Neighbors(NamedTuple):

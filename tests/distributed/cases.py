@@ -137,7 +137,7 @@ def sums_over_pairs_need_no_rows_of_ghosts(group: Any) -> None:
     x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
     options = {"cutoff": CUTOFF, "k_cutoff": 1.0, "compute_forces": True, "compute_virial": True, "domain": domain}
     without = ewald_summation(x, q, atoms.cell, 0.4, **options)
-    found = domain._owned_rows(x, CUTOFF)
+    found = domain._owned_rows(x, CUTOFF, None)
     assert domain.n_ghosts and found.alone.pointers is not None
     assert found.alone.pointers.diff()[domain.n_owned :].count_nonzero() == 0
     assert found._of_both is None

@@ -192,7 +192,7 @@ def a_calculator_on_ranks(group: Any) -> None:
 
         made = on_ranks(main, *terms, group=group)
         assert (made is None) == (dist.get_rank(group) > 0)
-        assert made is None or made in (3, 4, 5), made
+        assert made is None or made in (2, 3, 4), made
 
     # what rank 0 raises ends the others
     def fails(_):

@@ -14,13 +14,13 @@ from pathlib import Path
 SIZES = (1, 2, 3, 4, 7)
 FEW = {
     *("exchanges_are_transposes", "neighbors_are_those_of_one_process", "what_ranks_do_differently_is_named"),
-    *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion"),
+    *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion", "trajectories_are_those_of_one_process"),
 }
 """Cases of every day, for two ranks."""
 TIMEOUT = 300
 
 
-TOPICS = ("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems")
+TOPICS = ("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics")
 """Files with cases."""
 
 

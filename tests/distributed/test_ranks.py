@@ -45,20 +45,33 @@ def test_a_rank_that_is_gone_is_named(tmp_path):
     assert said[0].count("rank 1 is gone or late") == 2, said[0]  # of a sum, and of a calculator
 
 
-@pytest.mark.later
-def test_salt_on_ranks_by_one_command():
-    """The example under torchrun: energy is conserved, and the first step is that of one process."""
-    example = Path(__file__).parents[2] / "examples" / "16_salt_on_ranks.py"
+def printed(name, *options):
+    """What an example prints under torchrun, with two ranks."""
+    example = Path(__file__).parents[2] / "examples" / name
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     finished = subprocess.run(
-        [*command, str(example), "--quick", "--steps", "20"],
+        [*command, str(example), *options],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    text = finished.stdout
+    return finished.stdout
+
+
+@pytest.mark.later
+def test_dynamics_on_ranks_by_one_command():
+    """The example: a conserved quantity, and the trajectory of one process."""
+    text = printed("20_argon_on_ranks.py")
+    assert float(re.search(r"differ from those of one process by (\S+)", text)[1]) < 1e-11
+    assert float(re.search(r"has changed by (\S+) meV/atom", text)[1]) < 0.02
+
+
+@pytest.mark.later
+def test_salt_on_ranks_by_one_command():
+    """The example under torchrun: energy is conserved, and the first step is that of one process."""
+    text = printed("16_salt_on_ranks.py", "--quick", "--steps", "20")
     errors = re.search(r"energies differ by (\S+), forces by (\S+)", text).groups()
     assert max(map(float, errors)) < 1e-10
     assert "owns 864 ions" in text

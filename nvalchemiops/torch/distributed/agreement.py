@@ -126,8 +126,8 @@ class Agreement:
             )
         if not 2.0 * self.largest[0] <= self._skin:
             raise ValueError(
-                f"atoms have moved by {self.largest[0]:g}, more than half of the skin of the `domain`, {self._skin}: "
-                "make a new domain"
+                f"atoms have moved by {self.largest[0]:g}, with the part of a strained cell, more than half of the "
+                f"skin of the `domain`, {self._skin}: make a new domain, as `Domain.follow` does"
             )
 
     def _tell_counts(self) -> str:

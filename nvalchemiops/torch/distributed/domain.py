@@ -2,7 +2,8 @@
 
 The cells are cut into bricks of equal work, one for each rank. A rank owns the atoms in its brick, of all systems. Its
 *ghosts* are the atoms of other ranks that have an image closer to the brick than cutoff + skin. Atoms keep their owner
-until a new domain is made.
+until a new domain is made. A cell that changes strains bricks and neighbor lists, which takes a part of the skin, as
+for a `VerletList`.
 
 Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/jcph.1995.1039.
 """
@@ -11,8 +12,8 @@ import contextlib
 import copy
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -37,8 +38,10 @@ from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_row
 from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
+from nvalchemiops.torch.neighbors.verlet import displacements, inverse_of_periodic, strain_between, taken_by_strain
+from nvalchemiops.torch.operators.noise import places_in_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
-from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.systems import PER_ATOM, System, of_each_atom
 
 OF_ATOM = 40.0
 """The work of an atom without neighbors, in neighbors: its spline takes about as long as that many pairs, a half of the
@@ -65,7 +68,8 @@ class Domain:
     cutoff : float, length
         The largest cutoff of the sums over neighbors.
     skin : float, length, optional
-        The domain is valid as long as no atom has moved by more than half of the skin.
+        The domain is valid as long as no atom has moved by more than half of the skin, beyond the motion of its cell.
+        A cell with the strain E takes ``(cutoff + skin) |E|`` of the skin.
     num_systems : int, optional
         By default the number of cells, or without a batch of cells, one more than the largest entry of ``batch_idx``.
     group : torch.distributed.ProcessGroup, optional
@@ -242,6 +246,8 @@ class Domain:
         self._known_positions, self._known_numbers = known[:, :3].to(positions.dtype).contiguous(), known[:, 3].long()
         self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
         self._rows: dict[float, OwnedRows] = {}
+        self._inverse: torch.Tensor | None = None  # of the cells, once a cell changes
+        self._to_first: Exchange | None = None  # for `collect`
         self.kept: dict[Any, Any] = {}
 
     def _cut(
@@ -268,18 +274,22 @@ class Domain:
 
         return make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
 
-    def follow(self, positions: torch.Tensor, *values: torch.Tensor) -> tuple[Any, ...]:
+    def follow(
+        self, positions: torch.Tensor, *values: torch.Tensor, cell: torch.Tensor | None = None
+    ) -> tuple[Any, ...]:
         """Return a domain that is valid for these positions, and the positions and values of the atoms owned in it.
 
-        It is a new domain if an atom on any rank has moved by more than half of the skin. A collective call: all ranks
-        make the same choice. Atoms keep their numbers, and `gather` returns values to the ranks that held the atoms in
-        the beginning.
+        It is a new domain if an atom on any rank has moved by more than half of the skin that the cell leaves. A
+        collective call: all ranks make the same choice. Atoms keep their numbers, and `gather` returns values to the
+        ranks that held the atoms in the beginning.
 
         Parameters
         ----------
         positions : (n_owned, 3) tensor
         *values : (n_owned, ...) tensors
             Other values of the atoms, such as velocities.
+        cell : (3, 3) or (n_systems, 3, 3) tensor, optional
+            The cell now, by default that with which the domain was made. It must be the same on all ranks.
 
         Returns
         -------
@@ -288,29 +298,38 @@ class Domain:
         positions, *values : tensors
             Positions and values of the atoms that this rank now owns.
         """
+        new, move = self._followed(positions, values, cell)
+        return new, *(move(value) for value in (positions, *values))
+
+    def _followed(
+        self, positions: torch.Tensor, values: Sequence[torch.Tensor], cell: torch.Tensor | None
+    ) -> tuple["Domain", Callable[[torch.Tensor], torch.Tensor]]:
+        """The domain that `follow` returns, and a function that brings values of atoms to their owners in it."""
         with Agreement(self.group, self.device) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
                 agreement.same[f"`{name}`"] = of_atoms(value)
-            agreement.largest[0] = self._moved(positions)
+            self._note_cell(cell, agreement)
+            agreement.largest[0] = self._moved(positions, cell)
         if 2.0 * agreement.largest[0] <= self.skin:
-            return self, positions, *values
-        new = Domain(positions, batch_idx=self.batch_idx, **self._options)
-        moved = [carried(new._to_owners.apply, value) for value in (positions, *values)]
+            return self, lambda value: value
+        options = self._options if cell is None else {**self._options, "cell": cell.detach().clone()}
+        new = Domain(positions, batch_idx=self.batch_idx, **options)
+        move = new._to_owners.apply
         with torch.inference_mode(False):
-            new.global_index = new._to_owners.apply(self.global_index)
+            new.global_index = move(self.global_index)
             new._known_numbers = new._with_ghosts(new.global_index)
             new._first_held, new._n_held = self._first_held, self._n_held
             new._to_owners = new._from_holders()
-        return new, *moved
+        return new, lambda value: carried(move, value)
 
     def _in_units(self, length: float) -> "Domain":
         """The same division for positions in another unit, whose ``length`` is given in the present unit."""
         if ("units", length) not in self.kept:
             other = copy.copy(self)
             with torch.inference_mode(False), outside_of_transforms():
-                other.cell = None if self.cell is None else self.cell / length
+                other.cell, other._inverse = None if self.cell is None else self.cell / length, None
                 other._known_positions = self._known_positions / length
             other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
             other._frames = self._frames._replace(vectors=self._frames.vectors / length)
@@ -349,35 +368,118 @@ class Domain:
                 agreement.same["`values`"] = told
         return carried(move, values)
 
-    def distribute(self, values: torch.Tensor) -> torch.Tensor:
+    @overload
+    def distribute(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def distribute(self, values: System) -> System: ...
+
+    def distribute(self, values: torch.Tensor | System) -> torch.Tensor | System:
         """Bring values of atoms to the ranks that own them. A collective call, differentiable to any order.
 
         Parameters
         ----------
-        values : (n, ...) tensor
-            Values of the atoms that this rank holds.
+        values : (n, ...) tensor or System
+            Values of the atoms that this rank holds, or these atoms as a system with the cell, the periodicity and the
+            ``batch_idx`` of the domain.
 
         Returns
         -------
-        (n_owned, ...) tensor
-            Values of the atoms that this rank owns.
+        (n_owned, ...) tensor or System
+            Values of the atoms that this rank owns, or these atoms with ``domain``.
         """
+        if isinstance(values, System):
+            self._check_held(values)
+            own = of_each_atom(values, self.distribute)
+            return own._replace(batch_idx=None, pbc=None, domain=self)
         return self._carried(self._to_owners.apply, values, self._n_held)
 
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
+    def _check_held(self, atoms: System) -> None:
+        """Raise unless these atoms, which this rank holds, are in the systems of the domain. A collective call."""
+        numbers = self._batch_idx_held()
+        with Agreement(self.group, self.device):
+            if atoms.domain is not None:
+                raise ValueError("`values`: the system has a `domain` already")
+            if (atoms.cell is None) != (self.cell is None):
+                raise ValueError("`cell` of the system must be that of the `domain`")
+            if atoms.cell is not None:
+                pbc = torch.as_tensor(True if atoms.pbc is None else atoms.pbc, device=self.device)
+                if self._changed(atoms.cell) is not None or not torch.equal(pbc.expand_as(self.pbc), self.pbc):
+                    raise ValueError("`cell` and `pbc` of the system must be those of the `domain`")
+            given = atoms.batch_idx
+            if given is not None and (numbers is None or not torch.equal(given.to(numbers.dtype), numbers)):
+                raise ValueError("`batch_idx` of the system must be that of the `domain`")
+            if given is None and numbers is not None and self._n_held:
+                raise ValueError("`batch_idx` of the system is missing: the `domain` has one")
+
+    @overload
+    def gather(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def gather(self, values: System) -> System: ...
+
+    def gather(self, values: torch.Tensor | System) -> torch.Tensor | System:
         """Bring values of atoms back to the ranks that hold them. A collective call, differentiable to any order.
 
         Parameters
         ----------
-        values : (n_owned, ...) tensor
-            Values of the atoms that this rank owns.
+        values : (n_owned, ...) tensor or System
+            Values of the atoms that this rank owns, or these atoms.
 
         Returns
         -------
-        (n, ...) tensor
-            Values of the atoms that this rank holds, in the order in which it holds them.
+        (n, ...) tensor or System
+            Values of the atoms that this rank holds, in the order in which it holds them, or these atoms without
+            ``domain``.
         """
+        if isinstance(values, System):
+            held = of_each_atom(values, self.gather)
+            return held._replace(batch_idx=self._batch_idx_held(), pbc=self._pbc_of(values), domain=None)
         return self._carried(lambda rows: self._to_owners.transpose(rows, self._n_held), values, self.n_owned)
+
+    def collect(self, values: torch.Tensor | System) -> Any:
+        """Bring values of all atoms to the first rank, in the order of their numbers. A collective call.
+
+        Parameters
+        ----------
+        values : (n_owned, ...) tensor or System
+            Values of the atoms that this rank owns, or these atoms.
+
+        Returns
+        -------
+        (n_atoms, ...) tensor or System
+            Values of all atoms, or these without ``domain``, on the first rank; of no atoms on the others.
+        """
+        if isinstance(values, System):
+            whole = of_each_atom(values, self.collect)
+            batch_idx = None if self.batch_idx is None else self.collect(self.batch_idx)
+            return whole._replace(batch_idx=batch_idx, pbc=self._pbc_of(values), domain=None)
+        if self._to_first is None:
+            with torch.inference_mode(False):
+                here = torch.arange(self.n_owned, device=self.device)
+                rows = Exchange.plan(self.group, [here, *[here[:0]] * (self.n_ranks - 1)])
+                self._to_first = rows.in_order(torch.argsort(rows.apply(self.global_index)))
+        return self._carried(self._to_first.apply, values, self.n_owned)
+
+    def _pbc_of(self, atoms: System) -> torch.Tensor | None:
+        """The periodicity of atoms without a domain; with one cell that of the first system."""
+        if atoms.cell is None:
+            return None
+        return self.pbc if atoms.cell.ndim == 3 else self.pbc[0]
+
+    def _batch_idx_held(self) -> torch.Tensor | None:
+        """System (n,) of each atom that this rank holds. A collective call."""
+        return None if self.batch_idx is None else self._to_owners.transpose(self.batch_idx, self._n_held)
+
+    def _places_in_systems(self) -> torch.Tensor:
+        """Number (n_owned,) int32 of each owned atom among all atoms of its system. A collective call."""
+        held = self._batch_idx_held()
+        if held is None:
+            return self.global_index.int()
+        counts = torch.zeros(self.n_ranks, self.n_systems, dtype=torch.int64, device=self.device)
+        counts[self.rank] = torch.bincount(held.long(), minlength=self.n_systems)
+        before = add(counts, self.group)[: self.rank].sum(0)
+        return self._to_owners.apply(places_in_systems(held, self.n_systems) + before[held.long()].int())
 
     def with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Append values of ghosts. A collective call, differentiable to any order: gradients go to the owners.
@@ -489,6 +591,11 @@ class Domain:
         """The elementwise maximum of the values over all ranks, without gradients. A collective call."""
         return maximum(values.detach().clone(), self.group)
 
+    def _is_same(self, values: torch.Tensor) -> bool:
+        """Whether values, of the same shape on all ranks, are equal on all of them. A collective call."""
+        ends = self._maximum(torch.stack([values, -values]))
+        return not bool((ends[0] > -ends[1]).any())  # NaN is no difference
+
     def _union(self, numbers: torch.Tensor, size: int) -> list[int]:
         """The numbers from 0 to ``size - 1`` that occur on any rank. A collective call."""
         there = torch.bincount(numbers.long().clamp(0, size), minlength=size + 1)
@@ -507,16 +614,34 @@ class Domain:
             )
         if atoms.batch_idx is not None:
             raise ValueError("`batch_idx` belongs to the `domain`: leave it out")
-        lattice = None if atoms.cell is None else atoms.cell.detach().double().reshape(-1, 3, 3)
-        if (lattice is None) != (self.cell is None):
-            raise ValueError("`cell` must be that of the `domain`")
-        if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
-            raise ValueError("`cell` has changed since the `domain` was made: make a new one")
+        if (atoms.cell is None) != (self.cell is None):
+            raise ValueError("`cell` must be given with this `domain`, which was made with one, or neither with one")
         with self._together() as agreement:
             same = agreement.same
-            for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):
+            for name in PER_ATOM:
                 same[f"`{name}`"] = of_atoms(getattr(atoms, name))
-            same["`pbc`"], same["`cell`"] = described(atoms.pbc), "None" if atoms.cell is None else kind_of(atoms.cell)
+            same["`pbc`"] = described(atoms.pbc)
+            self._note_cell(atoms.cell, agreement)
+
+    def _note_cell(self, cell: torch.Tensor | None, agreement: Agreement) -> None:
+        """Note a cell that must be the same on all ranks; its values if they are not those known to be the same."""
+        told = "None" if cell is None else kind_of(cell)
+        if cell is not None and (changed := self._changed(cell)) is not None:
+            told += f", now {described(changed.cpu())}"
+        agreement.same["`cell`"] = told
+
+    def _changed(self, cell: torch.Tensor | None) -> torch.Tensor | None:
+        """The cells (n_systems, 3, 3), in float64, if they differ from those with which the domain was made."""
+        if cell is None or self.cell is None:
+            return None
+        lattice = cell.detach().double().reshape(-1, 3, 3)
+        if lattice.shape[0] not in (1, self.n_systems):
+            raise ValueError(
+                f"`cell` must have shape (3, 3) or (n_systems, 3, 3) = ({self.n_systems}, 3, 3), got "
+                f"{tuple(cell.shape)}"
+            )
+        lattice = lattice.expand(self.n_systems, 3, 3)
+        return None if torch.equal(lattice, self.cell.expand_as(lattice)) else lattice
 
     def _alone(self, atoms: System) -> System:
         """The atoms as a system without a domain, for a sum that is periodic along all axes."""
@@ -543,29 +668,44 @@ class Domain:
             return None
         return torch.where(empty, 0.0, highest)
 
-    def displacement(self, positions: torch.Tensor) -> float:
+    def displacement(self, positions: torch.Tensor, cell: torch.Tensor | None = None) -> float:
         """Return the largest displacement of an atom on any rank since the domain was made. A collective call.
+
+        The domain is valid up to half of the skin.
 
         Parameters
         ----------
         positions : (n_owned, 3) tensor, length
+        cell : (3, 3) or (n_systems, 3, 3) tensor, optional
+            The cell now, by default that with which the domain was made. With another cell, displacements are those
+            beyond the strain, and half of what the strain takes of the skin is added.
 
         Returns
         -------
         float
             Infinite if a position is NaN.
         """
-        most = torch.tensor(self._moved(positions), dtype=torch.float64, device=self.device)
+        most = torch.tensor(self._moved(positions, cell), dtype=torch.float64, device=self.device)
         return float(maximum(most, self.group))
 
-    def _moved(self, positions: torch.Tensor) -> float:
-        """The largest displacement of an atom of this rank since the domain was made; infinite if one is NaN."""
-        reference = self._known_positions[: self.n_owned]
-        x, y, z = (positions.detach() - reference).double().square_().unbind(1)
-        # a sum along rows of three takes four times as long
-        return math.sqrt(float((x + y + z).amax().nan_to_num(nan=torch.inf))) if len(x) else 0.0
+    def _moved(self, positions: torch.Tensor, cell: torch.Tensor | None) -> float:
+        """The largest displacement of an atom of this rank, as for `displacement`; infinite if one is NaN."""
+        reference, now = self._known_positions[: self.n_owned], self._changed(cell)
+        if now is None or self.cell is None:
+            x, y, z = (positions.detach() - reference).double().square_().unbind(1)
+            # a sum along rows of three takes four times as long
+            return math.sqrt(float((x + y + z).amax().nan_to_num(nan=torch.inf))) if len(x) else 0.0
+        before = self.cell.expand_as(now)
+        if self._inverse is None:
+            with torch.inference_mode(False):
+                self._inverse = inverse_of_periodic(before, self.pbc)
+        strain = strain_between(before, now, self.pbc, self._inverse)
+        system, taken = self.batch_idx, 0.5 * taken_by_strain(strain, self.reach)
+        moved = displacements(positions.detach(), reference, strain, system)
+        by_atoms = moved + (taken if system is None else taken.index_select(0, system))
+        return float(torch.cat([by_atoms, taken]).amax().nan_to_num(nan=torch.inf))
 
-    def neighbors(self, positions: torch.Tensor, cutoff: float) -> Rows:
+    def neighbors(self, positions: torch.Tensor, cutoff: float, cell: torch.Tensor | None = None) -> Rows:
         """Return the neighbors of owned atoms, and the owned neighbors of ghosts, up to ``cutoff`` plus the skin.
 
         A collective call. Pairs of two ghosts are left out. The list is built from the positions with which the domain
@@ -575,6 +715,8 @@ class Domain:
         ----------
         positions : (n_owned, 3) tensor, length
         cutoff : float, length
+        cell : (3, 3) or (n_systems, 3, 3) tensor, optional
+            The cell now, by default that with which the domain was made.
 
         Returns
         -------
@@ -586,13 +728,13 @@ class Domain:
         ValueError
             Atoms have moved by more than half of the skin, or the cutoff is longer than the domain's cutoff.
         """
-        return self._owned_rows(positions, cutoff).of_both()
+        return self._owned_rows(positions, cutoff, cell).of_both()
 
-    def _owned_rows(self, positions: torch.Tensor, cutoff: float) -> OwnedRows:
+    def _owned_rows(self, positions: torch.Tensor, cutoff: float, cell: torch.Tensor | None) -> OwnedRows:
         """The list from which `neighbors` makes its rows. A collective call."""
         with self._together() as agreement:
             agreement.must_be_same(cutoff=cutoff)
-            self._must_be_near(positions)
+            self._must_be_near(positions, cell)
             if cutoff > self.cutoff:
                 raise ValueError(f"`cutoff` = {cutoff} is larger than that of the `domain`, {self.cutoff}")
             if cutoff not in self._rows:
@@ -613,11 +755,11 @@ class Domain:
         """The result of `_owned_rows`, which was called before for these positions and this cutoff."""
         return self._rows[cutoff]
 
-    def _must_be_near(self, positions: torch.Tensor) -> None:
+    def _must_be_near(self, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
         """Note how far atoms have moved. At the end of the part in `_together`, all ranks raise if that is too far."""
         with self._together() as agreement:
             if agreement.largest[0] < 0.0:  # not noted yet
-                agreement.largest[0] = self._moved(positions)
+                agreement.largest[0] = self._moved(positions, cell)
 
     def _search(self, cutoff: float) -> OwnedRows:
         n, system, everywhere = self.n_owned, self.batch_idx_with_ghosts, self._known_positions

@@ -40,7 +40,7 @@ class Cell(Flow):
         """The state after the time h, with what moves inside of clusters."""
         if self.constraints is None:
             return self._stretched(state, h)
-        centred = self.constraints.centred(state)
+        centred = self.constraints.of(state.system.domain).centred(state)
         moved = self._stretched(centred, h)
         rest = state.less(centred) if self.inside is None else self.inside(state.less(centred), h)
         positions, velocities = state.system.positions, state.velocities
@@ -320,7 +320,7 @@ class CellNoise(Cell):
         """``P V``, less the energy that came in."""
         extra = state.extra
         if self.constraints is not None:
-            state = self.constraints.centred(state)
+            state = self.constraints.of(state.system.domain).centred(state)
         came = extra[f"heat{self.stream}"] + 0.5 * self._slope(state) * extra["strain"]
         return extra["pressure"] * state.volumes.unsqueeze(1) - came
 

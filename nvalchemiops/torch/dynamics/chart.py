@@ -9,15 +9,21 @@ Source: the logarithm of F as coordinate, with exact forces, is the choice of Ju
 ``FrechetCellFilter``; E. B. Tadmor et al., Phys. Rev. B 59, 235 (1999), doi:10.1103/PhysRevB.59.235, for F itself.
 """
 
+import copy
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.model import Evaluation
+from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.operators.segments import system_sums
-from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.systems import System, of_each_atom
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 VOIGT = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))
 """Components of a symmetric matrix in Voigt's order."""
@@ -62,14 +68,23 @@ class Rows(NamedTuple):
     ----------
     n_systems : int
     system_of : (n_rows,) int32 tensor, or None for one system
+    domain : Domain or None
+        Rows of atoms are those of the atoms that this rank owns. Other rows, which follow, are the same on all ranks.
     """
 
     n_systems: int
     system_of: torch.Tensor | None
+    domain: "Domain | None" = None
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums (n_systems, k) of values (n_rows, k)."""
-        return system_sums(values, self.system_of, self.n_systems)
+        """Sums (n_systems, k) of values (n_rows, k). On ranks a collective call."""
+        if self.domain is None:
+            return system_sums(values, self.system_of, self.n_systems)
+        n = self.domain.n_owned
+        total = Division(self.domain.batch_idx, self.n_systems, self.domain).sums(values[:n])
+        if len(values) > n:
+            total = total + _added(values[n:].reshape(self.n_systems, 3, -1).unbind(1))
+        return total
 
     def dots(self, *pairs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The scalar product (n_systems,) of each pair of tensors (n_rows, 3)."""
@@ -86,13 +101,16 @@ class Rows(NamedTuple):
         return self.spread(torch.stack(values))[:, :, None].unbind(0)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
-        """The largest norm (n_systems,) of a row (3,): zero without rows, NaN if there is a NaN."""
+        """The largest norm (n_systems,) of a row (3,): zero without rows, not finite if a row is not."""
         squares = (x * x).unbind(1)
         norms = (squares[0] + squares[1] + squares[2]).sqrt()
         places = (
             torch.zeros(norms.shape, dtype=torch.int64, device=x.device) if self.system_of is None else self.system_of
         )
-        return norms.new_zeros(self.n_systems).scatter_reduce(0, places.to(torch.int64), norms, "amax")
+        found = norms.new_zeros(self.n_systems).scatter_reduce(0, places.to(torch.int64), norms, "amax")
+        if self.domain is None:
+            return found
+        return self.domain._maximum(found.nan_to_num(nan=torch.inf, posinf=torch.inf))  # a message may lose NaN
 
 
 class Chart:
@@ -118,25 +136,26 @@ class Chart:
     Raises
     ------
     ValueError, TypeError
-        A cell is to relax, but there is none; an argument of a wrong shape; a system that is divided among ranks; a
-        mask that cannot keep the volume.
+        A cell is to relax, but there is none; an argument of a wrong shape; a mask that cannot keep the volume.
     """
 
     def __init__(self, system: System, *, cell: bool | CellFilter = False, fixed: torch.Tensor | None = None) -> None:
         if not isinstance(system, System):
             raise TypeError(f"`system` must be a System, got {type(system).__name__}")
-        if system.domain is not None:
-            raise ValueError("`system` is divided among ranks, which cannot relax it yet: leave out its `domain`")
-        positions = system.positions
+        positions, domain = system.positions, system.domain
         checks.check_positions(positions, finite=False)
-        lattice, pbc, _ = checks.check_systems(positions, system.cell, system.pbc, system.batch_idx, None)
-        shaped = [t.shape[0] for t, ndim in ((lattice, 3), (pbc, 2)) if t is not None and t.ndim == ndim]
-        batch_idx, found = checks.check_batch(system.batch_idx, positions, shaped[0] if shaped else None, wait=True)
-        assert found is not None
+        if domain is None:
+            lattice, pbc, _ = checks.check_systems(positions, system.cell, system.pbc, system.batch_idx, None)
+            shaped = [t.shape[0] for t, ndim in ((lattice, 3), (pbc, 2)) if t is not None and t.ndim == ndim]
+            batch_idx, found = checks.check_batch(system.batch_idx, positions, shaped[0] if shaped else None, wait=True)
+            assert found is not None
+            self.system = system._replace(positions=positions.detach(), batch_idx=batch_idx)
+        else:
+            lattice, pbc, batch_idx, found = system.cell, domain.pbc, domain.batch_idx, domain.n_systems
+            self.system = system._replace(positions=positions.detach())
         self.n_systems, self.n_atoms = found, positions.shape[0]
-        self.system = system._replace(positions=positions.detach(), batch_idx=batch_idx)
         self.start = positions.detach().to(torch.float64)
-        self.rows = self.rows_of_atoms = Rows(self.n_systems, batch_idx)
+        self.rows = self.rows_of_atoms = Rows(self.n_systems, batch_idx, domain)
         self._free = None if fixed is None else _free(fixed, positions)
         self._lattice: torch.Tensor | None = None
         self._per_system: dict[str, torch.Tensor] = {}
@@ -148,14 +167,11 @@ class Chart:
             raise ValueError("`cell` is to relax, but the system has none")
         n, device = self.n_systems, positions.device
         self._lattice = lattice.detach().to(torch.float64).reshape(-1, 3, 3).expand(n, 3, 3)
-        systems = torch.arange(n, dtype=torch.int32, device=device)
-        if batch_idx is not None:
-            self.rows = Rows(n, torch.cat([batch_idx, systems.repeat_interleave(3)]))
-            counts = torch.zeros(n, dtype=torch.float64, device=device).index_add(
-                0, batch_idx, torch.ones(self.n_atoms, dtype=torch.float64, device=device)
-            )
+        self.rows = self._with_cells(self.rows_of_atoms)
+        if domain is None:
+            counts = system_sums(torch.ones_like(self.start[:, 0]), batch_idx, n)
         else:
-            counts = torch.full((1,), float(self.n_atoms), dtype=torch.float64, device=device)
+            counts = domain.atoms_in_systems
         self.start = torch.cat([self.start, self.start.new_zeros((3 * n, 3))])
 
         def of_systems(name: str, value: Any) -> torch.Tensor:
@@ -255,10 +271,45 @@ class Chart:
         found._latest = None
         return found, atoms, rows
 
+    def followed(self, x: torch.Tensor) -> tuple["Chart", Callable[[torch.Tensor], torch.Tensor] | None]:
+        """The chart whose domain is valid at coordinates x, and how rows go to their owners there.
+
+        The same chart and None where nothing moves. The function takes rows of atoms, alone or with those of cells
+        after them. On ranks a collective call.
+        """
+        domain = self.system.domain
+        if domain is None:
+            return self, None
+        now = self.at(x)
+        new, move = domain._followed(now.positions, (), now.cell)
+        if new is domain:
+            return self, None
+        n = self.n_atoms
+
+        def moved(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([move(rows[:n]), rows[n:]])
+
+        found = copy.copy(self)
+        found.system = of_each_atom(self.system, move)._replace(domain=new)
+        found.n_atoms, found.start = new.n_owned, moved(self.start)
+        found._free = None if self._free is None else move(self._free)
+        found.rows = found.rows_of_atoms = Rows(self.n_systems, new.batch_idx, new)
+        if self._lattice is not None:
+            found.rows = self._with_cells(found.rows_of_atoms)
+        found._latest = None
+        return found, moved
+
     # -- parts ------------------------------------------------------------------------------------
 
+    def _with_cells(self, rows: Rows) -> Rows:
+        """Rows of atoms, then three for each system."""
+        if rows.system_of is None:
+            return rows
+        systems = torch.arange(self.n_systems, dtype=torch.int32, device=rows.system_of.device)
+        return rows._replace(system_of=torch.cat([rows.system_of, systems.repeat_interleave(3)]))
+
     def _of_atoms(self, matrices: torch.Tensor) -> torch.Tensor:
-        idx = self.system.batch_idx
+        idx = self.rows_of_atoms.system_of
         return matrices if idx is None else matrices.index_select(0, idx)
 
     def _logarithm(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,18 +4,29 @@ Unknowns are the multipliers of the constraints of a cluster. Vectors between th
 multipliers λ change together, ``s_k = s_k⁰ + Σ_l C_kl λ_l d_l``, where d are the directions along which constraint
 forces act and the couplings C are the inverse masses that two pairs share. So a cluster of m pairs is a system of m
 equations, and clusters of equal size are one batch. Sums are in float64.
+
+On several ranks the atoms of a cluster may have different owners. The rank that owns the first atom of a cluster solves
+its equations: it receives what the others know of its atoms, and sends back by how much they move.
 """
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.exchange import Exchange
 from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.dynamics.sums import Division
+from nvalchemiops.torch.interactions.pair.shares import summed, together
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.systems import System
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 TOLERANCE = 1e-12
 """Relative error of squared lengths, in float64, up to which Newton's method has converged."""
@@ -40,7 +51,8 @@ class Constraints:
     Parameters
     ----------
     pairs : (n_pairs, 2) int tensor
-        Indices of atoms, in a batch those of the whole batch. For rigid water these are three pairs for each molecule.
+        Indices of atoms, in a batch those of the whole batch, with a domain the numbers of atoms. For rigid water these
+        are three pairs for each molecule.
     lengths : float or (n_pairs,) tensor, length, optional
         By default the distances at the start.
     iterations : int, optional
@@ -125,6 +137,91 @@ class Constraints:
         widest = max((len(row) for row in pushes.values()), default=0)
         table = [row + [2 * len(order)] * (widest - len(row)) for row in pushes.values()]
         self._slots = torch.tensor(table, dtype=torch.int64, device=device).reshape(len(atoms), widest).unbind(1)
+        # on ranks
+        self._exchange: Exchange | None = None  # of the atoms of the clusters that this rank solves
+        self._numbers = torch.arange(len(pairs), device=device)  # of the pairs, in the order of all of them
+        self._names = self.atoms  # numbers of the atoms
+        self._systems: torch.Tensor | None = None  # of the pairs
+        self._constants: tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]] | None = None
+
+    # -- clusters of one rank
+
+    def of(self, domain: "Domain | None") -> "Constraints":
+        """The constraints that this rank solves; without a domain all. A collective call if the domain is new."""
+        if domain is None or self._exchange is not None:
+            return self
+        if self not in domain.kept:
+            domain.kept[self] = self._divided(domain)
+        return domain.kept[self]
+
+    def _divided(self, domain: "Domain") -> "Constraints":
+        """The clusters whose first atom this rank owns, with atoms in the order of their numbers."""
+        device, cluster = domain.device, self.cluster.long()
+        # the owner of the first atom of each cluster
+        places = torch.arange(len(self.atoms), device=device)
+        first = torch.full((self.n_clusters,), len(places), dtype=torch.int64, device=device)
+        first = first.scatter_reduce(0, cluster, places, "amin")
+        solver = torch.where(torch.isin(self.atoms[first], domain.global_index), domain.rank, 0)
+        solver = domain._maximum(solver)
+        # owned atoms of clusters, to the ranks that solve these
+        own = torch.isin(domain.global_index, self.atoms).nonzero().squeeze(1)
+        to = solver[cluster[torch.searchsorted(self.atoms, domain.global_index[own])]]
+        order = torch.argsort(to, stable=True)
+        rows = own[order].split(torch.bincount(to, minlength=domain.n_ranks).tolist())
+        exchange = Exchange.plan(domain.group, rows)
+        exchange = exchange.in_order(torch.argsort(exchange.apply(domain.global_index)))
+
+        found, mine = copy.copy(self), solver == domain.rank
+        of_atoms = mine[cluster].nonzero().squeeze(1)
+        names = self.atoms[of_atoms]
+        is_here = mine[self._cluster_of(self.first)]
+        numbers = is_here.nonzero().squeeze(1)
+        found._exchange, found._names, found._numbers, found._constants = exchange, names, numbers, None
+        found.groups = [(int(is_here[part].sum()) // m, m) for part, m in self._parts()]
+        found.first, found.second = (torch.searchsorted(names, end[numbers]) for end in (self.first, self.second))
+        found.atoms = torch.arange(len(names), device=device)
+        found.cluster = (mine.cumsum(0) - 1)[cluster[of_atoms]].int()
+        found.n_clusters = int(mine.sum())
+        # places of pairs among those that are here; one with a minus, and zero, follow
+        here = torch.zeros_like(self.first).index_copy(0, numbers, torch.arange(len(numbers), device=device))
+        signed = torch.cat([here, here + len(numbers), here.new_full((1,), 2 * len(numbers))])
+        found._slots = tuple(signed[slot[of_atoms]] for slot in self._slots)
+        kept = [(level, mine[self._cluster_of(level[0])]) for level in self._levels]
+        found._levels = [(torch.searchsorted(names, a[at]), torch.searchsorted(names, b[at])) for (a, b), at in kept]
+        if domain.batch_idx is not None:
+            found._systems = exchange.apply(domain.batch_idx)[found.first]
+        return found
+
+    def _cluster_of(self, atoms: torch.Tensor) -> torch.Tensor:
+        """Clusters of atoms that are in one."""
+        return self.cluster.long()[torch.searchsorted(self.atoms, atoms.contiguous())]
+
+    def _here(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the atoms whose clusters are solved here. On ranks a collective call."""
+        return values if self._exchange is None else self._exchange.apply(values)
+
+    def _back(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Values of `atoms`, for all atoms of this rank (n_atoms, ...): zero for those without constraints."""
+        if self._exchange is None:
+            return like.new_zeros(like.shape[0], *values.shape[1:]).index_add(0, self.atoms, values.to(like.dtype))
+        return self._exchange.transpose(values.to(like.dtype), like.shape[0])
+
+    def _replaced(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Values of all atoms of this rank, with those of `atoms` in their places."""
+        if self._exchange is None:
+            return values.index_copy(0, self.atoms, rows.to(values.dtype))
+        places = self._exchange.rows
+        return values.index_copy(0, places, self._back(rows, values)[places])
+
+    def _of_run(self, extra: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Inverse masses (n, 1), and what else is constant in a run: on ranks found once for each division."""
+        inverse = extra["inverse_masses"]
+        if self._exchange is None:
+            return inverse, extra
+        if self._constants is None or self._constants[0] is not inverse:
+            here = self._here(inverse)
+            self._constants = inverse, here, self._couplings(here)
+        return self._constants[1:]
 
     # -- at the start of a run
 
@@ -133,40 +230,63 @@ class Constraints:
 
         Lengths must be less than half the heights of the cell along periodic axes.
         """
-        positions, cell, batch_idx = system.positions, system.cell, system.batch_idx
-        if self.pairs.device != positions.device:
-            raise ValueError(f"`constraints` are on {self.pairs.device}, positions on {positions.device}")
-        if len(self.atoms) and int(self.atoms[-1]) >= len(positions):
-            raise ValueError(f"`pairs` name atom {int(self.atoms[-1])} of {len(positions)} atoms")
-        if batch_idx is not None and not torch.equal(batch_idx[self.first], batch_idx[self.second]):
-            raise ValueError("`pairs` connect atoms of different systems")
+        cell, domain = system.cell, system.domain
+        batch_idx = system.batch_idx if domain is None else domain.batch_idx
+        positions = self._here(system.positions)
+        batch_idx = None if batch_idx is None else self._here(batch_idx)
+        with together(domain):
+            if batch_idx is not None and not torch.equal(batch_idx[self.first], batch_idx[self.second]):
+                raise ValueError("`pairs` connect atoms of different systems")
         if cell is None:
             return system
         inverse = torch.linalg.pinv(cell.detach())
-        pbc = torch.ones_like(cell[:, 0], dtype=torch.bool) if system.pbc is None else system.pbc
+        periodic = system.pbc if domain is None else domain.pbc
+        pbc = torch.ones_like(cell[:, 0], dtype=torch.bool) if periodic is None else periodic
         shifts = torch.zeros_like(positions)
         row = torch.zeros_like(positions[:, 0], dtype=torch.int64) if batch_idx is None else batch_idx.to(torch.int64)
         for children, parents in self._levels:
             bond, of = positions.detach()[children] - positions.detach()[parents], row[children]
             nearest = -torch.round((bond.unsqueeze(1) @ inverse[of]).squeeze(1))
             shifts[children] = shifts[parents] + torch.where(pbc[of], nearest, 0.0)
-        return system._replace(positions=positions + (shifts.unsqueeze(1) @ cell[row]).squeeze(1))
+        moved = (shifts.unsqueeze(1) @ cell[row]).squeeze(1)
+        return system._replace(positions=system.positions + self._back(moved[self.atoms], system.positions))
 
     def begin(self, system: System, extra: Mapping[str, torch.Tensor]) -> tuple[System, dict[str, torch.Tensor]]:
-        """The system with right lengths, and the constants of a run, for ``State.extra``."""
-        system = self.placed(system)
-        inverse = extra["inverse_masses"]
-        found = {"constraint pairs": self.pairs} | self._couplings(inverse)
-        bonds = self.bonds(system.positions)
-        given = _dot(bonds, bonds).sqrt() if self.lengths is None else self.lengths[self._order]
+        """The system with right lengths, and the constants of a run for ``State.extra``. On ranks a collective call."""
+        positions, domain = system.positions, system.domain
+        n_atoms = len(positions) if domain is None else domain.n_atoms
+        if self.pairs.device != positions.device:
+            raise ValueError(f"`constraints` are on {self.pairs.device}, positions on {positions.device}")
+        if len(self.atoms) and int(self.atoms[-1]) >= n_atoms:
+            raise ValueError(f"`pairs` name atom {int(self.atoms[-1])} of {n_atoms} atoms")
+        own = self.of(domain)
+        system = own.placed(system)
+        found = {"constraint pairs": self.pairs}
+        if domain is None:
+            found |= self._couplings(extra["inverse_masses"])
+        bonds = own.bonds(system.positions)
+        lengths = self.lengths
+        if lengths is None:
+            given = _dot(bonds, bonds).sqrt()
+            given = given if domain is None else given.new_zeros(len(self.pairs)).index_copy(0, own._numbers, given)
+            given = summed(domain, given)
+        else:
+            given = lengths[self._order]
         found["constraint lengths"] = given
-        self._check_independent(bonds, found)
-        if self.lengths is not None:
-            added = self.correction(bonds, system.positions, {**extra, **found}, 10 * self.iterations)
+        inverse, couplings = own._of_run({**extra, **found})
+        with together(domain):
+            own._check_independent(bonds, couplings)
+        if lengths is not None:
+            added = own.correction(bonds, system.positions, {**extra, **found}, 10 * self.iterations)
             system = system._replace(positions=system.positions + added)
-            self._check_lengths(system.positions, given)
-        found["constraint counts"] = self._counts(inverse, system.batch_idx, extra["dt"].shape[0])
-        if system.batch_idx is not None:
+            bonds = own.bonds(system.positions.detach())
+            with together(domain):
+                own._check_lengths(bonds, given[own._numbers], system.positions.dtype)
+        n_systems = extra["dt"].shape[0]
+        batch_idx = system.batch_idx if domain is None else domain.batch_idx
+        batch_idx = None if batch_idx is None else own._here(batch_idx)
+        found["constraint counts"] = own._counts(inverse, Division(batch_idx, n_systems, domain))
+        if domain is None and system.batch_idx is not None:
             found["constraint systems"] = system.batch_idx[self.first]
         return system, found
 
@@ -188,20 +308,22 @@ class Constraints:
             found[f"constraint couplings of {m}"] = total + torch.diag_embed(still.to(total.dtype))
         return found
 
-    def _counts(self, inverse: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
+    def _counts(self, inverse: torch.Tensor, division: Division) -> torch.Tensor:
         """Constraints (n_systems, 2), and degrees of freedom that atoms of clusters have beyond a common centre.
 
         A cluster with a frozen atom moves with it alone, so its centre has none.
         """
-        moves = (inverse > 0.0).to(torch.float64)
-        systems = None if batch_idx is None else batch_idx[self.first]
-        bonds = system_sums(torch.maximum(moves[self.first], moves[self.second]), systems, n_systems)
+        moves, batch_idx = (inverse > 0.0).to(torch.float64), division.batch_idx
+        of_pairs, of_rows = (
+            division._replace(batch_idx=None if batch_idx is None else batch_idx[index])
+            for index in (self.first, self.atoms)
+        )
+        bonds = of_pairs.sums(torch.maximum(moves[self.first], moves[self.second]))
         of_atoms = moves[self.atoms]
         free = 1.0 - self._of_clusters(1.0 - of_atoms).clamp(max=1.0)
         sizes = self._of_clusters(torch.ones_like(of_atoms))
         inside = 3.0 * (of_atoms - free / sizes)
-        systems = None if batch_idx is None else batch_idx[self.atoms]
-        return torch.cat([bonds, system_sums(inside, systems, n_systems)], 1)
+        return torch.cat([bonds, of_rows.sums(inside)], 1)
 
     def _check_independent(self, bonds: torch.Tensor, couplings: Mapping[str, torch.Tensor]) -> None:
         """Raise if the constraints of a cluster are not independent, where values can be read."""
@@ -218,25 +340,26 @@ class Constraints:
             if bool(bad.any()):
                 n = int(bad.nonzero()[0])
                 atoms = torch.unique(torch.stack([self.first[part], self.second[part]]).reshape(2, -1, m)[:, n])
-                raise ValueError(f"`constraints` of atoms {atoms.tolist()} are not independent at these positions")
+                names = self._names[torch.searchsorted(self.atoms, atoms)].tolist()
+                raise ValueError(f"`constraints` of atoms {names} are not independent at these positions")
 
-    def _check_lengths(self, positions: torch.Tensor, lengths: torch.Tensor) -> None:
+    def _check_lengths(self, bonds: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype) -> None:
         """Raise if a length cannot be met, where values can be read."""
-        if not may_read(positions):
+        if not may_read(bonds):
             return
-        bonds = self.bonds(positions.detach())
         error = (_dot(bonds, bonds).sqrt() / lengths.detach() - 1.0).abs()
-        allowed = max(1e-9, 1e3 * torch.finfo(positions.dtype).eps)
+        allowed = max(1e-9, 1e3 * torch.finfo(dtype).eps)
         bad = ~(error <= allowed)
         if bool(bad.any()):
             in_cluster = self.cluster == self.cluster[self.atoms == self.first[int(bad.nonzero()[0])]]
-            atoms = self.atoms[in_cluster].tolist()
+            atoms = self._names[in_cluster].tolist()
             raise ValueError(f"`constraints`: lengths of atoms {atoms} cannot be reached from these positions")
 
     # -- in a step
 
     def bonds(self, values: torch.Tensor) -> torch.Tensor:
         """Differences (n_pairs, 3) in float64 of values (n_atoms, 3): second atom less first."""
+        values = self._here(values)
         return values[self.second].to(torch.float64) - values[self.first].to(torch.float64)
 
     def correction(
@@ -247,10 +370,11 @@ class Constraints:
         iterations: int | None = None,
     ) -> torch.Tensor:
         """What must be added to positions (n_atoms, 3), along these directions, for lengths to be right."""
-        bonds, squares = self.bonds(positions), extra["constraint lengths"].square()
+        bonds, squares = self.bonds(positions), extra["constraint lengths"][self._numbers].square()
+        _, couplings = self._of_run(extra)
         multipliers = [
             self._newton(
-                extra[f"constraint couplings of {m}"],
+                couplings[f"constraint couplings of {m}"],
                 directions[part].reshape(-1, m, 3),
                 bonds[part].reshape(-1, m, 3),
                 squares[part].reshape(-1, m),
@@ -278,7 +402,8 @@ class Constraints:
         flat = [column.reshape(-1) for column in self._multipliers(directions, right, extra)]
         forces = torch.cat([*flat, right[:0]]).unsqueeze(-1) * directions
         products = forces.unsqueeze(-1) * directions.unsqueeze(-2)
-        sums = system_sums(products, extra.get("constraint systems"), extra["dt"].shape[0])
+        systems = extra.get("constraint systems") if self._exchange is None else self._systems
+        sums = state.division._replace(batch_idx=systems).sums(products)
         return -sums / state.volumes.reshape(-1, 1, 1)
 
     def _parts(self) -> Sequence[tuple[slice, int]]:
@@ -292,10 +417,10 @@ class Constraints:
     def _multipliers(
         self, directions: torch.Tensor, right: torch.Tensor, extra: Mapping[str, torch.Tensor]
     ) -> list[torch.Tensor]:
-        found = []
+        found, (_, couplings) = [], self._of_run(extra)
         for part, m in self._parts():
-            own = directions[part].reshape(-1, m, 3)
-            found.append(_solve(_matrices(extra[f"constraint couplings of {m}"], own, own), right[part].reshape(-1, m)))
+            own, coupled = directions[part].reshape(-1, m, 3), couplings[f"constraint couplings of {m}"]
+            found.append(_solve(_matrices(coupled, own, own), right[part].reshape(-1, m)))
         return found
 
     def _newton(
@@ -339,8 +464,7 @@ class Constraints:
         total = pushes[self._slots[0]]
         for slot in self._slots[1:]:
             total = total + pushes[slot]
-        total = extra["inverse_masses"][self.atoms] * total
-        return torch.zeros_like(like).index_add(0, self.atoms, total.to(like.dtype))
+        return self._back(self._of_run(extra)[0][self.atoms] * total, like)
 
     # -- centres of clusters, for cells that change
 
@@ -355,19 +479,19 @@ class Constraints:
         Forces are distributed in proportion to masses, and the stress is that of strains that move the centres
         alone. The centre of a cluster with frozen atoms is theirs. Atoms without constraints are as they are.
         """
-        if not self.n_clusters:
+        if not self.groups:
             return state
-        extra, evaluation, atoms = state.extra, state.evaluation, self.atoms
-        inertia = extra["inertia"][atoms].to(torch.float64)
+        evaluation, positions, velocities = state.evaluation, state.system.positions, state.velocities
+        columns = torch.cat([positions, velocities, evaluation.forces, state.extra["inertia"]], 1)
+        rows = self._here(columns)[self.atoms]
+        inertia = rows[:, 9:].to(torch.float64)
         frozen = (inertia == 0.0).to(torch.float64)
         held = self._of_clusters(frozen) > 0.0
         weights = torch.where(held, frozen, inertia)
-        values = torch.cat([state.system.positions, state.velocities], 1)
-        sums = self._of_clusters(torch.cat([weights * values[atoms], weights, evaluation.forces[atoms]], 1))
-        means = sums[:, :6] / sums[:, 6:7]
-        positions, velocities = values.index_copy(0, atoms, means.to(values.dtype)).split(3, 1)
+        sums = self._of_clusters(torch.cat([weights * rows[:, :6], weights, rows[:, 6:9]], 1))
         shares = torch.where(held, 0.0, inertia * sums[:, 7:] / sums[:, 6:7])
-        forces = evaluation.forces.index_copy(0, atoms, shares.to(evaluation.forces.dtype))
+        centres = torch.cat([sums[:, :6] / sums[:, 6:7], shares], 1)
+        positions, velocities, forces = self._replaced(columns[:, :9], centres).split(3, 1)
         stress = evaluation.stress
         if stress is not None:
             arms = (state.system.positions - positions).unsqueeze(-2)

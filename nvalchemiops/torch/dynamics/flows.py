@@ -27,12 +27,15 @@ class Flow:
     needs_stress : bool
         Whether the model must give the stress.
     conserves_momentum : bool
+    per_atom : tuple of str
+        Those of its variables that have a row for each atom. On ranks they move with the atoms.
     """
 
     parameters: ClassVar[tuple[str, ...]] = ()
     reversible: ClassVar[bool] = True
     needs_stress: ClassVar[bool] = False
     conserves_momentum: ClassVar[bool] = True
+    per_atom: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """The state after the time h (n_systems, 1) of this term alone."""
@@ -317,9 +320,10 @@ class Shake(Flow):
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Change positions, velocities, and the cell if the drift does."""
-        directions = self.constraints.bonds(state.system.positions)
+        constraints = self.constraints.of(state.system.domain)
+        directions = constraints.bonds(state.system.positions)
         state = self.drift(state, h)
-        added = self.constraints.correction(directions, state.system.positions, state.extra)
+        added = constraints.correction(directions, state.system.positions, state.extra)
         return state.at(state.system.positions + added, velocities=state.velocities + added / state.of_atoms(h))
 
     def energy(self, state: State) -> torch.Tensor | float:
@@ -335,9 +339,8 @@ class Tangent(Flow):
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Project the velocities."""
-        return state._replace(
-            velocities=self.constraints.tangent(state.system.positions, state.velocities, state.extra)
-        )
+        constraints = self.constraints.of(state.system.domain)
+        return state._replace(velocities=constraints.tangent(state.system.positions, state.velocities, state.extra))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,4 +351,4 @@ class TangentNoise(Noise):
 
     def _allowed(self, state: State, pushes: torch.Tensor) -> torch.Tensor:
         assert self.constraints is not None
-        return self.constraints.tangent(state.system.positions, pushes, state.extra)
+        return self.constraints.of(state.system.domain).tangent(state.system.positions, pushes, state.extra)

@@ -11,9 +11,10 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.cell_flows import Press, StretchedKick
 from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Tangent
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, count_systems
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, count_systems
 from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import (
     degrees_of_freedom,
     inertia_of,
@@ -23,8 +24,7 @@ from nvalchemiops.torch.dynamics.velocities import (
     remove_momentum,
     seeds_of,
 )
-from nvalchemiops.torch.operators.noise import places_in_systems
-from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.systems import System
 
@@ -147,14 +147,31 @@ class Integrator:
         ------
         ValueError, TypeError
             A bad argument, a parameter out of range, or a model without what the integrator needs, each with its name.
+
+        Notes
+        -----
+        With a ``domain`` this is a collective call: masses and velocities are those of the atoms that this rank owns,
+        all other arguments are the same on all ranks.
         """
-        system, n_systems = _rows(system)
-        positions, batch_idx = system.positions, system.batch_idx
-        masses = _masses(system, masses)
-        extra = {name: _column(name, value, n_systems, positions) for name, value in self.parameters.items()}
-        seeds, system_keys = (
-            seeds_of(name, value, n_systems, positions.device) for name, value in (("seed", seed), ("keys", keys))
-        )
+        domain = system.domain
+        with together(domain):
+            system, n_systems = _rows(system)
+            positions, batch_idx = system.positions, system.batch_idx
+            masses = _masses(system, masses)
+            extra = {name: _column(name, value, n_systems, positions) for name, value in self.parameters.items()}
+            seeds, system_keys = (
+                seeds_of(name, value, n_systems, positions.device) for name, value in (("seed", seed), ("keys", keys))
+            )
+            if velocities is not None and velocities.shape != positions.shape:
+                raise ValueError(
+                    f"`velocities` must have shape (n_atoms, 3) = {tuple(positions.shape)}, "
+                    f"got {tuple(velocities.shape)}"
+                )
+            held = self.constraints
+            same: dict[str, Any] = {**self.parameters, "seed": seed, "keys": keys, "removed": removed}
+            same["constraints"] = None if held is None else (held.pairs, held.lengths, held.iterations)
+            must_be_same(domain, **same, velocities=velocities is None)
+        division = Division(batch_idx if domain is None else domain.batch_idx, n_systems, domain)
         extra |= {"seed": seeds, "key": system_keys}
         extra |= {"inertia": inertia_of(masses), "inverse_masses": (1.0 / masses).unsqueeze(1)}
         if self.constraints is not None:
@@ -166,35 +183,33 @@ class Integrator:
                 kt = self.parameters["temperature"]
                 if kt is None:
                     raise ValueError("`velocities` or `temperature` is needed")
-                velocities = maxwell_boltzmann(masses, kt, batch_idx, n_systems, seed=seeds, keys=system_keys)
+                velocities = maxwell_boltzmann(
+                    masses, kt, batch_idx, n_systems, seed=seeds, keys=system_keys, domain=domain
+                )
                 if self.conserves_momentum:
-                    frozen = system_sums(masses.isinf().to(masses.dtype).unsqueeze(1), batch_idx, n_systems)
-                    has_frozen = _of_atoms(frozen, batch_idx, len(masses)) > 0.0
-                    still = remove_momentum(velocities, masses, batch_idx, n_systems)
+                    frozen = division.sums(masses.isinf().to(masses.dtype).unsqueeze(1))
+                    has_frozen = division.of_atoms(frozen, len(masses)) > 0.0
+                    still = remove_momentum(velocities, masses, batch_idx, n_systems, domain=domain)
                     velocities = torch.where(has_frozen, velocities, still)
-        elif velocities.shape != positions.shape:
-            raise ValueError(
-                f"`velocities` must have shape (n_atoms, 3) = {tuple(positions.shape)}, got {tuple(velocities.shape)}"
-            )
         velocities = torch.where(masses.isinf().unsqueeze(1), 0.0, velocities.to(positions.dtype))
         if self.constraints is not None:
-            velocities = self.constraints.tangent(system.positions, velocities, extra)
+            velocities = self.constraints.of(system.domain).tangent(system.positions, velocities, extra)
         if removed is None:
-            removed = self._removed(masses, velocities, batch_idx, n_systems)
-        degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed)
+            removed = self._removed(masses, velocities, division)
+        degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed, domain=domain)
         extra |= _degrees_with(extra, degrees.unsqueeze(1))
         degrees = extra["degrees_of_freedom"].squeeze(1)
         if self.parameters.get("temperature", 0.0) is None:
-            kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems)
+            kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems, domain=domain)
             extra["temperature"] = (2.0 * kinetic / degrees.clamp(min=1.0)).unsqueeze(1)
         _check_values({name: extra[name] for name in self.parameters}, self._distinct)
-        if batch_idx is not None:
-            extra["place"] = places_in_systems(batch_idx, n_systems)
+        if (places := division.places()) is not None:
+            extra["place"] = places
         _check_cells(system, self._distinct)
-        evaluation = _checked(model(system), system, n_systems, any(flow.needs_stress for flow in self._distinct))
         step = torch.zeros((), dtype=torch.int64, device=positions.device)
         extra |= {f"given {name}": extra[name] for name in self.parameters}
-        return self._begun(State(system, velocities, masses, evaluation, step, extra))
+        unknown = Evaluation(positions.new_zeros(n_systems), torch.zeros_like(positions))
+        return self._started(State(system, velocities, masses, unknown, step, extra), model)
 
     def resume(self, state: State, model: Model) -> State:
         """The state of an earlier run, of this integrator or another, as a start. The model is called once.
@@ -226,14 +241,15 @@ class Integrator:
             system, found = self.constraints.begin(system, extra)
             extra |= found
             extra |= _degrees_with(extra, extra["degrees_of_freedom"])
-            velocities = self.constraints.tangent(system.positions, velocities, extra)
-        needs_stress = any(flow.needs_stress for flow in self._distinct)
-        evaluation = _checked(model(system), system, n_systems, needs_stress)
-        state = state._replace(system=system, velocities=velocities, extra=extra, evaluation=evaluation)
-        return self._begun(state)
+            velocities = self.constraints.of(system.domain).tangent(system.positions, velocities, extra)
+        return self._started(state._replace(system=system, velocities=velocities, extra=extra), model)
 
-    def _begun(self, state: State) -> State:
-        """The state with the variables of all flows."""
+    def _started(self, state: State, model: Model) -> State:
+        """The state with its evaluation and the variables of all flows."""
+        state = self._followed(state)
+        needs_stress = any(flow.needs_stress for flow in self._distinct)
+        found = _checked(model(state.system), state.system, state.extra["dt"].shape[0], needs_stress)
+        state = state._replace(evaluation=found)
         for flow in self._distinct:
             state = state.having(**flow.start(state))
         return self._pulled(state)
@@ -242,21 +258,19 @@ class Integrator:
         """The state with the stress of constraint forces, if there is a stress."""
         if self.constraints is None or state.evaluation.stress is None:
             return state
-        return state.having(**{f"{PREFIX}stress": self.constraints.stress(state)})
+        return state.having(**{f"{PREFIX}stress": self.constraints.of(state.system.domain).stress(state)})
 
-    def _removed(
-        self, masses: torch.Tensor, velocities: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int
-    ) -> Number:
+    def _removed(self, masses: torch.Tensor, velocities: torch.Tensor, division: Division) -> Number:
         """3 for systems whose centre of mass is at rest and stays there, 0 for others."""
         if not self.conserves_momentum:
             return 0.0
         with torch.no_grad():
             inertia = inertia_of(masses).to(torch.float64)
             columns = torch.cat([inertia * velocities, inertia, masses.isinf().unsqueeze(1)], 1)
-            sums = system_sums(columns, batch_idx, n_systems)
+            columns = torch.cat([columns, (inertia * velocities.to(torch.float64).square()).sum(1, keepdim=True)], 1)
+            sums = division.sums(columns)
             twice = sums[:, :3].square().sum(1)
-            kinetic = kinetic_energy(velocities, masses, batch_idx, n_systems)
-            rests = (twice <= AT_REST * 2.0 * kinetic * sums[:, 3]) & (sums[:, 4] == 0.0)
+            rests = (twice <= AT_REST * sums[:, 5] * sums[:, 3]) & (sums[:, 4] == 0.0)
             return torch.where(rests, 3.0, 0.0).to(torch.float64)
 
     def step(self, state: State, model: Model) -> State:
@@ -268,8 +282,13 @@ class Integrator:
         return self._halves[0](state)
 
     def evaluated(self, state: State, model: Model) -> State:
-        """The state with energies, forces and stress at its positions."""
+        """The state with energies, forces and stress at its positions. On ranks atoms first go to their new owners."""
+        state = self._followed(state)
         return state._replace(evaluation=model(state.system))
+
+    def _followed(self, state: State) -> State:
+        """The state with atoms on the ranks that own them now."""
+        return state.followed(name for flow in self._distinct for name in flow.per_atom)
 
     def second_half(self, state: State) -> State:
         """The flows after FORCES, which end the step."""
@@ -341,8 +360,6 @@ def _check_values(extra: Mapping[str, torch.Tensor], flows: Sequence[Flow]) -> N
 def _rows(system: System) -> tuple[System, int]:
     """The system with a row of ``cell`` and ``pbc`` for each system, and the number of systems."""
     checks.check_positions(system.positions, finite=False)
-    if system.domain is not None:
-        raise ValueError("`domain`: these integrators are for systems that are not divided among ranks")
     n_systems = count_systems(system)
     cell, pbc, batch_idx = system.cell, system.pbc, system.batch_idx
     if cell is not None:
@@ -383,10 +400,6 @@ def _degrees_with(extra: Mapping[str, torch.Tensor], degrees: torch.Tensor) -> d
     return {name: (degrees - count).clamp(min=0.0) for name, count in zip(names, counts.split(1, 1))}
 
 
-def _of_atoms(values: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> torch.Tensor:
-    return values if batch_idx is None else spread_systems(values, batch_idx, n_atoms)
-
-
 def _check_cells(system: System, flows: Sequence[Flow]) -> None:
     """Raise if the cell should change, but there is none or it has no volume."""
     if not any(flow.needs_stress for flow in flows):
@@ -405,4 +418,5 @@ def _checked(found: Evaluation, system: System, n_systems: int, needs_stress: bo
     for name, value in found._asdict().items():
         if value is not None and tuple(value.shape) != shapes[name]:
             raise ValueError(f"`model`: {name} must have shape {shapes[name]}, got {tuple(value.shape)}")
+    check_same(found, system.domain)
     return found

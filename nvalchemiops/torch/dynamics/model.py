@@ -5,19 +5,22 @@ Anything with this signature is a model: a function, a torch module, `SumOfTerms
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
 from nvalchemiops.torch.interactions.electrostatics.modules import ConfiguredSum
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
 from nvalchemiops.torch.neighbors.verlet import VerletList
-from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import Neighbors, System
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 class Evaluation(NamedTuple):
@@ -39,20 +42,37 @@ class Evaluation(NamedTuple):
 
 
 class Model(Protocol):
-    """A potential energy surface: a call takes a `System`, of one or several systems, and returns an `Evaluation`."""
+    """A potential energy surface: a call takes a `System`, of one or several systems, and returns an `Evaluation`.
+
+    With a ``domain`` the call is collective. Forces are those of the atoms that this rank owns, energies and stress are
+    those of whole systems, the same on all ranks.
+    """
 
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and, for systems with cells, stress."""
 
 
 def count_systems(system: System) -> int:
-    """Number of systems. Reads ``batch_idx`` if neither the cells nor ``pbc`` tell."""
+    """Number of systems. Reads ``batch_idx`` if neither the domain nor the cells nor ``pbc`` tell."""
+    if system.domain is not None:
+        return system.domain.n_systems
     if system.batch_idx is None:
         return 1
     found = checks.systems_in_shapes((system.cell, 3), (system.pbc, 2))
     if found is not None:
         return found
     return int(system.batch_idx.max()) + 1 if system.batch_idx.numel() else 0
+
+
+def check_same(found: Evaluation, domain: "Domain | None") -> None:
+    """Raise on all ranks unless energies and stress are the same on all of them, as those of whole systems are."""
+    for name in ("energies", "stress"):
+        value = getattr(found, name)
+        if domain is not None and value is not None and not domain._is_same(value):
+            raise ValueError(
+                f"`model`: {name} differ between ranks, but must be those of whole systems: pass the `domain` of the "
+                "system to the sums of this library, and sum your own terms by `domain.sum`"
+            )
 
 
 def _volumes(system: System) -> torch.Tensor:
@@ -127,7 +147,7 @@ class SumOfTerms:
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress of the sum."""
         near = None
-        if self.neighbors is not None:
+        if self.neighbors is not None and system.domain is None:
             matrix, _, *shifts = self.neighbors(system.positions, system.cell, system.pbc, system.batch_idx)
             near = matrix, shifts[0] if shifts else None
         wants_stress = self.stress and system.cell is not None
@@ -147,7 +167,8 @@ class SumOfTerms:
         if isinstance(interaction, DFTD3):
             energy, length = self.hartree, self.bohr
             cell = None if system.cell is None else system.cell / length
-            system = system._replace(positions=system.positions / length, cell=cell)
+            domain = None if system.domain is None else system.domain._in_units(length)
+            system = system._replace(positions=system.positions / length, cell=cell, domain=domain)
         elif isinstance(interaction, ConfiguredSum):
             energy = self.hartree * self.bohr
         listed: tuple[Neighbors, ...] = ()
@@ -156,6 +177,8 @@ class SumOfTerms:
         options: Any = {"compute_forces": True, "compute_virial": wants_stress, "energy_reduction": "system"}
         if isinstance(interaction, PairPotential) and system.batch_idx is not None:
             options["num_systems"] = count_systems(system)
+        if isinstance(interaction, PairPotential) and system.domain is not None:
+            options |= _of_owned(term, interaction, system.domain)
         found = term(system, *listed, **options)
         results = found.energies, found.forces
         if energy != 1.0 or length != 1.0:
@@ -171,6 +194,20 @@ def _interaction(term: Any) -> Any:
     while isinstance(term, functools.partial):
         term = term.func
     return term
+
+
+def _of_owned(term: Any, potential: PairPotential, domain: "Domain") -> dict[str, torch.Tensor]:
+    """Parameters bound to a term that have a row for each atom, for the atoms that this rank owns now."""
+    found: dict[str, Any] = getattr(term, "keywords", {})
+    names = ("species", *potential.formula.per_atom)
+    rows = {name: found[name] for name in names if isinstance(found.get(name), torch.Tensor) and found[name].ndim}
+    for name, value in rows.items():
+        if value.shape[0] != domain.n_atoms:
+            raise ValueError(
+                f"`{name}` of a term must have a row for each atom of all ranks, ({domain.n_atoms},), got "
+                f"{tuple(value.shape)}"
+            )
+    return {name: value.index_select(0, domain.global_index) for name, value in rows.items()}
 
 
 class FromEnergies:
@@ -218,11 +255,8 @@ class FromEnergies:
                 n_systems = count_systems(system)
                 strain = torch.zeros((n_systems, 3, 3), dtype=cell.dtype, device=cell.device, requires_grad=True)
                 symmetric = 0.5 * (strain + strain.mT)
-                of_atoms = (
-                    symmetric
-                    if system.batch_idx is None
-                    else spread_systems(symmetric, system.batch_idx, positions.shape[0])
-                )
+                batch_idx = system.batch_idx if system.domain is None else system.domain.batch_idx
+                of_atoms = Division(batch_idx, n_systems, system.domain).of_atoms(symmetric, positions.shape[0])
                 moved = positions + (positions.unsqueeze(-2) @ of_atoms).squeeze(-2)
                 matrices = cell.reshape(-1, 3, 3)
                 cell = (matrices + matrices @ symmetric).reshape(cell.shape)

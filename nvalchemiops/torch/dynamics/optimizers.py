@@ -5,6 +5,7 @@ They see rows of coordinates x and forces (n_rows, 3), and a `Rows` that says wh
 that it takes alone, to the last bit. Nothing is read on the host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +46,9 @@ class Optimizer(Protocol):
 
     def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
         """The state of some systems, with the numbers of their rows."""
+
+    def carried(self, state: OptimizerState, move: Callable[[torch.Tensor], torch.Tensor]) -> OptimizerState:
+        """The state after rows have moved to other ranks: ``move(values)`` is for values (n_rows, ...)."""
 
 
 class Pace(NamedTuple):
@@ -130,6 +134,10 @@ class _WithPace:
     def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
         """The state of some systems, with the numbers of their rows."""
         return {name: value.index_select(0, rows if name == "velocities" else systems) for name, value in state.items()}
+
+    def carried(self, state: OptimizerState, move: Callable[[torch.Tensor], torch.Tensor]) -> OptimizerState:
+        """The state after rows have moved to other ranks."""
+        return state | {"velocities": move(state["velocities"])}
 
     def _adapted(
         self, state: OptimizerState, power: torch.Tensor, Nmin: int, dtmin: float
@@ -346,6 +354,13 @@ class LBFGS:
         of = {"x": (0, rows), "forces": (0, rows), "steps": (2, rows), "changes": (2, rows)}
         of |= {"curvatures": (1, systems), "inverse": (2, systems)}
         return state | {name: state[name].index_select(*where) for name, where in of.items() if state[name] is not None}
+
+    def carried(self, state: OptimizerState, move: Callable[[torch.Tensor], torch.Tensor]) -> OptimizerState:
+        """The state after rows have moved to other ranks."""
+        new = state | {name: move(state[name]) for name in ("x", "forces") if state[name] is not None}
+        for name in ("steps", "changes"):
+            new[name] = move(state[name].movedim(2, 0).contiguous()).movedim(0, 2).contiguous()
+        return new | {"work": state["work"].new_empty(max(new["steps"].numel(), new["inverse"].numel()))}
 
 
 OPTIMIZERS: dict[str, type[FIRE | FIRE2 | LBFGS]] = {"fire": FIRE, "fire2": FIRE2, "lbfgs": LBFGS}

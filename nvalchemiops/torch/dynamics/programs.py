@@ -264,6 +264,7 @@ class InSequence:
     def __call__(self, state: State) -> State:
         """The state after the flows."""
         fits = self.programmed and state.velocities.dtype is torch.float64 and is_eager()
+        fits = fits and state.system.domain is None  # sums over atoms are messages then
         if fits and current_recorder() is None and not layout("cpu").warps:
             if self.program is None:
                 try:

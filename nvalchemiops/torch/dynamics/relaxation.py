@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from nvalchemiops.layout import layout
 from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
-from nvalchemiops.torch.dynamics.model import Evaluation, Model
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.systems import System
 
 ASK_EVERY = 10
@@ -153,6 +155,10 @@ def relax(
 
     On a GPU the host asks whether all systems are done once in ``compact_every`` evaluations, by default 10.
 
+    With a ``domain`` this is a collective call, with the same arguments on all ranks, except ``fixed``, for the atoms
+    that a rank owns. Atoms move to other ranks with all that the optimizer knows of them. The result has the last
+    ``domain``, and systems that are done stay in the batch.
+
     Examples
     --------
     >>> from functools import partial
@@ -176,7 +182,15 @@ def relax(
     max_steps = checks.check_count("max_steps", max_steps)
     if compact_every is not None and checks.check_count("compact_every", compact_every) == 0:
         raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
-    whole = Chart(system, cell=cell, fixed=fixed)
+    domain = system.domain if isinstance(system, System) else None
+    with together(domain):
+        name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
+        must_be_same(domain, optimizer=name, fmax=fmax, smax=smax, max_steps=max_steps, cell=cell)
+        if domain is not None:
+            compact_every = None
+            if not hasattr(optimizer, "carried"):
+                raise TypeError(f"`optimizer`: {optimizer!r} has no method `carried`, which ranks need")
+        whole = Chart(system, cell=cell, fixed=fixed)
     chart, x = whole, whole.start
     state = optimizer.start(chart.rows, x)
     device, n = x.device, whole.n_systems
@@ -187,8 +201,12 @@ def relax(
     known: _Record | None = None
     results: _Record | None = None
     count = 0
-    with _bar(n, progress) as show:
+    with _bar(n, progress and (domain is None or domain.rank == 0)) as show:
         while True:
+            chart, move = chart.followed(x)
+            if move is not None:
+                whole, x, state = chart, move(x), optimizer.carried(state, move)
+                known = None if known is None else known._replace(x=move(known.x), forces=move(known.forces))
             now = chart.at(x)
             try:
                 found = _evaluated(model, now, chart, n)
@@ -200,6 +218,8 @@ def relax(
                 x = torch.where(chart.rows.of_rows(refused)[0], known.x, x)
                 now = chart.at(x)
                 found = _evaluated(model, now, chart, n)
+            if count == 0:
+                check_same(found, domain)
             with torch.no_grad():
                 forces = chart.forces(x, found)
                 known = _judged(known, chart, x, found, forces, is_step, fmax, smax, max_steps)

@@ -13,6 +13,7 @@ from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, 
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.systems import System
 
 Hook = Callable[[State], State | None]
@@ -111,6 +112,11 @@ def simulate(
     Notes
     -----
     Records stay on the device; nothing is read before the end, except by hooks and for trajectories.
+
+    With a ``domain`` (docs/distributed.md) this is a collective call with the same arguments on all ranks; masses and
+    velocities are those of the atoms that a rank owns. Records of `RECORDS` are the same on all ranks. The first rank
+    writes trajectories, and shows the progress bar. Hooks and functions get the state of their rank, whose atoms may
+    change in each step. ``run.state.system.domain`` brings values back to the ranks that hold the atoms.
     """
     steps, every = checks.check_count("steps", steps), _count("every", every)
     writer = _Writer(trajectory, every if trajectory_every is None else _count("trajectory_every", trajectory_every))
@@ -143,7 +149,12 @@ def simulate(
             after(state, n + 1)
         return state, found
 
-    with torch.enable_grad() if gradients else torch.no_grad(), _bar(steps, progress) as bar, writer:
+    domain = (start.system if isinstance(start, State) else start).domain
+    with together(domain):
+        must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
+        must_be_same(domain, checkpoint_every=checkpoint_every, gradients=gradients, record=list(measures))
+    bars = _bar(steps, progress and (domain is None or domain.rank == 0))
+    with torch.enable_grad() if gradients else torch.no_grad(), bars as bar, writer:
         if isinstance(start, State):
             if options:
                 raise TypeError(f"`{next(iter(options))}` goes with a System; the State has it")
@@ -227,10 +238,15 @@ class _Writer:
         """Write the state, if it is its turn."""
         if not self.paths or n % self.every:
             return
+        domain, state = state.system.domain, state.collected()
+        with together(domain):  # what fails on the first rank ends the others
+            if domain is None or domain.rank == 0:
+                self._write(to_ase(state), n)
+
+    def _write(self, frames: Sequence[Any], n: int) -> None:
         import ase.io
         from ase.io.trajectory import TrajectoryWriter
 
-        frames = to_ase(state)
         if len(frames) != len(self.paths):
             raise ValueError(f"`trajectory` must have a path for each of {len(frames)} systems, got {len(self.paths)}")
         for place, (path, atoms) in enumerate(zip(self.paths, frames)):
@@ -247,7 +263,12 @@ def to_ase(state: State | System) -> list[Any]:
 
     Those of a `State` have momenta, and energies, forces and stress as results; units must be eV, angstrom and u.
     Frozen atoms have the mass of their element, and a constraint that fixes them. Charges are initial charges.
+    With a ``domain`` this is a collective call; the first rank gets all atoms, the others get none.
     """
+    if isinstance(state, State):
+        state = state.collected()
+    elif state.domain is not None:
+        state = state.domain.collect(state)
     if not isinstance(state, State):
         return [atoms for atoms, _ in _structures(state)]
     from ase.calculators.singlepoint import SinglePointCalculator

@@ -1,14 +1,18 @@
 """`State`: what a step of dynamics takes and returns."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.torch.dynamics.model import Evaluation
+from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
-from nvalchemiops.torch.operators.segments import spread_systems, system_sums
-from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.systems import PER_ATOM, System, has_rows
+
+OF_ATOMS = ("inertia", "inverse_masses", "place")
+"""Names in ``State.extra`` of what has a row for each atom, beside the variables that flows name (`Flow.per_atom`)."""
 
 
 class State(NamedTuple):
@@ -19,7 +23,8 @@ class State(NamedTuple):
     Attributes
     ----------
     system : System
-        ``cell`` and ``pbc`` have a row for each system. ``batch_idx`` is None for one system.
+        ``cell`` and ``pbc`` have a row for each system. ``batch_idx`` is None for one system, and with a ``domain``,
+        which knows it: all atoms of the state are then those that this rank owns.
     velocities : (n_atoms, 3) tensor, length / time
         Zero for frozen atoms.
     masses : (n_atoms,) tensor, mass
@@ -62,17 +67,21 @@ class State(NamedTuple):
 
         One row, which broadcasts, if there is one system.
         """
-        values = per_system.to(self.velocities.dtype)
-        batch_idx = self.system.batch_idx
-        if batch_idx is None:
-            return values
-        if values.requires_grad:
-            return spread_systems(values, batch_idx, self.velocities.shape[0])
-        return values.index_select(0, batch_idx)
+        return self.division.of_atoms(per_system.to(self.velocities.dtype), self.velocities.shape[0])
 
     def of_systems(self, per_atom: torch.Tensor) -> torch.Tensor:
-        """Sums (n_systems, ...) in float64 of values (n_atoms, ...), with the same bits alone and in a batch."""
-        return system_sums(per_atom.to(torch.float64), self.system.batch_idx, self.extra["dt"].shape[0])
+        """Sums (n_systems, ...) in float64 of values (n_atoms, ...), with the same bits alone and in a batch.
+
+        On ranks these are sums over all atoms of a system, with the same bits on all ranks.
+        """
+        return self.division.sums(per_atom.to(torch.float64))
+
+    @property
+    def division(self) -> Division:
+        """Which atoms belong to which system, and which of them are on this rank."""
+        domain = self.system.domain
+        batch_idx = self.system.batch_idx if domain is None else domain.batch_idx
+        return Division(batch_idx, self.extra["dt"].shape[0], domain)
 
     def twice_kinetic(self) -> torch.Tensor:
         """``Σ m v_a²`` (n_systems, 3) along the three axes."""
@@ -85,7 +94,7 @@ class State(NamedTuple):
         if by_system:
             return normal_noise(*numbers, None, None, stream, n_systems, 1, True)
         n_atoms = self.velocities.shape[0]
-        found = normal_noise(*numbers, self.system.batch_idx, extra.get("place"), stream, n_atoms, 3)
+        found = normal_noise(*numbers, self.division.batch_idx, extra.get("place"), stream, n_atoms, 3)
         return found.to(self.velocities.dtype)
 
     def chi_square(self, stream: int) -> torch.Tensor:
@@ -96,6 +105,54 @@ class State(NamedTuple):
     def chains(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`nvalchemiops.torch.operators.chains.move_chains`."""
         return move_chains(*arguments)
+
+    # -- atoms that are divided among ranks
+
+    def rows(self, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+        """All values that have a row for each atom, by name; ``names`` are further ones in ``extra``."""
+        found = {name: getattr(self.system, name) for name in PER_ATOM if has_rows(getattr(self.system, name))}
+        found |= {"velocities": self.velocities, "masses": self.masses, "forces": self.evaluation.forces}
+        return found | {name: self.extra[name] for name in (*OF_ATOMS, *names) if name in self.extra}
+
+    def with_rows(self, rows: dict[str, torch.Tensor], **changes: Any) -> "State":
+        """The state with these values, which `rows` gave, and changes of the system."""
+        system: Any = {name: value for name, value in rows.items() if name in PER_ATOM} | changes
+        extra = {name: value for name, value in rows.items() if name in self.extra}
+        return State(
+            self.system._replace(**system),
+            rows["velocities"],
+            rows["masses"],
+            self.evaluation._replace(forces=rows["forces"]),
+            self.step,
+            self.extra | extra,
+        )
+
+    def followed(self, names: Iterable[str] = ()) -> "State":
+        """The state with a domain that is valid for its positions and cell, in which all that atoms have moves along.
+
+        The same state without a domain. On ranks a collective call; see `rows` for the names.
+        """
+        domain = self.system.domain
+        if domain is None:
+            return self
+        rows = self.rows(names)
+        positions = rows.pop("positions")
+        domain, positions, *moved = domain.follow(positions, *rows.values(), cell=self.system.cell)
+        if domain is self.system.domain:
+            return self
+        return self.with_rows({"positions": positions, **dict(zip(rows, moved))}, domain=domain)
+
+    def collected(self) -> "State":
+        """All atoms, without a domain, on the first rank in the order of their numbers; no atoms on others.
+
+        The same state without a domain. On ranks a collective call.
+        """
+        domain = self.system.domain
+        if domain is None:
+            return self
+        rows = {name: domain.collect(value) for name, value in self.rows().items()}
+        batch_idx = None if domain.batch_idx is None else domain.collect(domain.batch_idx)
+        return self.with_rows(rows, domain=None, batch_idx=batch_idx, pbc=domain._pbc_of(self.system))
 
     @property
     def kinetic_energies(self) -> torch.Tensor:

@@ -10,13 +10,10 @@ import numpy as np
 import torch
 
 from nvalchemiops.kernels.programs import OPERATIONS
-from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.dynamics.state import OF_ATOMS, State
 from nvalchemiops.torch.operators.chains import chain_steps
 
 SYSTEM, ATOM = "system", "atom"
-
-OF_ATOMS = ("inertia", "inverse_masses")
-"""Numbers of atoms in ``State.extra``; other float64 tensors have a row for each system."""
 
 _CPU = torch.device("cpu")
 

@@ -3,14 +3,20 @@
 Atoms with infinite mass are frozen: their velocity is zero, and they count nowhere.
 
 All functions take ``batch_idx`` (n_atoms,) int32, the system of each atom, and ``n_systems``, which is read from
-``batch_idx`` if it is not given. Without ``batch_idx`` there is one system.
+``batch_idx`` if it is not given. Without ``batch_idx`` there is one system. With a ``domain`` in place of these two,
+atoms are those that this rank owns, results of systems are those of all atoms, and the calls are collective.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.operators.noise import normal_noise, places_in_systems
-from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+from nvalchemiops.torch.dynamics.sums import Division
+from nvalchemiops.torch.operators.noise import normal_noise
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 VELOCITIES = 255
 """Stream of the random numbers for velocities."""
@@ -50,6 +56,7 @@ def degrees_of_freedom(
     n_systems: int | None = None,
     *,
     removed: float | torch.Tensor = 0,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Number (n_systems,) of degrees of freedom in float64: three for each atom that is not frozen, less ``removed``.
 
@@ -57,15 +64,14 @@ def degrees_of_freedom(
     ----------
     masses : (n_atoms,) tensor
         Infinite for frozen atoms.
-    batch_idx, n_systems
+    batch_idx, n_systems, domain
         See the module.
     removed : number or (n_systems,) tensor, optional
         Number of constraints: 3 for a fixed centre of mass, 3 more for a fixed orientation, one for each fixed bond.
     """
-    n_systems = _count(batch_idx, n_systems)
-    moving = masses.isfinite().to(torch.float64)
-    found = 3.0 * system_sums(moving, batch_idx, n_systems).unsqueeze(1)
-    return (found - of_each("removed", removed, n_systems, masses.device)).clamp(min=0.0).squeeze(1)
+    division = Division.of(batch_idx, n_systems, domain)
+    found = 3.0 * division.sums(masses.isfinite().to(torch.float64)).unsqueeze(1)
+    return (found - of_each("removed", removed, division.n_systems, masses.device)).clamp(min=0.0).squeeze(1)
 
 
 def kinetic_energy(
@@ -73,9 +79,11 @@ def kinetic_energy(
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     n_systems: int | None = None,
+    *,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Kinetic energies (n_systems,) in float64, ``Σ m v² / 2``."""
-    found = kinetic_tensor(velocities, masses, batch_idx, n_systems)
+    found = kinetic_tensor(velocities, masses, batch_idx, n_systems, domain=domain)
     return found[:, 0, 0] + found[:, 1, 1] + found[:, 2, 2]
 
 
@@ -84,11 +92,13 @@ def kinetic_tensor(
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     n_systems: int | None = None,
+    *,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Tensors (n_systems, 3, 3) ``Σ m v v^T / 2`` in float64, whose trace is the kinetic energy."""
     momenta = (0.5 * inertia_of(masses) * velocities).to(torch.float64)
     products = momenta.unsqueeze(-1) * velocities.to(torch.float64).unsqueeze(-2)
-    return system_sums(products, batch_idx, _count(batch_idx, n_systems))
+    return Division.of(batch_idx, n_systems, domain).sums(products)
 
 
 def temperature(
@@ -98,11 +108,11 @@ def temperature(
     n_systems: int | None = None,
     *,
     removed: float | torch.Tensor = 0,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Temperatures kT (n_systems,) in units of energy; zero without degrees of freedom. See `degrees_of_freedom`."""
-    n_systems = _count(batch_idx, n_systems)
-    degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed)
-    return 2.0 * kinetic_energy(velocities, masses, batch_idx, n_systems) / degrees.clamp(min=1.0)
+    degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed, domain=domain)
+    return 2.0 * kinetic_energy(velocities, masses, batch_idx, n_systems, domain=domain) / degrees.clamp(min=1.0)
 
 
 def maxwell_boltzmann(
@@ -113,6 +123,7 @@ def maxwell_boltzmann(
     *,
     seed: int | torch.Tensor = 0,
     keys: torch.Tensor | None = None,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Velocities (n_atoms, 3) from the Maxwell-Boltzmann distribution, with the dtype of the masses.
 
@@ -122,20 +133,20 @@ def maxwell_boltzmann(
         Atoms with infinite mass get zero velocity.
     temperature : float or (n_systems,) tensor, energy
         kT: multiply kelvin by `nvalchemiops.constants.KELVIN`.
-    batch_idx, n_systems
+    batch_idx, n_systems, domain
         See the module.
     seed : int or (n_systems,) int tensor, optional
     keys : (n_systems,) int tensor, optional
         Number of each system, 0 .. 2³² - 1, by default its index. Velocities depend on the seed, on the key, and on the
         place of an atom in its system, not on other systems of the batch.
     """
-    n_systems, device = _count(batch_idx, n_systems), masses.device
+    division, device = Division.of(batch_idx, n_systems, domain), masses.device
+    batch_idx, n_systems, _ = division
     kt = of_each("temperature", temperature, n_systems, device)
     seeds, system_keys = seeds_of("seed", seed, n_systems, device), seeds_of("keys", keys, n_systems, device)
-    places = None if batch_idx is None else places_in_systems(batch_idx, n_systems)
     start = torch.zeros((), dtype=torch.int64, device=device)
-    noise = normal_noise(seeds, system_keys, start, batch_idx, places, VELOCITIES, masses.shape[0], 3)
-    return ((_of_atoms(kt, batch_idx, len(masses)) / masses.unsqueeze(1)).sqrt() * noise).to(masses.dtype)
+    noise = normal_noise(seeds, system_keys, start, batch_idx, division.places(), VELOCITIES, masses.shape[0], 3)
+    return ((division.of_atoms(kt, len(masses)) / masses.unsqueeze(1)).sqrt() * noise).to(masses.dtype)
 
 
 def remove_momentum(
@@ -143,13 +154,15 @@ def remove_momentum(
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     n_systems: int | None = None,
+    *,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Velocities without the motion of the centre of mass of the atoms that are not frozen."""
-    n_systems = _count(batch_idx, n_systems)
+    division = Division.of(batch_idx, n_systems, domain)
     inertia = inertia_of(masses).to(torch.float64)
-    sums = system_sums(torch.cat([inertia * velocities, inertia], 1), batch_idx, n_systems)
+    sums = division.sums(torch.cat([inertia * velocities, inertia], 1))
     drift = sums[:, :3] / torch.where(sums[:, 3:] > 0.0, sums[:, 3:], 1.0)
-    without = velocities - _of_atoms(drift, batch_idx, len(masses)).to(velocities.dtype)
+    without = velocities - division.of_atoms(drift, len(masses)).to(velocities.dtype)
     return torch.where(masses.isinf().unsqueeze(1), 0.0, without)
 
 
@@ -159,6 +172,8 @@ def remove_rotation(
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     n_systems: int | None = None,
+    *,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Velocities without the angular momentum about the centre of mass, for molecules and clusters.
 
@@ -166,30 +181,18 @@ def remove_rotation(
     of inertia, so linear molecules and single atoms are right, too. Systems with frozen atoms do not rotate: they stay
     as they are.
     """
-    n_systems, inertia = _count(batch_idx, n_systems), inertia_of(masses).to(torch.float64)
+    division, inertia = Division.of(batch_idx, n_systems, domain), inertia_of(masses).to(torch.float64)
     places = positions.to(torch.float64)
-    sums = system_sums(torch.cat([inertia * places, inertia], 1), batch_idx, n_systems)
+    sums = division.sums(torch.cat([inertia * places, inertia], 1))
     centre = sums[:, :3] / torch.where(sums[:, 3:] > 0.0, sums[:, 3:], 1.0)
-    arms = places - _of_atoms(centre, batch_idx, len(masses))
-    angular = system_sums(inertia * torch.linalg.cross(arms, velocities.to(torch.float64)), batch_idx, n_systems)
+    arms = places - division.of_atoms(centre, len(masses))
+    angular = division.sums(inertia * torch.linalg.cross(arms, velocities.to(torch.float64)))
     products = inertia.unsqueeze(-1) * arms.unsqueeze(-1) * arms.unsqueeze(-2)
-    second = system_sums(products, batch_idx, n_systems)
+    second = division.sums(products)
     traces = second.diagonal(dim1=-2, dim2=-1).sum(-1)
     tensor = torch.eye(3, dtype=second.dtype, device=second.device) * traces[:, None, None] - second
     rotation = (torch.linalg.pinv(tensor, rtol=1e-10, hermitian=True) @ angular.unsqueeze(-1)).squeeze(-1)
-    frozen = system_sums(masses.isinf().to(torch.float64), batch_idx, n_systems)
+    frozen = division.sums(masses.isinf().to(torch.float64))
     rotation = torch.where(frozen.unsqueeze(1) > 0.0, 0.0, rotation)
-    turning = torch.linalg.cross(_of_atoms(rotation, batch_idx, len(masses)).expand_as(arms), arms)
+    turning = torch.linalg.cross(division.of_atoms(rotation, len(masses)).expand_as(arms), arms)
     return velocities - turning.to(velocities.dtype)
-
-
-def _of_atoms(values: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> torch.Tensor:
-    return values if batch_idx is None else spread_systems(values, batch_idx, n_atoms)
-
-
-def _count(batch_idx: torch.Tensor | None, n_systems: int | None) -> int:
-    if n_systems is not None:
-        return checks.check_count("n_systems", n_systems)
-    if batch_idx is None:
-        return 1
-    return int(batch_idx.max()) + 1 if batch_idx.numel() else 0

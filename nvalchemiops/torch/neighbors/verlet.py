@@ -27,7 +27,7 @@ class _BuiltList(NamedTuple):
     n_systems: int
     rows: tuple[torch.Tensor, ...]  # matrix, counts, shifts if there is a cell
     result: tuple[torch.Tensor, ...]
-    inverse: list[torch.Tensor]  # of the cells, for `_strain`; empty until a cell changes
+    inverse: list[torch.Tensor]  # `inverse_of_periodic` of the cells; empty until a cell changes
 
 
 class VerletList:
@@ -237,35 +237,61 @@ def _is_unchanged(
 def _after_strain(
     verlet: VerletList, kept: _BuiltList, positions: torch.Tensor, cell: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far atoms (n_atoms,) are from where a change of the cells took them, and how far (n_systems,) they may be.
-
-    With E from `_strain`, a pair at ``d`` was at ``d_0 (1 + E) = d - (u_j - u_i)`` when the list was built, where
-    ``u = x - x_0 (1 + E)``. So ``|d_0| <= (|d| + 2 |u|) / (1 - |E|)``, which must be within the reach for all pairs
-    within the cutoff. The norm of E is bounded by the sums of its rows and columns.
-    """
-    old = kept.systems
-    before, strain = old.positions.to(torch.float64), _strain(kept, cell)
-    if kept.system is None:
-        carried = before @ strain[0]
-    else:
-        carried = (before.unsqueeze(1) @ strain.index_select(0, kept.system)).squeeze(1)
-    moved = (positions.to(torch.float64) - before - carried).square_().sum(1).sqrt_()
-    sizes = strain.abs()
-    norm = (sizes.sum(1).amax(1) * sizes.sum(2).amax(1)).sqrt_()
-    return moved, 0.5 * (verlet.reach * (1.0 - norm) - verlet.cutoff)
-
-
-def _strain(kept: _BuiltList, cell: torch.Tensor) -> torch.Tensor:
-    """The matrices E (n_systems, 3, 3) with ``h = h_0 (1 + E)`` for lattice vectors h along periodic axes."""
+    """How far atoms (n_atoms,) are from where a change of the cells took them, and how far (n_systems,) they may be."""
     old = kept.systems
     assert old.cell is not None
-    before, now = (c.reshape(-1, 3, 3).to(torch.float64) for c in (old.cell, cell))
-    if old.pbc is not None:
-        axes = old.pbc.reshape(-1, 3, 1)
-        before, now = torch.where(axes, before, 0.0), torch.where(axes, now, 0.0)
     if not kept.inverse:
-        kept.inverse.append(torch.linalg.pinv(before))
-    return kept.inverse[0] @ (now - before)
+        kept.inverse.append(inverse_of_periodic(old.cell, old.pbc))
+    strain = strain_between(old.cell, cell, old.pbc, kept.inverse[0])
+    moved = displacements(positions, old.positions, strain, kept.system)
+    return moved, 0.5 * (verlet.skin - taken_by_strain(strain, verlet.reach))
+
+
+# -- the part of a skin that a change of the cell takes -------------------------------------------
+
+
+def inverse_of_periodic(cell: torch.Tensor, pbc: torch.Tensor | None) -> torch.Tensor:
+    """The pseudo-inverse (n_systems, 3, 3), in float64, of the lattice vectors along periodic axes."""
+    return torch.linalg.pinv(_periodic(cell, pbc))
+
+
+def strain_between(
+    before: torch.Tensor, now: torch.Tensor, pbc: torch.Tensor | None, inverse: torch.Tensor
+) -> torch.Tensor:
+    """The matrices E (n_systems, 3, 3) with ``h = h_0 (1 + E)`` for lattice vectors h along periodic axes.
+
+    ``inverse`` is `inverse_of_periodic` of the cells before.
+    """
+    return inverse @ (_periodic(now, pbc) - _periodic(before, pbc))
+
+
+def displacements(
+    positions: torch.Tensor, before: torch.Tensor, strain: torch.Tensor, system: torch.Tensor | None
+) -> torch.Tensor:
+    """How far atoms (n_atoms,) are from where a strain of their system took them: ``|x - x_0 (1 + E)|``."""
+    start = before.to(torch.float64)
+    if system is None:
+        carried = start @ strain[0]
+    else:
+        carried = (start.unsqueeze(1) @ strain.index_select(0, system)).squeeze(1)
+    return (positions.to(torch.float64) - start - carried).square_().sum(1).sqrt_()
+
+
+def taken_by_strain(strain: torch.Tensor, reach: float) -> torch.Tensor:
+    """The part (n_systems,) of a skin that is used up by the strain E of a list with this reach, ``reach |E|``.
+
+    A pair at ``d`` was at ``d_0 (1 + E) = d - (u_j - u_i)`` when the list was built, where u are the displacements
+    beyond the strain. So ``|d_0| <= (|d| + 2 |u|) / (1 - |E|)``, which is within the reach for all pairs within the
+    cutoff if ``2 |u| + reach |E| <= skin``. The norm of E is bounded by the sums of its rows and columns.
+    """
+    sizes = strain.abs()
+    return reach * (sizes.sum(1).amax(1) * sizes.sum(2).amax(1)).sqrt_()
+
+
+def _periodic(cell: torch.Tensor, pbc: torch.Tensor | None) -> torch.Tensor:
+    """Cells (n_systems, 3, 3) in float64 with zeros for vectors along open axes, which may hold anything."""
+    cells = cell.reshape(-1, 3, 3).to(torch.float64)
+    return cells if pbc is None else torch.where(pbc.reshape(-1, 3, 1), cells, 0.0)
 
 
 def _stale(verlet: VerletList, kept: _BuiltList, given: Systems) -> tuple[torch.Tensor, torch.Tensor]:

@@ -307,7 +307,7 @@ def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem)
     if system.domain is not None:
         if cutoff is None:
             raise ValueError("`cutoff` is needed for an open system with a `domain`: it sets the range of the search")
-        return shares.rows_of_domain(system.domain, system.positions, cutoff, neighbors)[:2]
+        return shares.rows_of_domain(system.domain, system.positions, None, cutoff, neighbors)[:2]
     rows = rows_of(neighbors, system.positions, periodic=False)
     if rows is not None:
         return rows, None

@@ -106,7 +106,7 @@ class ChargedSystem(NamedTuple):
         """Neighbors (None if not given), the cutoff, and alpha. With a domain these are from `rows_of_domain`."""
         if self.domain is None:
             return rows_of(neighbors, self.positions, periodic=True), cutoff, alpha
-        return shares.rows_of_domain(self.domain, self.positions, cutoff, neighbors, alpha)
+        return shares.rows_of_domain(self.domain, self.positions, self.cell, cutoff, neighbors, alpha)
 
     def at_fixed_geometry(self) -> "ChargedSystem":
         """The system without gradients with respect to positions and cell."""

@@ -102,10 +102,10 @@ def check_atoms(domain: Domain | None, atoms: System) -> None:
         domain._check(atoms)
 
 
-def must_be_near(domain: Domain | None, positions: torch.Tensor) -> None:
+def must_be_near(domain: Domain | None, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
     """Raise on all ranks if an atom has moved too far since the domain was made, in a part of a call `together`."""
     if domain is not None:
-        domain._must_be_near(positions)
+        domain._must_be_near(positions, cell)
 
 
 def numbers_of_all(domain: Domain, numbers: torch.Tensor, size: int) -> list[int]:
@@ -114,7 +114,12 @@ def numbers_of_all(domain: Domain, numbers: torch.Tensor, size: int) -> list[int
 
 
 def rows_of_domain(
-    domain: Domain, positions: torch.Tensor, cutoff: float | None, neighbors: GivenNeighbors, alpha: Any = None
+    domain: Domain,
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    cutoff: float | None,
+    neighbors: GivenNeighbors,
+    alpha: Any = None,
 ) -> tuple[Rows, float, Any]:
     """Neighbors of owned atoms, up to the cutoff of the domain by default; the cutoff; and alpha, if any, replicated.
 
@@ -125,7 +130,7 @@ def rows_of_domain(
             raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
         cutoff = domain.cutoff if cutoff is None else cutoff
         agreement.must_be_same(alpha=alpha, cutoff=cutoff)
-        rows = domain._owned_rows(positions, cutoff).alone
+        rows = domain._owned_rows(positions, cutoff, cell).alone
     return rows, cutoff, replicated(domain, alpha)
 
 

@@ -121,7 +121,7 @@ def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: f
         if cutoff is None:
             raise ValueError("with a `domain` this potential needs a cutoff, within which neighbors are found")
         cell, _, _ = _batch(atoms._replace(batch_idx=domain.batch_idx, pbc=domain.pbc), domain.n_systems, True)
-        rows, _, _ = shares.rows_of_domain(domain, positions, cutoff, given)
+        rows, _, _ = shares.rows_of_domain(domain, positions, atoms.cell, cutoff, given)
     return PairSystem(positions, shares.replicated(domain, cell), domain.batch_idx, domain.n_systems, rows, domain)
 
 
