@@ -5,13 +5,17 @@ import torch
 
 from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.torch.interactions.pair import PairPotential
+from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full, transpose_order
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
+from nvalchemiops.torch.operators.noise import places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.lanes.fibers import gpu_layout
-from tests.support.comparing import close_to_largest
+from tests.support.comparing import close_to_largest, same_bits
 
 F64 = torch.float64
 ORDER = 4
@@ -143,3 +147,85 @@ def test_gaussians_that_overlap(dtype):
     found, expected = on_both(energies)
     assert all(e.isfinite().all() for e in expected)
     close_to_largest(found, expected, 1e-12 if dtype is F64 else 1e-5)
+
+
+# -- sorts -----------------------------------------------------------------------------------------
+
+_sort = torch.sort
+
+
+def sort_with_ties_reversed(values, dim=-1, descending=False, stable=False):
+    """As ``torch.sort`` may sort on a GPU where nobody asks for more: of what is equal, the last is the first."""
+    if stable:
+        return _sort(values, dim=dim, descending=descending, stable=True)
+    found, order = _sort(values.flip(dim), dim=dim, descending=descending, stable=True)
+    return torch.return_types.sort((found, values.shape[dim] - 1 - order))
+
+
+def sums_on_a_mesh():
+    n = 200
+    u, system, mesh = 4.0 * random(n, 3), torch.arange(n, dtype=torch.int32) % 3, (5, 5, 8)
+    columns = mesh_columns(u, system, 3, mesh, 5)
+    return [*columns, mesh_spread(random(n, 1, 1), u, system, 3, *columns, mesh, 5, 0)]
+
+
+def sums_over_systems():
+    return [system_sums(random(300, 3), torch.arange(300, dtype=torch.int32) % 7, 7)]
+
+
+def numbers_in_systems():
+    return [places_in_systems(torch.arange(50, dtype=torch.int32) % 4, 4)]
+
+
+ATOMS = 2.0 * random(90, 3)
+BATCH = torch.arange(90, dtype=torch.int32) % 3
+BOX = 7.0 * torch.eye(3, dtype=F64).expand(3, 3, 3)
+
+
+def searched():
+    options = {"cell": BOX, "batch_idx": BATCH.sort(stable=True).values, "return_neighbor_list": True}
+    return [*neighbor_list(ATOMS, 2.0, **options), *neighbor_list(ATOMS, 2.0, **options, nearest=5, ties="index")]
+
+
+def rows_of_a_batch_in_no_order():
+    rows = build_rows(ATOMS, 2.0, BOX, BATCH)
+    return [t for t in rows if isinstance(t, torch.Tensor)]
+
+
+def other_forms_of_lists():
+    # a cell as small as the cutoff: most pairs are there in several images
+    half = neighbor_list(ATOMS[:20], 3.0, 3.1 * BOX[0] / 7.0, half_fill=True, return_neighbor_list=True)
+    rows = rows_of(GivenNeighbors(*half, half_list=True), ATOMS[:20], periodic=True)
+    excluded = exclusion_rows(torch.tensor([[0, 3, 0, 5, 9], [7, 0, 1, 0, 5]]), None, ATOMS)
+    full = half_to_full(*half)
+    check_full_list(*full)
+    found = [*full, *transpose_order(full[0], 20), *(t for t in rows if isinstance(t, torch.Tensor))]
+    return [*found, *(t for t in excluded if isinstance(t, torch.Tensor))]
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        sums_on_a_mesh,
+        sums_over_systems,
+        numbers_in_systems,
+        searched,
+        rows_of_a_batch_in_no_order,
+        other_forms_of_lists,
+    ],
+)
+def test_results_do_not_depend_on_how_a_sort_leaves_what_is_equal(results, monkeypatch):
+    """The same bits, and lists in the same order, although sorts of torch need not be stable."""
+    with gpu_layout():
+        expected = results()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "sort", sort_with_ties_reversed)
+            patch.setattr(torch.Tensor, "sort", sort_with_ties_reversed)
+            patch.setattr(torch, "argsort", lambda *args, **options: sort_with_ties_reversed(*args, **options)[1])
+            same_bits(results(), expected)
+
+
+def test_ties_are_reversed():
+    values = torch.tensor([2, 1, 2, 1])
+    assert sort_with_ties_reversed(values)[1].tolist() == [3, 1, 2, 0]
+    assert sort_with_ties_reversed(values, stable=True)[1].tolist() == [1, 3, 0, 2]
