@@ -19,10 +19,11 @@ _CHAIN += """
     const int length = velocities.shape[1];
     const double g = degrees.data[thread], rate = rates.data[thread], wanted = targets.data[thread];
     double ratio = ratios.data[thread], log_scale = 0.0;
-    double *x = moved.data + thread * length, *u = pushed.data + thread * length;
+    const long long first = 1LL * thread * length;
+    double *x = moved.data + first, *u = pushed.data + first;
     for (int k = 0; k < length; ++k) {
-        x[k] = positions.data[thread * length + k];
-        u[k] = velocities.data[thread * length + k];
+        x[k] = positions.data[first + k];
+        u[k] = velocities.data[first + k];
     }
     const auto push = [&](int k, double time) {
         const double before = k ? u[k - 1] * u[k - 1] : 0.0;

@@ -1,4 +1,4 @@
-"""Branches of kernels that only a GPU takes, and the sizes and values that lead there: see `tests.lanes.test_kernels`."""
+"""Branches of kernels that only a GPU takes, and sizes and values that lead there."""
 
 import pytest
 import torch
