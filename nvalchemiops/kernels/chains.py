@@ -17,12 +17,13 @@ _CHAIN = f"""
 """
 _CHAIN += """
     const int length = velocities.shape[1];
-    const double wanted = targets.data[thread], kt = temperatures.data[thread], *q = masses.data + thread * length;
+    const long long first = 1LL * thread * length;
+    const double wanted = targets.data[thread], kt = temperatures.data[thread], *q = masses.data + first;
     double energy = energies.data[thread], log_scale = 0.0;
-    double *x = moved.data + thread * length, *u = pushed.data + thread * length;
+    double *x = moved.data + first, *u = pushed.data + first;
     for (int k = 0; k < length; ++k) {
-        x[k] = positions.data[thread * length + k];
-        u[k] = velocities.data[thread * length + k];
+        x[k] = positions.data[first + k];
+        u[k] = velocities.data[first + k];
     }
     const auto push = [&](int k, double time) {
         const double force = (k ? q[k - 1] * u[k - 1] * u[k - 1] - kt : energy - wanted) / q[k];

@@ -391,6 +391,12 @@ def sort_by_slot(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32)
         order[k] = i
 
 
+# an array of Warp has strides of 32 bits, in bytes: those of 2^28 atoms do not fit
+@wp.func_native("for (int a = 0; a < 3; ++a) coordinates.data[1LL * a * coordinates.shape[1] + k] = x[a];")
+def write_coordinates(k: wp.int32, x: wp.vec3d, coordinates: wp.array2d(dtype=wp.float64)):
+    """Write the coordinates of the k-th atom."""
+
+
 @wp.func
 def put(
     k: wp.int32,
@@ -417,8 +423,7 @@ def put(
     else:
         # neither found nor finds
         x = wp.vec3d(wp.float64(wp.nan), wp.float64(wp.nan), wp.float64(wp.nan))
-    for a in range(3):
-        coordinates[a, k] = x[a]
+    write_coordinates(k, x, coordinates)
     entry[k] = wp.vec4i(i, m[0], m[1], m[2])
 
 

@@ -35,7 +35,8 @@ _MEASURE = """
             squares.data[slot] = NAN;
             continue;
         }
-        auto a = x[3 * j] - x[3 * i], b = x[3 * j + 1] - x[3 * i + 1], c = x[3 * j + 2] - x[3 * i + 2];
+        const auto *x_i = x + 3LL * i, *x_j = x + 3LL * j;
+        auto a = x_j[0] - x_i[0], b = x_j[1] - x_i[1], c = x_j[2] - x_i[2];
         if (shifted) {
             for (int axis = 0; axis < 3; ++axis) {
                 const int s = shift.data[slot][axis];

@@ -169,6 +169,9 @@ def _unusual(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> An
     return wp.from_torch(tensor.detach(), dtype=wp.dtype_from_torch(tensor.dtype))
 
 
+MOST_ELEMENTS = 2**31 - 1
+"""Largest number of elements along an axis of an array."""
+
 KEPT_LAYOUTS = 64
 """Number of layouts that are kept for each parameter of a kernel: most launches use the same few."""
 
@@ -179,6 +182,11 @@ def _layout(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> byt
         shape, strides = outer_layout(tensor, expected.inner, expected.element)
     except ValueError as error:
         raise ValueError(f"{_label(kernel, expected)}: {error}") from None
+    if max(shape, default=0) > MOST_ELEMENTS:
+        raise ValueError(
+            f"{_label(kernel, expected)}: shape {tuple(tensor.shape)} has more than {MOST_ELEMENTS} elements along an "
+            "axis, which kernels count with 32 bits"
+        )
     if len(shape) != expected.ndim:
         raise ValueError(
             f"{_label(kernel, expected)}: expected {expected.ndim} array dimensions, got shape {tuple(tensor.shape)}"

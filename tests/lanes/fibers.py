@@ -9,15 +9,16 @@ kernels that they use, stay as they are.
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import warp as wp
 from warp._src.context import Module
 
 from nvalchemiops import launch as core
-from nvalchemiops._warp_internals import compiled_folder
+from nvalchemiops._warp_internals import compiled_folder, descriptor_type, parameters
 from nvalchemiops.layout import GPU, replaced_layout
 from tests.lanes.device_header import ADDRESS, FINDINGS, HEADER, MOST_WARPS, WARP
 
@@ -100,15 +101,60 @@ def _raise_findings(kernel: wp.Kernel, block: int) -> None:
     )
 
 
+MARGIN = 1 << 16
+"""Bytes before and behind an array, that nothing may write to. They are -1, or NaN: what reads them has no results."""
+
+
+@contextlib.contextmanager
+def _with_margins(kernel: wp.Kernel, arguments: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments of a launch with their arrays in other memory, with a margin around each.
+
+    Arrays that share memory still do. Raises `LaneError` if a margin was written to; arrays are then as they were.
+    """
+    kind = descriptor_type()
+    arrays = [kind.from_buffer_copy(a) if type(a) is bytes else a for a in arguments]
+    arrays = [a.__ctype__() if isinstance(a, wp.array) else a for a in arrays]
+    places = []  # from, to, number of the argument
+    for number, (array, parameter) in enumerate(zip(arrays, parameters(kernel), strict=True)):
+        if isinstance(array, kind) and array.data and 0 not in (shape := array.shape[: array.ndim]):
+            item = wp.types.type_size_in_bytes(parameter.type.dtype)
+            last = sum((n - 1) * step for n, step in zip(shape, array.strides))
+            places.append((array.data, array.data + last + item, number))
+    shared: list[tuple[int, int, list[int]]] = []
+    for begin, end, number in sorted(places):
+        if shared and begin < shared[-1][1]:
+            before, other, numbers = shared[-1]
+            shared[-1] = (before, max(end, other), [*numbers, number])
+        else:
+            shared.append((begin, end, [number]))
+    copies = []
+    for begin, end, numbers in shared:
+        given = np.ctypeslib.as_array((ctypes.c_uint8 * (end - begin)).from_address(begin))
+        copy = np.full(end - begin + 2 * MARGIN + 64, 255, dtype=np.uint8)
+        shift = MARGIN + (begin - copy.ctypes.data - MARGIN) % 64  # aligned as before
+        copy[shift : shift + len(given)] = given
+        copies.append((given, copy, shift, numbers))
+        for number in numbers:
+            arrays[number].data += copy.ctypes.data + shift - begin
+    yield [bytes(a) if isinstance(a, kind) else a for a in arrays]
+    for given, copy, shift, numbers in copies:
+        if (copy[:shift] != 255).any() or (copy[shift + len(given) :] != 255).any():
+            names = ", ".join(parameters(kernel)[number].label for number in numbers)
+            raise LaneError(f"kernel '{kernel.key}' writes beyond the memory of {names}")
+    for given, copy, shift, _ in copies:
+        given[:] = copy[shift : shift + len(given)]
+
+
 _with_lanes: dict[int, Any] = {}
 """What has the hashes of modules with the header, for each size of blocks."""
 
 
 @contextlib.contextmanager
-def gpu_layout(order: str = "forward") -> Iterator[set[wp.Kernel]]:
+def gpu_layout(order: str = "forward", margins: bool = True) -> Iterator[set[wp.Kernel]]:
     """Launches on the CPU are those of a GPU: its layout, its branches of kernels, 32 lanes in this order.
 
-    Yields the set of kernels that are launched. Raises `LaneError` after a launch in which a lane was missing.
+    Yields the set of kernels that are launched. Raises `LaneError` after a launch in which a lane was missing, or wrote
+    to memory close to an array that is not its own (if there are ``margins``).
     """
     launched: set[wp.Kernel] = set()
     seen = state()
@@ -120,7 +166,9 @@ def gpu_layout(order: str = "forward") -> Iterator[set[wp.Kernel]]:
         hashers = kernel.module.hashers
         for size in [size for size, hasher in hashers.items() if size > 1 and id(hasher) not in _with_lanes]:
             del hashers[size]  # of the module without the header, as another test has asked for it
-        launch(kernel, device, stream, block, grid, arguments)
+        if 0 not in grid:
+            with _with_margins(kernel, arguments) if margins else contextlib.nullcontext(arguments) as inside:
+                launch(kernel, device, stream, block, grid, inside)
         _with_lanes.update((id(hasher), hasher) for size, hasher in hashers.items() if size > 1)
         if 0 not in grid:
             launched.add(kernel)

@@ -14,7 +14,7 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.launch import launch
 from tests.lanes.fibers import ORDERS, LaneError, Module, gpu_layout
 
-RIGHT, GONE, ELSEWHERE, ONCE_MORE, HALF = range(5)
+RIGHT, GONE, ELSEWHERE, ONCE_MORE, HALF, BEYOND, BEFORE, READING = range(8)
 """What the lanes of the kernel below do."""
 
 _TEXT = by_device(
@@ -30,6 +30,9 @@ _TEXT = by_device(
     last.data[row] = lane;
     if (fault == 1 && lane == 7) return;
     if (fault == 2 && lane == 7) __syncwarp();
+    if (fault == 5 && lane == 31) last.data[row + 1] = lane;
+    if (fault == 6) sums.data[-1 - 8 * lane] = sum;
+    if (fault == 7) sum += values.data[(row + 1) * values.shape[1] + lane];
     const unsigned all = fault == 4 ? 0xffffu : 0xffffffffu;
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(all, sum, step);
     for (int k = 0; k < (fault == 3 && lane == 31); ++k) __syncwarp();
@@ -87,6 +90,31 @@ def test_a_lane_that_is_missing_is_reported(fault, order):
         run(fault)
     with gpu_layout(order):  # and forgotten
         assert torch.equal(run()[1], run()[1])
+
+
+@pytest.mark.parametrize(("fault", "name"), [(BEYOND, "last"), (BEFORE, "sums")])
+def test_a_write_beyond_an_array_is_reported(fault, name):
+    """And changes nothing, neither there nor in the array."""
+    memory = torch.zeros(3, 300, dtype=torch.float64)
+    values, sums, last = torch.rand(5, 65, dtype=torch.float64), memory[1, :5], torch.zeros(6, dtype=torch.int32)
+    with gpu_layout(), pytest.raises(LaneError, match=f"lanes_of_the_tests' writes beyond the memory of {name}$"):
+        launch(sum_of_rows, 5, [values, fault], [sums, last[:5]], lanes=WARP)
+    assert not memory.any() and not last.any()
+
+
+def test_a_read_beyond_an_array_gives_nan():
+    with gpu_layout():
+        _, sums, _ = run(READING)
+    assert sums[-1].isnan() and sums[:-1].isfinite().all()
+
+
+def test_arrays_that_share_memory_still_do():
+    memory = torch.arange(12, dtype=torch.float64)
+    with gpu_layout():
+        launch(
+            sum_of_rows, 2, [memory[:6].view(2, 3), RIGHT], [memory[4:6], torch.zeros(2, dtype=torch.int32)], lanes=WARP
+        )
+    assert memory[4] == 3.0 and memory[5] == 3.0 + 3.0 + 5.0
 
 
 def test_other_launches_stay_as_they_are():

@@ -178,6 +178,12 @@ def moment_sums(variant) -> Problem:
     return problem
 
 
+MOMENTS = moment_kernels.Variant(
+    moment_short_range(True), ("own0",), 1, 2, 1, "mcv", 1, 2, "float64", True, False, True
+)
+"""Gaussians of two kinds, several channels, a direction, and sums over pairs."""
+
+
 def triples(precision) -> Problem:
     rows = Rows(precision)
     real = rows.positions.dtype
@@ -325,13 +331,13 @@ def noise() -> Problem:
 # -- sums -----------------------------------------------------------------------------------------
 
 
-def fourier(op, derivatives) -> Problem:
+def fourier(op, derivatives, channels=2) -> Problem:
     """As many points as atoms in each system, in reverse order of the systems."""
     order = torch.sort(IN_SYSTEMS, stable=True)[1].int()
     coordinates = 3.0 * random(sum(LENGTHS), 3)
     points = integers(sum(LENGTHS), 3, low=0, high=6)
     plan = (coordinates, order, pointers(LENGTHS), points, pointers(LENGTHS[::-1]), derivatives)
-    moments, field = random(sum(LENGTHS), 2, count(derivatives)), random(2, sum(LENGTHS), 4, 2)
+    moments, field = random(sum(LENGTHS), channels, count(derivatives)), random(channels, sum(LENGTHS), 4, 2)
     return lambda: [op(moments if op is fourier_spread else field, *plan)]
 
 
@@ -431,11 +437,7 @@ def test_generated_kernels_compute_what_a_cpu_does(name):
 
 
 def test_generated_kernels_of_moments_compute_what_a_cpu_does():
-    """Gaussians of two kinds, several channels, a direction, and sums over pairs."""
-    variant = moment_kernels.Variant(
-        moment_short_range(True), ("own0",), 1, 2, 1, "mcv", 1, 2, "float64", True, False, True
-    )
-    check(moment_sums(variant), moment_kernels.moment_kernel(variant), "float64")
+    check(moment_sums(MOMENTS), moment_kernels.moment_kernel(MOMENTS), "float64")
 
 
 def check(problem, kernel, precision, has_nan=False):

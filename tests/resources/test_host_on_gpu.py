@@ -8,12 +8,14 @@ operator.
 
 import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import warp as wp
 from functorch.compile import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,15 +24,26 @@ from torch.utils._pytree import tree_map_only
 from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch import segment_ops, spline
+from nvalchemiops.torch.autograd import arrays, tapes, warp_stream_from_torch
 from nvalchemiops.torch.interactions import dispersion, electrostatics, lj, pair
+from nvalchemiops.torch.launch import launch_adjoint
 from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection, rows
 from nvalchemiops.torch.operators.lattice import _geometry
-from nvalchemiops.torch.runtime import cache
+from nvalchemiops.torch.runtime import cache, graphs
 from nvalchemiops.torch.systems import Neighbors, System
 from tests.support import cases
 from tests.support.comparing import close_to_largest, weighted
 from tests.support.gpu import waiting_is_an_error
-from tests.support.on_device import READS, HostReadError, events, on_gpu, on_stream, pretended_gpu
+from tests.support.on_device import (
+    READS,
+    HostReadError,
+    WarpStream,
+    check_launch_stream,
+    events,
+    on_gpu,
+    on_stream,
+    pretended_gpu,
+)
 from tests.support.systems import in_form, neighbors_of
 
 CUTOFF, ALPHA, MESH, WIDTH = cases.CUTOFF, 0.7, (8, 9, 10), 24
@@ -442,6 +455,44 @@ def test_what_is_kept_is_used_on_its_stream(name, monkeypatch):
         for stream in (1, 1, 2, 1):
             with on_stream(stream):
                 call(inputs)
+
+
+# all launches above are on the current stream, or `check_launch_stream` raises; these are in none of the calls
+
+
+@wp.kernel(module=wp.get_module("test_host_on_gpu"))
+def square(x: wp.array(dtype=wp.float64), y: wp.array(dtype=wp.float64)):
+    i = wp.tid()
+    y[i] = x[i] * x[i]
+
+
+def test_adjoints_of_kernels_and_tapes_are_on_the_current_stream():
+    class Tape:
+        zeroed = replayed = False
+
+        def zero(self):
+            self.zeroed = True
+
+        def backward(self):
+            check_launch_stream(WarpStream(0, 5))
+            self.replayed = True
+
+    x, y = on_gpu((torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)))
+    array = types.SimpleNamespace(grad=types.SimpleNamespace(**{arrays._TENSOR: y}))
+    tape = Tape()
+    with pretended_gpu(), on_stream(5):
+        tapes.replay([tape], {"y": array}, {"y": x.clone()}, "test")
+        assert tape.zeroed and tape.replayed
+        with warp_stream_from_torch(x):
+            done = events(lambda: launch_adjoint(square, 3, [x, y], [x.clone(), y.clone()]))
+    assert done[-1].name == "adjoint of square"
+
+
+def test_a_graph_belongs_to_its_stream():
+    for number in (0, 3):
+        with pretended_gpu(), on_stream(number):
+            assert graphs.place_of(torch.device("cuda", 0)) == (torch.device("cuda", 0), number)
+    assert graphs.place_of(torch.device("cpu")) == (torch.device("cpu"), 0)
 
 
 # -- compiled -------------------------------------------------------------------------------------

@@ -24,16 +24,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from nvalchemiops import launch as core
 from nvalchemiops.interactions.pair import sum as pair_kernels
 from nvalchemiops.torch import launch as tensors
-from nvalchemiops.torch.autograd import op as ops
+from nvalchemiops.torch.autograd import arrays
 from nvalchemiops.torch.autograd.op import WarpOp
 from nvalchemiops.torch.interactions.pair import op as pair_op
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime import context, graphs
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
-
-STREAM = types.SimpleNamespace()
-"""In the place of torch's current stream."""
 
 
 class HostReadError(AssertionError):
@@ -44,7 +41,45 @@ class StreamError(AssertionError):
     """A tensor may not be there yet, or its memory is used again already."""
 
 
+class WarpStream(NamedTuple):
+    """In the place of Warp's object for a stream of a device."""
+
+    ordinal: int
+    cuda_stream: int
+
+    @property
+    def device(self) -> "WarpStream":
+        return self
+
+
 _stream: contextvars.ContextVar[int | None] = contextvars.ContextVar("stream", default=None)
+_bound: contextvars.ContextVar[WarpStream | None] = contextvars.ContextVar("bound", default=None)
+"""Warp's current stream, on which it launches where no stream is given."""
+
+
+def _current_stream(device: torch.device) -> Any:
+    """In the place of ``torch.cuda.current_stream``, which without a device is that of the current one."""
+    assert device == GPU
+    return types.SimpleNamespace(device=device, cuda_stream=_stream.get() or 0)
+
+
+@contextlib.contextmanager
+def _scoped_stream(stream: WarpStream, sync_enter: bool, sync_exit: bool) -> Iterator[None]:
+    """In the place of ``wp.ScopedStream``."""
+    assert not sync_enter and not sync_exit
+    token = _bound.set(stream)
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+def check_launch_stream(stream: WarpStream | None) -> None:
+    """Raise unless a launch is on torch's current stream."""
+    current = WarpStream(0, _stream.get() or 0)
+    for name, found in (("is", stream), ("by others is", _bound.get())):
+        if found != current:
+            raise StreamError(f"a launch {name} on {found}, where torch's current stream is {current}")
 
 
 @contextlib.contextmanager
@@ -308,13 +343,25 @@ def _launch(
     kind: Any = None,
 ) -> None:
     """In the place of `nvalchemiops.launch.launch`."""
-    assert device is GPU and stream is STREAM and not record_tape
+    assert device is GPU and not record_tape
+    check_launch_stream(stream)
     without_addresses = [a[16:] if isinstance(a, bytes) else a for a in (*inputs, *outputs)]
     log = _watched.get()
     if log is not None:
         log.append(
             Event(kernel.key, (tuple(dim) if isinstance(dim, (list, tuple)) else dim, lanes, *without_addresses))
         )
+
+
+def _launch_adjoint(
+    kernel: wp.Kernel, dim: Any, inputs: Any, adjoints: Any, *, device: Any, stream: Any = None
+) -> None:
+    """In the place of `nvalchemiops.launch.launch_adjoint`."""
+    assert device is GPU
+    check_launch_stream(stream)
+    log = _watched.get()
+    if log is not None:
+        log.append(Event(f"adjoint of {kernel.key}", (dim,)))
 
 
 _describe_arguments = tensors.describe
@@ -340,13 +387,16 @@ def pretended_gpu(capturing: bool = False) -> Iterator[None]:
         patch.setattr(internals, "plain_keys", internals.plain_keys | {keys})
         patch.setattr(graphs, "obstacle", lambda device: "it is a pretended one")
         patch.setattr(core, "launch", _launch)
-        patch.setattr(tensors, "_place", lambda device: (GPU, STREAM) if device == GPU else _host_launch(device))
-        patch.setattr(ops, "warp_stream_from_torch", contextlib.nullcontext)
+        patch.setattr(core, "launch_adjoint", _launch_adjoint)
+        patch.setattr(tensors, "warp_device", lambda device: GPU if device == GPU else _host_launch(device))
+        patch.setattr(arrays, "warp_device", lambda device: GPU if device == GPU else _host_launch(device))
+        patch.setattr(arrays, "_warp_stream", WarpStream)
+        patch.setattr(wp, "ScopedStream", _scoped_stream)
         patch.setattr(pair_op, "_kernel", functools.cache(pair_op._kernel.__wrapped__))
         patch.setattr(pair_kernels, "pair_kernel", _without_body)
         patch.setattr(torch.cuda, "device", contextlib.nullcontext)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        patch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=_stream.get() or 0))
+        patch.setattr(torch.cuda, "current_stream", _current_stream)
         patch.setattr(tensors, "describe", _describe)
         for name in ("Stream", "synchronize"):
             patch.setattr(torch.cuda, name, lambda *_, **__: _refuse("a new stream, or waiting for one"))
