@@ -199,32 +199,86 @@ _STENCILS_GPU = """
     @number@
     @place@
     @weights@
+    struct alignas(16) pair {
+        double first, second;
+    };
     const double *const u = coordinates.data + 3LL * order.data[row];
-    double *const to = weights.data + 1LL * row * @size@;
+    const int n_channels = moments.shape[1];
+    pair *const to = reinterpret_cast<pair *>(weights.data + 1LL * row * weights.shape[1]);
+    int in_tiles = 0;
     for (int axis = 0; axis < 3; ++axis) {
         const int n = axis == 0 ? n_x : axis == 1 ? n_y : n_z;
         double inside, w[@powers@][@order@];
-        const int in_tile = place(u[axis], n, inside) % (axis == 0 ? @size_x@ : axis == 1 ? @size_y@ : @size_z@);
+        const int first = place(u[axis], n, inside);
+        const int in_tile = first % (axis == 0 ? @size_x@ : axis == 1 ? @size_y@ : @size_z@);
+        in_tiles |= in_tile << 8 * axis;
         weigh(inside, w);
-        for (int d = 0; d < @powers@; ++d) {
-            double *const along = to + (axis * @powers@ + d) * @width@;
-            for (int j = 0; j < @width@; ++j) along[j] = 0.0;
-            for (int j = 0; j < @order@; ++j) along[in_tile + j < n ? in_tile + j : in_tile + j - n] = w[d][j];
-        }
+        // Derivative d of the weight of a point, counted from the first one of the tile. Loops are unrolled, so that no
+        // array is in memory.
+        const auto at = [&](int d, int point) {
+            const int j = point < in_tile ? point - in_tile + n : point - in_tile;
+            double found = 0.0;
+            #pragma unroll
+            for (int k = 0; k < @order@; ++k) found = j == k ? w[d][k] : found;
+            return found;
+        };
+        if (axis > 0)
+            #pragma unroll
+            for (int d = 0; d < @powers@; ++d)
+                #pragma unroll
+                for (int j = 0; j < @width@; j += 2)
+                    to[(((axis - 1) * @powers@ + d) * @width@ + j) / 2] = {at(d, j), at(d, j + 1)};
+        else
+            for (int channel = 0; channel < n_channels; ++channel) {
+                const double *const m = moments.data + (1LL * row * n_channels + channel) * @count@;
+                pair *const along_x = to + (2 * @powers@ + channel * @tables@) * @width@ / 2;
+                #pragma unroll
+                for (int j = 0; j < @width@; j += 2) {
+                    @along_x@
+                }
+            }
     }
+    first_point.data[row] = in_tiles;
 """
+
+
+def _parts(derivatives: int) -> list[tuple[int, int]]:
+    """Numbers of derivatives along y and z of moments up to this order."""
+    return [(b, c) for b in range(derivatives + 1) for c in range(derivatives + 1 - b)]
+
+
+def length_of_table(order: int, derivatives: int, n_channels: int, warps: bool) -> int:
+    """Number of weights of an atom.
+
+    On a CPU: weights along x, y and z, each with all derivatives. On a GPU: along y and z; then, for each channel and
+    each derivative along y and z, weights along x times moments.
+    """
+    if not warps:
+        return 3 * (derivatives + 1) * WIDTH
+    return (2 * (derivatives + 1) + n_channels * len(_parts(derivatives))) * width(order, warps)
 
 
 def _values(order: int, derivatives: int, warps: bool) -> dict[str, object]:
     """Values of the placeholders in the text of kernels, for either type of device."""
     numbers = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": width(order, warps)}
+    parts, table = _parts(derivatives), width(order, warps)
+    numbered = list(enumerate(moments.components(derivatives)))
+
+    def along_x(b: int, c: int, point: str) -> str:
+        return " + ".join(f"m[{n}] * at({a}, {point})" for n, (a, *others) in numbered if others == [b, c])
+
     return numbers | {
         "number": _NUMBER_GPU if warps else _NUMBER_CPU,
         "place": _place(order),
         "weights": filled(_WEIGHTS, **numbers),
         "stencils": filled(_STENCILS_OF_MANY, **numbers),
-        "size": 3 * (derivatives + 1) * width(order, warps),
+        "size": 3 * (derivatives + 1) * WIDTH,
         "count": moments.count(derivatives),
+        "tables": len(parts),
+        "along_x": "\n".join(
+            f"along_x[({part * table} + j) / 2] = {{{along_x(b, c, 'j')}, {along_x(b, c, 'j + 1')}}};"
+            for part, (b, c) in enumerate(parts)
+        ),
         "warp": WARP,
         "tiles": _TILES,
         "size_x": TILE[0],
@@ -245,6 +299,7 @@ def spline_stencils(order: int, derivatives: int) -> Any:
     @native_kernel(f"spline_stencils_{order}_{derivatives}", body)
     def kernel(
         row: wp.int32,
+        moments: wp.array3d(dtype=wp.float64),  # (n_atoms, n_channels, n_moments), sorted by bin; none on a CPU
         coordinates: wp.array2d(dtype=wp.float64),
         order: wp.array(dtype=wp.int32),  # atoms sorted by bin
         n_x: wp.int32,
@@ -252,7 +307,8 @@ def spline_stencils(order: int, derivatives: int) -> Any:
         n_z: wp.int32,
         first_y: wp.array(dtype=wp.int32),  # (n_atoms,), where the stencil begins along y; none on a GPU
         first_z: wp.array(dtype=wp.int32),  # and along z
-        weights: wp.array4d(dtype=wp.float64),  # (n_atoms, 3, derivatives + 1, width)
+        first_point: wp.array(dtype=wp.int32),  # and where in its tile, in bytes for x, y and z; none on a CPU
+        weights: wp.array2d(dtype=wp.float64),  # (n_atoms, `length_of_table`)
     ):
         """Weights of some atoms."""
 
@@ -352,22 +408,30 @@ _SPREAD_GPU = """
             const int n_atoms = __shfl_sync(0xffffffffu, up_to, @warp@ - 1);
             const int shift = from - (up_to - count);
             for (int start = 0; start < n_atoms; start += @warp@) {
-                // each lane looks up an atom
+                // each lane looks up an atom; those that meet the tile go to the first lanes
                 int owner = 0;
                 #pragma unroll
                 for (int step = @warp@ / 2; step > 0; step /= 2)
                     owner += __shfl_sync(0xffffffffu, up_to, owner + step - 1) <= start + lane ? step : 0;
-                const int atom = start + lane + __shfl_sync(0xffffffffu, shift, owner);
-                const int place = __shfl_sync(0xffffffffu, away, owner);
-                const int here = n_atoms - start < @warp@ ? n_atoms - start : @warp@;
+                int atom = start + lane + __shfl_sync(0xffffffffu, shift, owner);
+                int place = __shfl_sync(0xffffffffu, away, owner);
+                const bool meets = start + lane < n_atoms
+                    && ((place - first_point.data[atom] + 0x10101 * (0x80 - @order@)) & 0x808080) == 0;
+                const unsigned votes = __ballot_sync(0xffffffffu, meets);
+                int chosen = 0;
+                #pragma unroll
+                for (int step = @warp@ / 2; step > 0; step /= 2)
+                    chosen += __popc(votes & ((1u << (chosen + step)) - 1u)) <= lane ? step : 0;
+                atom = __shfl_sync(0xffffffffu, atom, chosen);
+                place = __shfl_sync(0xffffffffu, place, chosen);
+                const int here = __popc(votes);
                 #pragma unroll 4
                 for (int other = 0; other < here; ++other) {
                     const int k = __shfl_sync(0xffffffffu, atom, other);
                     const int to = __shfl_sync(0xffffffffu, place, other) + (in_x | in_y << 8 | in_z << 16);
-                    const double *const w = weights.data + 1LL * k * @size@;
-                    const @real@ *const m = moments.data + (1LL * k * n_channels + channel) * @count@;
-                    const double *const w_x = w + (to & 0xff), *const w_y = w + @powers@ * @width@ + (to >> 8 & 0xff),
-                        *const w_z = w + 2 * @powers@ * @width@ + (to >> 16);
+                    const double *const w = weights.data + 1LL * k * weights.shape[1];
+                    const double *const w_x = w + (2 * @powers@ + channel * @tables@) * @width@ + (to & 0xff);
+                    const double *const w_y = w + (to >> 8 & 0xff), *const w_z = w + @powers@ * @width@ + (to >> 16);
                     if (((to + 0x10101 * (0x80 - @width@)) & 0x808080) == 0) sum += @product@;  // all below the width
                 }
             }
@@ -401,14 +465,6 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
             if c == power
         )
 
-    def on_gpu_by(a: int) -> str:
-        """What the derivative a along x is multiplied by: derivatives along y and z."""
-        return " + ".join(
-            f"m[{n}] * w_y[{b * table}] * w_z[{c * table}]"
-            for n, (along_x, b, c) in enumerate(moments.components(derivatives))
-            if along_x == a
-        )
-
     real, table = "float" if precision == "float32" else "double", width(order, warps=True)
     on_cpu = _values(order, derivatives, warps=False) | {
         "real": real,
@@ -422,7 +478,10 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
     }
     on_gpu = _values(order, derivatives, warps=True) | {
         "real": real,
-        "product": " + ".join(f"w_x[{a * table}] * ({on_gpu_by(a)})" for a in range(powers)),
+        "product": " + ".join(
+            f"w_x[{part * table}] * w_y[{b * table}] * w_z[{c * table}]"
+            for part, (b, c) in enumerate(_parts(derivatives))
+        ),
     }
     add = filled(_ADD_CPU, **on_cpu)
     return by_device(filled(_SPREAD_CPU, **on_cpu, add=add), filled(_SPREAD_GPU, **on_gpu))
@@ -446,11 +505,12 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
     )
     def kernel(
         row: wp.int32,
-        moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments), sorted by bin
+        moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments), sorted by bin; a GPU reads the shape only
         column_begin: wp.array(dtype=wp.int32),  # (n_bins + 1,), where columns or tiles begin
         first_y: wp.array(dtype=wp.int32),  # as from `spline_stencils`
         first_z: wp.array(dtype=wp.int32),
-        weights: wp.array4d(dtype=wp.float64),
+        first_point: wp.array(dtype=wp.int32),
+        weights: wp.array2d(dtype=wp.float64),
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
     ):
         """Fill some rows, or a tile."""

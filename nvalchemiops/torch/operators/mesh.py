@@ -140,14 +140,17 @@ def mesh_spread(
     if field.numel() == 0:
         return field
     warps = layout(moments.device.type).warps
+    length = kernels.length_of_table(spline_order, derivatives, n_channels, warps)
+    weights = new_empty((n_atoms, length), torch.float64, moments.device)
+    sorted_moments = moments.index_select(0, order)
     first_y, first_z = (None, None) if warps else (torch.empty_like(order), torch.empty_like(order))
-    width = kernels.width(spline_order, warps)
-    weights = new_empty((n_atoms, 3, derivatives + 1, width), torch.float64, moments.device)
+    first_point = torch.empty_like(order) if warps else None
     stencils = kernels.spline_stencils(spline_order, derivatives)
-    launch(stencils, _rows(moments), [coordinates, order, n_x, n_y, n_z], [first_y, first_z, weights])
+    inputs = [sorted_moments.double() if warps else None, coordinates, order, n_x, n_y, n_z]
+    launch(stencils, _rows(moments), inputs, [first_y, first_z, first_point, weights])
     kernel = kernels.spline_spread(spline_order, derivatives, precision_of(moments))
     threads = kernels.threads_of_mesh(n_systems, n_x, n_y, n_z, warps)
-    inputs = [moments.index_select(0, order), column_begin, first_y, first_z, weights]
+    inputs = [sorted_moments, column_begin, first_y, first_z, first_point, weights]
     kind = (16 * n_atoms * n_channels // threads).bit_length()
     launch(kernel, threads, inputs, [field.view(-1, n_x, n_y, n_z)], lanes=WARP, kind=kind)
     return field
