@@ -205,18 +205,18 @@ _STENCILS_GPU = """
     const double *const u = coordinates.data + 3LL * order.data[row];
     const int n_channels = moments.shape[1];
     pair *const to = reinterpret_cast<pair *>(weights.data + 1LL * row * weights.shape[1]);
-    int in_tiles = 0;
+    int of_atom = 0;
     for (int axis = 0; axis < 3; ++axis) {
         const int n = axis == 0 ? n_x : axis == 1 ? n_y : n_z;
         double inside, w[@powers@][@order@];
         const int first = place(u[axis], n, inside);
-        const int in_tile = first % (axis == 0 ? @size_x@ : axis == 1 ? @size_y@ : @size_z@);
-        in_tiles |= in_tile << 8 * axis;
+        const int offset = first % (axis == 0 ? @size_x@ : axis == 1 ? @size_y@ : @size_z@);
+        of_atom |= offset << 8 * axis;
         weigh(inside, w);
         // Derivative d of the weight of a point, counted from the first one of the tile. Loops are unrolled, so that no
         // array is in memory.
         const auto at = [&](int d, int point) {
-            const int j = point < in_tile ? point - in_tile + n : point - in_tile;
+            const int j = point < offset ? point - offset + n : point - offset;
             double found = 0.0;
             #pragma unroll
             for (int k = 0; k < @order@; ++k) found = j == k ? w[d][k] : found;
@@ -238,7 +238,7 @@ _STENCILS_GPU = """
                 }
             }
     }
-    first_point.data[row] = in_tiles;
+    in_tile.data[row] = of_atom;
 """
 
 
@@ -307,7 +307,7 @@ def spline_stencils(order: int, derivatives: int) -> Any:
         n_z: wp.int32,
         first_y: wp.array(dtype=wp.int32),  # (n_atoms,), where the stencil begins along y; none on a GPU
         first_z: wp.array(dtype=wp.int32),  # and along z
-        first_point: wp.array(dtype=wp.int32),  # and where in its tile, in bytes for x, y and z; none on a CPU
+        in_tile: wp.array(dtype=wp.int32),  # and where in its tile, in bytes for x, y and z; none on a CPU
         weights: wp.array2d(dtype=wp.float64),  # (n_atoms, `length_of_table`)
     ):
         """Weights of some atoms."""
@@ -416,7 +416,7 @@ _SPREAD_GPU = """
                 int atom = start + lane + __shfl_sync(0xffffffffu, shift, owner);
                 int place = __shfl_sync(0xffffffffu, away, owner);
                 const bool meets = start + lane < n_atoms
-                    && ((place - first_point.data[atom] + 0x10101 * (0x80 - @order@)) & 0x808080) == 0;
+                    && ((place - in_tile.data[atom] + 0x10101 * (0x80 - @order@)) & 0x808080) == 0;
                 const unsigned votes = __ballot_sync(0xffffffffu, meets);
                 int chosen = 0;
                 #pragma unroll
@@ -509,7 +509,7 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
         column_begin: wp.array(dtype=wp.int32),  # (n_bins + 1,), where columns or tiles begin
         first_y: wp.array(dtype=wp.int32),  # as from `spline_stencils`
         first_z: wp.array(dtype=wp.int32),
-        first_point: wp.array(dtype=wp.int32),
+        in_tile: wp.array(dtype=wp.int32),
         weights: wp.array2d(dtype=wp.float64),
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
     ):

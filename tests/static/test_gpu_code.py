@@ -174,7 +174,7 @@ def card(monkeypatch):
 
 
 def block_of_launch(kernel):
-    return layout("cuda").block_of(lanes_of(kernel))
+    return layout("cuda").block
 
 
 def test_warmup_builds_what_is_launched_on_a_gpu(card, monkeypatch, capsys):

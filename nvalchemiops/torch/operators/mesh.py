@@ -144,13 +144,13 @@ def mesh_spread(
     weights = new_empty((n_atoms, length), torch.float64, moments.device)
     sorted_moments = moments.index_select(0, order)
     first_y, first_z = (None, None) if warps else (torch.empty_like(order), torch.empty_like(order))
-    first_point = torch.empty_like(order) if warps else None
+    in_tile = torch.empty_like(order) if warps else None
     stencils = kernels.spline_stencils(spline_order, derivatives)
     inputs = [sorted_moments.double() if warps else None, coordinates, order, n_x, n_y, n_z]
-    launch(stencils, _rows(moments), inputs, [first_y, first_z, first_point, weights])
+    launch(stencils, _rows(moments), inputs, [first_y, first_z, in_tile, weights])
     kernel = kernels.spline_spread(spline_order, derivatives, precision_of(moments))
     threads = kernels.threads_of_mesh(n_systems, n_x, n_y, n_z, warps)
-    inputs = [sorted_moments, column_begin, first_y, first_z, first_point, weights]
+    inputs = [sorted_moments, column_begin, first_y, first_z, in_tile, weights]
     kind = (16 * n_atoms * n_channels // threads).bit_length()
     launch(kernel, threads, inputs, [field.view(-1, n_x, n_y, n_z)], lanes=WARP, kind=kind)
     return field
