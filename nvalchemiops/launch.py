@@ -74,8 +74,9 @@ def launch(
     stream : wp.Stream, optional
         Stream to launch on; the device's current one by default.
     lanes : int, optional
-        On a GPU, the number of threads that share each row: the kernel reads ``row, lane = wp.tid()`` and strides by
-        ``wp.block_dim()``. On the CPU there is one lane. 0 (the default): the kernel has no lane index.
+        32 if the threads of a warp share each row on a GPU: the kernel reads ``row, lane = wp.tid()``. On the CPU there
+        is one lane. A block has several rows, and the last block may have fewer, so lanes cooperate by operations of a
+        warp, not of a block. 0 (the default): the kernel has no lane index.
     record_tape : bool, optional
         False keeps the launch off any active tape, which makes it cheaper. Gather-only kernels have no adjoint and are
         never recorded.
@@ -87,9 +88,9 @@ def launch(
         device = wp.get_device(device)
     grid = tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
     how = layout("cpu" if device.is_cpu else "cuda")
-    block = how.block_of(lanes)
+    block = how.block
     if lanes:
-        grid = (*grid, lanes if how.warps else 1)
+        grid = (*grid, lanes if how.warps else 1)  # a warp for each row
     arguments = [*inputs, *outputs]
     gathers = is_gather_only(kernel)
     if (gathers or not record_tape) and active_tape() is not None:
@@ -174,7 +175,7 @@ def prepared(
         return ordinary
     how, rows = layout("cpu"), tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
     grid = (*rows, 1) if lanes else rows
-    key, cost_key, calls = (kernel, device.alias, how.block_of(lanes)), (kernel, kind), itertools.count(1)
+    key, cost_key, calls = (kernel, device.alias, how.block), (kernel, kind), itertools.count(1)
     if how.warps or 0 in grid:
         return ordinary
     offset = [0] if is_gather_only(kernel) else []
@@ -219,7 +220,7 @@ def launch_adjoint(
         stream=stream,
         adjoint=True,
         record_tape=False,
-        block_dim=layout("cpu" if device.is_cpu else "cuda").block_of(0),  # that of the forward launch: same module
+        block_dim=layout("cpu" if device.is_cpu else "cuda").block,  # that of the forward launch: same module
     )
 
 

@@ -17,8 +17,9 @@ class Layout(NamedTuple):
     warps : bool
         Whether the threads of a warp share a row, in kernels with lanes. Otherwise a thread has one row or several.
     block : int, optional
-        Threads per block in kernels without lanes; None means one thread. On a GPU a block has two warps: small blocks
-        occupy more processors for a thousand atoms, and many blocks fill all of them for more atoms.
+        Threads per block, with lanes or without; None means one thread. On a GPU a block has two warps: 32 blocks, the
+        most that a multiprocessor holds, then have its 64 warps. Larger blocks spread a thousand atoms over fewer
+        multiprocessors, and keep the place of a short row until the longest row of the block ends.
     groups : bool
         Whether a thread processes a group of rows, in kernels without lanes. Otherwise it has one row.
     tabulated : bool
@@ -36,10 +37,6 @@ class Layout(NamedTuple):
     tabulated: bool
     serial: bool
     reads: bool
-
-    def block_of(self, lanes: int) -> int | None:
-        """Threads per block for a kernel with this many lanes (0: without lanes). None means one thread."""
-        return lanes if lanes and self.warps else self.block
 
     def rows_per_thread(self, group: int) -> int:
         """Rows per thread in kernels that can process ``group`` rows in a thread."""

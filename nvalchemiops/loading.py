@@ -143,7 +143,7 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None
         The damaged files cannot be removed. The message names their folder.
     """
     if block is None:
-        block = layout("cpu" if device.is_cpu else "cuda").block_of(lanes_of(kernel))
+        block = layout("cpu" if device.is_cpu else "cuda").block
     block_dim = block or 256  # the default of a launch
     if device.is_cpu and not (block and wp.config.enable_cpu_blocks):
         block_dim = 1

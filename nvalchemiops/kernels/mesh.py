@@ -12,10 +12,12 @@ The two are transposes of each other, also with derivatives with respect to u, n
 constant.
 
 **Spreading.** A thread owns points of the mesh and loops over the atoms whose stencils meet them. These are in
-neighboring columns of mesh cells, by which atoms are sorted. Only one thread adds to a point, so results are
-reproducible. On a CPU, a thread owns rows along z of a plane; weights are computed for `LANES` atoms at a time, and the
-points of a stencil along z form a vector. On a GPU, a warp owns as many points of a row as it has lanes; each lane
-prepares an atom, then all lanes add this atom to their points.
+neighboring bins of mesh cells, by which atoms are sorted. Only one thread adds to a point, so results are reproducible.
+On a CPU, bins are columns along z, and a thread owns rows along z of a plane; weights are computed for `LANES` atoms at
+a time, and the points of a stencil along z form a vector. On a GPU, bins are tiles (`TILE`), and a warp owns the points
+of a tile, each lane one. It visits the atoms of its own tile and of the tiles before it: a stencil of order 5 meets
+twelve tiles, in each of which it has a third of the points. Weights are stored by their distance from the first point
+of the atom's tile, which is the same for all atoms of a tile.
 
 **Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, a warp owns an atom, and its lanes share the stencil.
 """
@@ -31,7 +33,10 @@ from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import kernel_variants
 
 WIDTH = 8
-"""Number of stored weights along an axis: those beyond the order are zero."""
+"""Number of stored weights along an axis on a CPU: those beyond the order are zero."""
+
+TILE = (2, 4, 4)
+"""Points of a tile along each axis, one for each lane of a warp of a GPU."""
 
 ROWS = 32
 """Largest number of rows along z that a thread of a CPU owns."""
@@ -111,23 +116,53 @@ def first_point(u: np.ndarray, order: int) -> np.ndarray:
     return np.floor(u + 0.5 * (order % 2)).astype(np.int64) - (order - 1) // 2
 
 
-# -- columns --------------------------------------------------------------------------------------
+def width(order: int, warps: bool) -> int:
+    """Number of stored weights along an axis.
+
+    On a GPU these are all points of the tiles that the stencils of a tile meet; weights of other points are zero.
+    """
+    size = max(TILE)
+    return size * (1 - (1 - order) // size) if warps else WIDTH
+
+
+# -- bins -----------------------------------------------------------------------------------------
+
+_TILES = f"""
+    const int tiles_x = (n_x + {TILE[0] - 1}) / {TILE[0]}, tiles_y = (n_y + {TILE[1] - 1}) / {TILE[1]},
+              tiles_z = (n_z + {TILE[2] - 1}) / {TILE[2]};
+"""
+
+_COLUMN = "column.data[i] = (known * n_x + x) * n_y + y;"
+
+_TILE_OF_ATOM = f"""
+    @tiles@
+    const int tile_x = x / {TILE[0]}, tile_y = y / {TILE[1]}, tile_z = place(u[2], n_z, inside) / {TILE[2]};
+    column.data[i] = ((known * tiles_x + tile_x) * tiles_y + tile_y) * tiles_z + tile_z;
+"""
+
+
+def bins_of_mesh(n_systems: int, n_x: int, n_y: int, n_z: int, warps: bool) -> int:
+    """Number of bins by which atoms are sorted: columns on a CPU, tiles on a GPU."""
+    if not warps:
+        return n_systems * n_x * n_y
+    return n_systems * math.prod(-(-n // size) for n, size in zip((n_x, n_y, n_z), TILE))
 
 
 @kernel_variants(*((p,) for p in _ORDERS))
 def find_columns(order: int) -> Any:
-    """The kernel that finds the column of mesh cells in which the stencil of an atom begins."""
+    """The kernel that finds the column (on a GPU, the tile) of mesh cells in which the stencil of an atom begins."""
     body = """
         @place@
         double inside;
         const double *const u = coordinates.data + 3LL * i;
         const int system = batch_idx.shape[0] > 0 ? batch_idx.data[i] : 0;
-        const bool exists = system >= 0 && system < n_systems;
+        const int known = system >= 0 && system < n_systems ? system : 0;
         const int x = place(u[0], n_x, inside), y = place(u[1], n_y, inside);
-        column.data[i] = ((exists ? system : 0) * n_x + x) * n_y + y;
+        @bin@
     """
+    bin_ = by_device(_COLUMN, filled(_TILE_OF_ATOM, tiles=_TILES))
 
-    @native_kernel(f"find_columns_{order}", filled(body, place=_place(order)))
+    @native_kernel(f"find_columns_{order}", filled(body, place=_place(order), bin=bin_))
     def kernel(
         i: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),  # (n_atoms, 3)
@@ -135,9 +170,10 @@ def find_columns(order: int) -> Any:
         n_systems: wp.int32,
         n_x: wp.int32,
         n_y: wp.int32,
+        n_z: wp.int32,
         column: wp.array(dtype=wp.int32),  # (n_atoms,)
     ):
-        """Column of atom i."""
+        """Column or tile of atom i."""
 
     return kernel
 
@@ -163,54 +199,116 @@ _STENCILS_GPU = """
     @number@
     @place@
     @weights@
+    struct alignas(16) pair {
+        double first, second;
+    };
     const double *const u = coordinates.data + 3LL * order.data[row];
-    double *const to = weights.data + 1LL * row * @size@;
+    const int n_channels = moments.shape[1];
+    pair *const to = reinterpret_cast<pair *>(weights.data + 1LL * row * weights.shape[1]);
+    int of_atom = 0;
     for (int axis = 0; axis < 3; ++axis) {
+        const int n = axis == 0 ? n_x : axis == 1 ? n_y : n_z;
         double inside, w[@powers@][@order@];
-        const int first = place(u[axis], axis == 0 ? n_x : axis == 1 ? n_y : n_z, inside);
+        const int first = place(u[axis], n, inside);
+        const int offset = first % (axis == 0 ? @size_x@ : axis == 1 ? @size_y@ : @size_z@);
+        of_atom |= offset << 8 * axis;
         weigh(inside, w);
-        for (int d = 0; d < @powers@; ++d)
-            for (int j = 0; j < @width@; ++j) to[(axis * @powers@ + d) * @width@ + j] = j < @order@ ? w[d][j] : 0.0;
-        if (axis == 1) first_y.data[row] = first;
-        if (axis == 2) first_z.data[row] = first;
+        // Derivative d of the weight of a point, counted from the first one of the tile. Loops are unrolled, so that no
+        // array is in memory.
+        const auto at = [&](int d, int point) {
+            const int j = point < offset ? point - offset + n : point - offset;
+            double found = 0.0;
+            #pragma unroll
+            for (int k = 0; k < @order@; ++k) found = j == k ? w[d][k] : found;
+            return found;
+        };
+        if (axis > 0)
+            #pragma unroll
+            for (int d = 0; d < @powers@; ++d)
+                #pragma unroll
+                for (int j = 0; j < @width@; j += 2)
+                    to[(((axis - 1) * @powers@ + d) * @width@ + j) / 2] = {at(d, j), at(d, j + 1)};
+        else
+            for (int channel = 0; channel < n_channels; ++channel) {
+                const double *const m = moments.data + (1LL * row * n_channels + channel) * @count@;
+                pair *const along_x = to + (2 * @powers@ + channel * @tables@) * @width@ / 2;
+                #pragma unroll
+                for (int j = 0; j < @width@; j += 2) {
+                    @along_x@
+                }
+            }
     }
+    in_tile.data[row] = of_atom;
 """
 
 
-def _values(order: int, derivatives: int) -> dict[str, object]:
-    """Values of the placeholders in the text of kernels for both types of device."""
-    numbers = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
+def _parts(derivatives: int) -> list[tuple[int, int]]:
+    """Numbers of derivatives along y and z of moments up to this order."""
+    return [(b, c) for b in range(derivatives + 1) for c in range(derivatives + 1 - b)]
+
+
+def length_of_table(order: int, derivatives: int, n_channels: int, warps: bool) -> int:
+    """Number of weights of an atom.
+
+    On a CPU: weights along x, y and z, each with all derivatives. On a GPU: along y and z; then, for each channel and
+    each derivative along y and z, weights along x times moments.
+    """
+    if not warps:
+        return 3 * (derivatives + 1) * WIDTH
+    return (2 * (derivatives + 1) + n_channels * len(_parts(derivatives))) * width(order, warps)
+
+
+def _values(order: int, derivatives: int, warps: bool) -> dict[str, object]:
+    """Values of the placeholders in the text of kernels, for either type of device."""
+    numbers = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": width(order, warps)}
+    parts, table = _parts(derivatives), width(order, warps)
+    numbered = list(enumerate(moments.components(derivatives)))
+
+    def along_x(b: int, c: int, point: str) -> str:
+        return " + ".join(f"m[{n}] * at({a}, {point})" for n, (a, *others) in numbered if others == [b, c])
+
     return numbers | {
+        "number": _NUMBER_GPU if warps else _NUMBER_CPU,
         "place": _place(order),
         "weights": filled(_WEIGHTS, **numbers),
         "stencils": filled(_STENCILS_OF_MANY, **numbers),
         "size": 3 * (derivatives + 1) * WIDTH,
         "count": moments.count(derivatives),
+        "tables": len(parts),
+        "along_x": "\n".join(
+            f"along_x[({part * table} + j) / 2] = {{{along_x(b, c, 'j')}, {along_x(b, c, 'j + 1')}}};"
+            for part, (b, c) in enumerate(parts)
+        ),
+        "warp": WARP,
+        "tiles": _TILES,
+        "size_x": TILE[0],
+        "size_y": TILE[1],
+        "size_z": TILE[2],
     }
 
 
 @kernel_variants(*((p, n) for p in _ORDERS for n in (0, 1)))
 def spline_stencils(order: int, derivatives: int) -> Any:
-    """The kernel that tabulates the weights of atoms, sorted by column.
+    """The kernel that tabulates the weights of atoms, sorted by bin.
 
     A thread handles `LANES` atoms on a CPU, and one on a GPU.
     """
-    values = _values(order, derivatives)
-    body = by_device(
-        filled(_STENCILS_CPU, **values, number=_NUMBER_CPU), filled(_STENCILS_GPU, **values, number=_NUMBER_GPU)
-    )
+    cpu, gpu = (_values(order, derivatives, warps) for warps in (False, True))
+    body = by_device(filled(_STENCILS_CPU, **cpu), filled(_STENCILS_GPU, **gpu))
 
     @native_kernel(f"spline_stencils_{order}_{derivatives}", body)
     def kernel(
         row: wp.int32,
+        moments: wp.array3d(dtype=wp.float64),  # (n_atoms, n_channels, n_moments), sorted by bin; none on a CPU
         coordinates: wp.array2d(dtype=wp.float64),
-        order: wp.array(dtype=wp.int32),  # atoms sorted by column
+        order: wp.array(dtype=wp.int32),  # atoms sorted by bin
         n_x: wp.int32,
         n_y: wp.int32,
         n_z: wp.int32,
-        first_y: wp.array(dtype=wp.int32),  # (n_atoms,), where the stencil begins along y
+        first_y: wp.array(dtype=wp.int32),  # (n_atoms,), where the stencil begins along y; none on a GPU
         first_z: wp.array(dtype=wp.int32),  # and along z
-        weights: wp.array4d(dtype=wp.float64),  # (n_atoms, 3, derivatives + 1, WIDTH)
+        in_tile: wp.array(dtype=wp.int32),  # and where in its tile, in bytes for x, y and z; none on a CPU
+        weights: wp.array2d(dtype=wp.float64),  # (n_atoms, `length_of_table`)
     ):
         """Weights of some atoms."""
 
@@ -260,55 +358,86 @@ _SPREAD_CPU = """
 
 _SPREAD_GPU = """
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
-    const int lane = threadIdx.x & (@warp@ - 1), n_parts = (n_z + @warp@ - 1) / @warp@;
-    const int line = row / n_parts, z = row % n_parts * @warp@ + lane;
-    const int system = line / (n_x * n_y), x = line / n_y % n_x, y = line % n_y;
-    // The atoms that meet the row, one after the other: columns along y stand together, but for those beyond the
-    // boundary. Loops are unrolled, so that no array is in memory.
-    const int low = y - @order@ + 1;
-    int from[@ranges@], before[@ranges@], n_atoms = 0;
-    #pragma unroll
-    for (int i = 0; i < @order@; ++i) {
-        const int from_x = x - i < 0 ? x - i + n_x : x - i;
-        const int *const begin = column_begin.data + (system * n_x + from_x) * n_y;
-        from[2 * i] = begin[low < 0 ? 0 : low];
-        before[2 * i] = n_atoms;
-        n_atoms += begin[y + 1] - from[2 * i];
-        from[2 * i + 1] = low < 0 ? begin[low + n_y] : 0;
-        before[2 * i + 1] = n_atoms;
-        n_atoms += low < 0 ? begin[n_y] - from[2 * i + 1] : 0;
-    }
+    const int lane = threadIdx.x & (@warp@ - 1);
+    @tiles@
+    const int system = row / (tiles_x * tiles_y * tiles_z);
+    // Along an axis: where this tile begins, and the tiles of which atoms meet it, from the first one on, cyclically.
+    struct axis {
+        int from, first, count;
+    };
+    const auto axis_of = [](int n, int size, int n_tiles, int tile) {
+        const int from = tile * size, low = from - @order@ + 1, first = (low < 0 ? low + n : low) / size;
+        const int count = tile - first + 1 + (low < 0 ? n_tiles : 0);
+        return axis{from, first, count < n_tiles ? count : n_tiles};
+    };
+    const axis along_x = axis_of(n_x, @size_x@, tiles_x, row / (tiles_y * tiles_z) % tiles_x);
+    const axis along_y = axis_of(n_y, @size_y@, tiles_y, row / tiles_z % tiles_y);
+    const axis along_z = axis_of(n_z, @size_z@, tiles_z, row % tiles_z);
+    const auto tile_of = [](const axis &along, int i, int n_tiles) {
+        return along.first + i < n_tiles ? along.first + i : along.first + i - n_tiles;
+    };
+    // from the first point of another tile to that of this one
+    const auto away_from = [](int from, const axis &along, int n) {
+        return along.from < from ? along.from - from + n : along.from - from;
+    };
+    const int n_bins = along_x.count * along_y.count * along_z.count;
+    const int in_z = lane % @size_z@, in_y = lane / @size_z@ % @size_y@, in_x = lane / (@size_z@ * @size_y@);
+    const int x = along_x.from + in_x, y = along_y.from + in_y, z = along_z.from + in_z;
     for (int channel = 0; channel < n_channels; ++channel) {
         double sum = 0.0;
-        for (int start = 0; start < n_atoms; start += @warp@) {
-            const int here = n_atoms - start < @warp@ ? n_atoms - start : @warp@;
-            int k = 0, first = 0;
-            double @no_amplitudes@;
-            if (lane < here) {
-                int i = 0;
-                #pragma unroll
-                for (int part = 0; part < @ranges@; ++part)
-                    if (start + lane >= before[part]) {
-                        k = from[part] + start + lane - before[part];
-                        i = part / 2;
-                    }
-                first = first_z.data[k];
-                const int ahead = y - first_y.data[k], j = ahead < 0 ? ahead + n_y : ahead;
-                const double *const w = weights.data + 1LL * k * @size@;
-                const @real@ *const m = moments.data + (1LL * k * n_channels + channel) * @count@;
-                @amplitudes@
+        for (int base = 0; base < n_bins; base += @warp@) {
+            // each lane looks up a tile: its atoms, and how far it is, in bytes for x, y and z
+            int from = 0, count = 0, away = 0;
+            if (base + lane < n_bins) {
+                const int i = base + lane, tile_z = tile_of(along_z, i % along_z.count, tiles_z);
+                const int tile_y = tile_of(along_y, i / along_z.count % along_y.count, tiles_y);
+                const int tile_x = tile_of(along_x, i / (along_z.count * along_y.count), tiles_x);
+                const int *const begin =
+                    column_begin.data + ((system * tiles_x + tile_x) * tiles_y + tile_y) * tiles_z + tile_z;
+                from = begin[0];
+                count = begin[1] - from;
+                away = away_from(tile_x * @size_x@, along_x, n_x) | away_from(tile_y * @size_y@, along_y, n_y) << 8
+                    | away_from(tile_z * @size_z@, along_z, n_z) << 16;
             }
-            #pragma unroll 4
-            for (int other = 0; other < here; ++other) {
-                const double *const w =
-                    weights.data + 1LL * __shfl_sync(0xffffffffu, k, other) * @size@ + 2 * @powers@ * @width@;
-                const int ahead = z - __shfl_sync(0xffffffffu, first, other), l = ahead < 0 ? ahead + n_z : ahead;
-                @shared@
-                if (l < @order@) sum += @product@;
+            int up_to = count;  // number of atoms of these tiles up to this one
+            #pragma unroll
+            for (int step = 1; step < @warp@; step *= 2) {
+                const int before = __shfl_up_sync(0xffffffffu, up_to, step);
+                up_to += lane >= step ? before : 0;
+            }
+            const int n_atoms = __shfl_sync(0xffffffffu, up_to, @warp@ - 1);
+            const int shift = from - (up_to - count);
+            for (int start = 0; start < n_atoms; start += @warp@) {
+                // each lane looks up an atom; those that meet the tile go to the first lanes
+                int owner = 0;
+                #pragma unroll
+                for (int step = @warp@ / 2; step > 0; step /= 2)
+                    owner += __shfl_sync(0xffffffffu, up_to, owner + step - 1) <= start + lane ? step : 0;
+                int atom = start + lane + __shfl_sync(0xffffffffu, shift, owner);
+                int place = __shfl_sync(0xffffffffu, away, owner);
+                const bool meets = start + lane < n_atoms
+                    && ((place - in_tile.data[atom] + 0x10101 * (0x80 - @order@)) & 0x808080) == 0;
+                const unsigned votes = __ballot_sync(0xffffffffu, meets);
+                int chosen = 0;
+                #pragma unroll
+                for (int step = @warp@ / 2; step > 0; step /= 2)
+                    chosen += __popc(votes & ((1u << (chosen + step)) - 1u)) <= lane ? step : 0;
+                atom = __shfl_sync(0xffffffffu, atom, chosen);
+                place = __shfl_sync(0xffffffffu, place, chosen);
+                const int here = __popc(votes);
+                #pragma unroll 4
+                for (int other = 0; other < here; ++other) {
+                    const int k = __shfl_sync(0xffffffffu, atom, other);
+                    const int to = __shfl_sync(0xffffffffu, place, other) + (in_x | in_y << 8 | in_z << 16);
+                    const double *const w = weights.data + 1LL * k * weights.shape[1];
+                    const double *const w_x = w + (2 * @powers@ + channel * @tables@) * @width@ + (to & 0xff);
+                    const double *const w_y = w + (to >> 8 & 0xff), *const w_z = w + @powers@ * @width@ + (to >> 16);
+                    if (((to + 0x10101 * (0x80 - @width@)) & 0x808080) == 0) sum += @product@;  // all below the width
+                }
             }
         }
-        @real@ *const to = field.data + ((1LL * system * n_channels + channel) * n_x * n_y + line % (n_x * n_y)) * n_z;
-        if (z < n_z) to[z] = sum;
+        @real@ *const to = field.data + (1LL * system * n_channels + channel) * n_x * n_y * n_z;
+        if (x < n_x && y < n_y && z < n_z) to[(1LL * x * n_y + y) * n_z + z] = sum;
     }
 """
 
@@ -328,51 +457,47 @@ _ADD_CPU = """
 def _spread_body(order: int, derivatives: int, precision: str) -> str:
     powers = derivatives + 1
 
-    def amplitude(power: int, along_y: str) -> str:
-        """What a derivative along z is multiplied by; ``along_y`` is the text for a derivative along y."""
+    def amplitude(power: int) -> str:
+        """What a derivative along z is multiplied by."""
         return " + ".join(
-            f"m[{n}] * w[{a * WIDTH} + i] * {along_y.format(b)}"
+            f"m[{n}] * w[{a * WIDTH} + i] * along(1, {b})"
             for n, (a, b, c) in enumerate(moments.components(derivatives))
             if c == power
         )
 
-    values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
-    on_cpu = {
+    real, table = "float" if precision == "float32" else "double", width(order, warps=True)
+    on_cpu = _values(order, derivatives, warps=False) | {
+        "real": real,
         "rows": ROWS,
         "arrays": ", ".join(f"a{power}[{WIDTH}]" for power in range(powers)),
         "amplitudes": "\n".join(
-            f"*reinterpret_cast<doubles *>(a{power}) = {amplitude(power, 'along(1, {})')};" for power in range(powers)
+            f"*reinterpret_cast<doubles *>(a{power}) = {amplitude(power)};" for power in range(powers)
         ),
         "products": " + ".join(f"a{power}[j] * along(2, {power})" for power in range(powers)),
         "product": " + ".join(f"a{power}[j] * z({power})[l]" for power in range(powers)),
     }
-    on_gpu = {
-        "warp": WARP,
-        "ranges": 2 * order,
-        "no_amplitudes": ", ".join(f"a{power} = 0.0" for power in range(powers)),
-        "amplitudes": "\n".join(
-            f"a{power} = {amplitude(power, f'w[({powers} + {{}}) * {WIDTH} + j]')};" for power in range(powers)
+    on_gpu = _values(order, derivatives, warps=True) | {
+        "real": real,
+        "product": " + ".join(
+            f"w_x[{part * table}] * w_y[{b * table}] * w_z[{c * table}]"
+            for part, (b, c) in enumerate(_parts(derivatives))
         ),
-        "shared": "\n".join(
-            f"const double b{power} = __shfl_sync(0xffffffffu, a{power}, other);" for power in range(powers)
-        ),
-        "product": " + ".join(f"b{power} * w[{power * WIDTH} + l]" for power in range(powers)),
     }
-    add = filled(_ADD_CPU, **values, **on_cpu)
-    return by_device(filled(_SPREAD_CPU, **values, **on_cpu, add=add), filled(_SPREAD_GPU, **values, **on_gpu))
+    add = filled(_ADD_CPU, **on_cpu)
+    return by_device(filled(_SPREAD_CPU, **on_cpu, add=add), filled(_SPREAD_GPU, **on_gpu))
 
 
 def threads_of_mesh(n_systems: int, n_x: int, n_y: int, n_z: int, warps: bool) -> int:
     """Number of threads (on a GPU, warps) of `spline_spread`.
 
-    On a CPU, a thread owns up to `ROWS` rows of a plane; on a GPU, a warp owns as many points of a row as it has lanes.
+    On a CPU, a thread owns up to `ROWS` rows of a plane; on a GPU, a warp owns a tile.
     """
-    return n_systems * n_x * (n_y * -(-n_z // WARP) if warps else -(-n_y // ROWS))
+    return bins_of_mesh(n_systems, n_x, n_y, n_z, warps) if warps else n_systems * n_x * -(-n_y // ROWS)
 
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1)))
 def spline_spread(order: int, derivatives: int, precision: str) -> Any:
-    """The kernel that computes some rows of the mesh, or a part of a row (`threads_of_mesh`)."""
+    """The kernel that computes some rows of the mesh, or a tile of it (`threads_of_mesh`)."""
     real = getattr(wp, precision)
 
     @native_kernel(
@@ -380,14 +505,15 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
     )
     def kernel(
         row: wp.int32,
-        moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments), sorted by column
-        column_begin: wp.array(dtype=wp.int32),  # (n_systems * n_x * n_y + 1,)
+        moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments), sorted by bin; a GPU reads the shape only
+        column_begin: wp.array(dtype=wp.int32),  # (n_bins + 1,), where columns or tiles begin
         first_y: wp.array(dtype=wp.int32),  # as from `spline_stencils`
         first_z: wp.array(dtype=wp.int32),
-        weights: wp.array4d(dtype=wp.float64),
+        in_tile: wp.array(dtype=wp.int32),
+        weights: wp.array2d(dtype=wp.float64),
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
     ):
-        """Fill a row."""
+        """Fill some rows, or a tile."""
 
     return kernel
 
@@ -516,9 +642,9 @@ _VALUES_CPU = """
 def _gather_body(order: int, derivatives: int, precision: str) -> str:
     pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
     parts_of = list(enumerate(moments.components(derivatives)))
-    values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
+    real = {"real": "float" if precision == "float32" else "double"}
+    values = _values(order, derivatives, warps=False) | real
     on_cpu = {
-        "number": _NUMBER_CPU,
         "values": filled(_VALUES_CPU, **values),
         "sums": "\n".join(f"doubles sum_{a}{b} = {{}};" for a, b in pairs),
         "planes": ", ".join(f"plane_{b} = {{}}" for b in range(derivatives + 1)),
@@ -533,17 +659,16 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
     # each lane handles lines of the stencil along x; if half of the lanes suffice, two lanes share a line
     parts = 2 if 2 * order**2 <= WARP and order % 2 == 0 else 1
     each = order // parts
-    on_gpu = {
-        "number": _NUMBER_GPU,
-        "warp": WARP,
+    on_gpu = _values(order, derivatives, warps=True) | real
+    on_gpu |= {
         "parts": parts,
         "each": each,
         "lines": -(-(order**2) * parts // WARP),
-        "take_part": "" if parts == 1 else filled(_TAKE_PART, **values, each=each),
+        "take_part": "" if parts == 1 else filled(_TAKE_PART, **on_gpu, each=each),
         "add": "\n".join(f"sum[{n}] += along_x[{a}] * w_y[r][{b}] * w_z[r][{c}];" for n, (a, b, c) in parts_of),
     }
     cpu = filled(_GATHER_CPU, **values, **on_cpu, atom=filled(_GATHER_ATOM, **values, **on_cpu))
-    return by_device(cpu, filled(_GATHER_GPU, **values, **on_gpu))
+    return by_device(cpu, filled(_GATHER_GPU, **on_gpu))
 
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1, 2)))

@@ -30,8 +30,8 @@ ROWS_PER_THREAD = 512
 HEAPS = GROUP
 """Number of heaps of a task on a CPU; on a GPU there is one."""
 
-MOST_TASKS = 8192
-"""Number of warps of a GPU with a heap: about as many as run at once."""
+WARPS = 24
+"""Number of warps of this kernel that run at once on a multiprocessor of a GPU: as many as its registers allow."""
 
 GUESSES = 4
 """Number of guesses by which a CPU finds neighbors in a block that are too far away to be among the nearest."""
@@ -206,6 +206,14 @@ _SEARCH = search_text(
         end=_END,
     )
 )
+
+
+def tasks_at_once(multiprocessors: int) -> int:
+    """Number of warps of a GPU that run at once, each with a heap.
+
+    A CPU that runs the code for GPUs, in tests, has no multiprocessors, and counts as an H100 with its 132.
+    """
+    return WARPS * (multiprocessors or 132)
 
 
 @kernel_variants(())

@@ -90,6 +90,11 @@ def _place(device: torch.device) -> tuple[wp.Device, wp.Stream | None]:
     return warp_device(device), current_stream(device) if device.type == "cuda" else None
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
 def describe(kernel: wp.Kernel, arguments: Sequence[Any]) -> tuple[torch.device, list[Any]]:
     """The device of the tensors, and the arguments with descriptors, as bytes, in place of tensors and None."""
     parameters = _parameters(kernel)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import warp as wp
 
 from nvalchemiops._warp_internals import descriptor_type, parameters
+from nvalchemiops.kernels.simd import WARP
 from tests.checker import warp_source
 from tests.checker.build import Module, module_of, runner
 from tests.checker.memory import Memory, Region
@@ -44,6 +46,7 @@ class _Launch(ctypes.Structure):
         ("regions", ctypes.POINTER(Region)),
         *((name, ctypes.c_int32) for name in ("n_regions", "padding")),
         *((name, ctypes.c_uint64) for name in ("longest", "total", "longest_task", "n_meetings")),
+        ("of_warps", ctypes.c_void_p),
         ("finding", _Finding),
     )
 
@@ -92,6 +95,8 @@ class Work:
         Of all threads.
     meetings : int
         Shuffles, votes and barriers.
+    of_warps : (n_warps,) uint64 array
+        Accesses of the longest lane of each warp, in the order of the launch.
     """
 
     kernel: str
@@ -100,6 +105,7 @@ class Work:
     longest: int
     total: int
     meetings: int
+    of_warps: np.ndarray
 
 
 _SCALARS = {
@@ -151,18 +157,21 @@ def check(
     for name, array, _ in arrays:
         getattr(structure, name).data = memory.address(array.data)
     bounds = warp_source.bounds(tuple(grid))
+    size = block or 1
+    of_warps = np.zeros(-(-bounds.size // size) * -(-size // WARP), np.uint64)
     launch = _Launch(
         bounds=ctypes.addressof(bounds),
         arguments=ctypes.addressof(structure),
         argument_bytes=ctypes.sizeof(structure),
         n_tasks=bounds.size,
-        block=block or 1,
+        block=size,
         checks=checks,
         arena_low=memory.low,
         arena_high=memory.low + memory.size,
         pages=memory.pages.ctypes.data,
         regions=memory.regions,
         n_regions=len(memory.places),
+        of_warps=of_warps.ctypes.data,
     )
     assert runner().checker_launch_size() == ctypes.sizeof(launch)
     results: list[bytes] = []
@@ -178,7 +187,8 @@ def check(
         found = memory.results()
         if work is None:
             results = found
-            work = Work(kernel.key, bounds.size, block or 1, launch.longest, launch.total, launch.n_meetings)
+            counts = (launch.longest, launch.total, launch.n_meetings)
+            work = Work(kernel.key, bounds.size, size, *counts, of_warps.copy())
         for number, (first, other) in enumerate(zip(results, found)):
             if first != other:
                 raise _difference(kernel, module, launch, memory, order, build, number, first, other)

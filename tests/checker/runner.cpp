@@ -64,6 +64,7 @@ struct Launch {
     const Region *regions;
     int32_t n_regions, padding;
     uint64_t longest, total, longest_task, n_meetings;
+    uint64_t *of_warps;  // accesses of the longest lane of each warp
     Finding finding;
 };
 
@@ -341,10 +342,13 @@ void run_warp(size_t first_task, int n) {
         finding.other_line = lanes[other].line;
         report(finding, *waiting);
     }
+    uint64_t longest = 0;
     for (const Lane &lane : lanes) {
         launch->total += lane.accesses;
+        if (lane.accesses > longest) longest = lane.accesses;
         if (lane.accesses > launch->longest) launch->longest = lane.accesses, launch->longest_task = lane.task;
     }
+    launch->of_warps[warp] = longest;
 }
 
 }  // namespace

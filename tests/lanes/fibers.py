@@ -150,9 +150,10 @@ _with_lanes: dict[int, Any] = {}
 
 
 @contextlib.contextmanager
-def gpu_layout(order: str = "forward", margins: bool = True) -> Iterator[set[wp.Kernel]]:
+def gpu_layout(order: str = "forward", block: int = GPU.block, margins: bool = True) -> Iterator[set[wp.Kernel]]:
     """Launches on the CPU are those of a GPU: its layout, its branches of kernels, 32 lanes in this order.
 
+    ``block``: threads per block, by default those of the layout.
     Yields the set of kernels that are launched. Raises `LaneError` after a launch in which a lane was missing, or wrote
     to memory close to an array that is not its own (if there are ``margins``).
     """
@@ -174,7 +175,7 @@ def gpu_layout(order: str = "forward", margins: bool = True) -> Iterator[set[wp.
             launched.add(kernel)
             _raise_findings(kernel, block)
 
-    with replaced_layout("cpu", GPU), _patched(core, "_launch_recorded", checked), _blocks():
+    with replaced_layout("cpu", GPU._replace(block=block)), _patched(core, "_launch_recorded", checked), _blocks():
         yield launched
 
 

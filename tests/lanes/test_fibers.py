@@ -55,6 +55,26 @@ def sum_of_rows(
     """Sum of a row; and the lane that wrote last."""
 
 
+ROUNDS = by_device(
+    """
+    double sum = 0.0;
+    for (int k = 0; k <= row; ++k) sum += k;
+    sums.data[row] = sum;
+    """,
+    """
+    const int lane = threadIdx.x & 31;
+    double sum = 0.0;
+    for (int k = 0; k <= row; ++k) sum += __shfl_sync(0xffffffffu, lane == k % 32 ? 1.0 * k : 0.0, k % 32);
+    if (lane == 0) sums.data[row] = sum;
+    """,
+)
+
+
+@native_kernel("lanes_of_the_tests_rounds", ROUNDS, lanes=True)
+def rounds(row: wp.int32, sums: wp.array(dtype=wp.float64)):
+    """A warp meets once more than the one before."""
+
+
 def run(fault=RIGHT, columns=65, rows=5):
     values = torch.rand(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     sums, last = torch.zeros(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.int32)
@@ -79,6 +99,16 @@ def test_lanes_share_a_row(order, columns):
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0.0)
     assert launched == {sum_of_rows}
     assert set(last.tolist()) == {ORDERS[order][-1]}, "the lane that ran last"
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_warps_of_a_block_are_independent(block):
+    """Each meets as often as it likes, and the last block has as many warps as there are rows."""
+    for rows in (1, 2, 3, 5, 8):
+        sums = torch.zeros(rows, dtype=torch.float64)
+        with gpu_layout("mixed", block):
+            launch(rounds, rows, [], [sums], lanes=WARP)
+        assert sums.tolist() == [row * (row + 1) / 2 for row in range(rows)]
 
 
 @pytest.mark.parametrize("fault", [GONE, ELSEWHERE, ONCE_MORE, HALF])

@@ -24,6 +24,16 @@ class Needs(NamedTuple):
     registers: int
     stack: int
 
+    def warps_at_once(self, block: int) -> int:
+        """Number of warps that a multiprocessor of an H100 runs at once, if registers are the limit.
+
+        Each of its four parts has 16,384 registers, given to warps in units of 256, and runs 16 warps at most. There is
+        room for 32 blocks. Source: CUDA C++ Programming Guide, technical specifications of compute capability 9.0.
+        """
+        in_part = min(16, 16384 // (256 * -(-self.registers // 8)))
+        in_block = block // 32
+        return min(4 * in_part // in_block, 32) * in_block
+
 
 class _Section(NamedTuple):
     name: str

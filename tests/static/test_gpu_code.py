@@ -16,6 +16,7 @@ from nvalchemiops._warp_internals import compiled_folder
 from nvalchemiops.interactions.pair.potentials import moment_interaction
 from nvalchemiops.launch import lanes_of
 from nvalchemiops.layout import layout
+from nvalchemiops.neighbors import nearest
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
@@ -115,6 +116,14 @@ def test_a_kernel_fits_into_registers(name, needs_of):
     assert not beyond(name, needs_of(name))
 
 
+def test_blocks_are_as_large_as_it_takes_to_fill_a_multiprocessor(needs_of):
+    """Smaller ones would leave places free that registers allow; larger ones would not."""
+    block = layout("cuda").block
+    assert [Needs(32, 0).warps_at_once(n) for n in (block // 2, block, 2 * block)] == [32, 64, 64]
+    assert [Needs(n, 0).warps_at_once(block) for n in (40, 41, 64, 65, 128, 129)] == [48, 40, 32, 28, 16, 12]
+    assert needs_of("search_nearest()").warps_at_once(block) == nearest.WARPS
+
+
 @pytest.mark.slow  # a third of a second for each kernel
 def test_every_kernel_fits_into_registers(needs_of):
     assert not set(EXCEPTIONS) - set(registered())
@@ -174,7 +183,7 @@ def card(monkeypatch):
 
 
 def block_of_launch(kernel):
-    return layout("cuda").block_of(lanes_of(kernel))
+    return layout("cuda").block
 
 
 def test_warmup_builds_what_is_launched_on_a_gpu(card, monkeypatch, capsys):

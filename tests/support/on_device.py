@@ -395,6 +395,7 @@ def pretended_gpu(capturing: bool = False) -> Iterator[None]:
         patch.setattr(pair_op, "_kernel", functools.cache(pair_op._kernel.__wrapped__))
         patch.setattr(pair_kernels, "pair_kernel", _without_body)
         patch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         patch.setattr(torch.cuda, "current_stream", _current_stream)
         patch.setattr(tensors, "describe", _describe)

@@ -18,7 +18,7 @@ from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
-from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.launch import launch, multiprocessors
 from nvalchemiops.torch.neighbors import faults
 from nvalchemiops.torch.operators.segments import batch_idx_of, row_pointers
 from nvalchemiops.torch.runtime import engine
@@ -215,7 +215,9 @@ class _CellList:
             binned[_TARGET] = None
         n_rows = n_atoms if search.symmetric else self.n_rows
         rows_per_thread = self.layout.rows_per_thread(nearest_kernels.ROWS_PER_THREAD)
-        rows_per_thread = max(rows_per_thread, -(-n_rows // nearest_kernels.MOST_TASKS))
+        if self.layout.warps:
+            tasks = nearest_kernels.tasks_at_once(multiprocessors(self.device))
+            rows_per_thread = max(1, -(-n_rows // tasks))
         n_threads = -(-n_rows // rows_per_thread)
         heaps = 1 if self.layout.warps else nearest_kernels.HEAPS
         size = n_threads * heaps * search.nearest

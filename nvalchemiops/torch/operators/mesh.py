@@ -21,11 +21,16 @@ from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.memory import new_empty
 
 
+def _n_bins(device: torch.device, n_systems: int, mesh: Sequence[int]) -> int:
+    n_x, n_y, n_z = mesh
+    return kernels.bins_of_mesh(n_systems, n_x, n_y, n_z, layout(device.type).warps)
+
+
 @warp_custom_op(
     "nvalchemiops::mesh_columns",
     outputs=[
         OutputSpec("order", wp.int32, lambda u, *_: (u.shape[0],)),
-        OutputSpec("column_begin", wp.int32, lambda _, __, n, mesh, ___: (n * mesh[0] * mesh[1] + 2,)),
+        OutputSpec("column_begin", wp.int32, lambda u, _, n, mesh, __: (_n_bins(u.device, n, mesh) + 2,)),
     ],
     backward="none",
     trusted=True,
@@ -37,7 +42,7 @@ def mesh_columns(
     mesh_dimensions: Sequence[int],
     spline_order: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Atoms sorted by the column of mesh cells that holds the first point of their stencil.
+    """Atoms sorted by the column of mesh cells, on a GPU by the tile, that holds the first point of their stencil.
 
     Parameters
     ----------
@@ -53,15 +58,16 @@ def mesh_columns(
     -------
     order : (n_atoms,) int32 tensor
     column_begin : (n_systems * n_x * n_y + 2,) int32 tensor
-        Row pointers of the columns in this order; the last entry is repeated.
+        Row pointers of the columns in this order; the last entry is repeated. On a GPU, those of the tiles
+        (`nvalchemiops.kernels.mesh.bins_of_mesh`).
     """
     n_x, n_y, n_z = mesh_dimensions
     if min(n_x, n_y, n_z) < spline_order:
         raise ValueError(f"`mesh_dimensions` = {(n_x, n_y, n_z)} must not be smaller than the order, {spline_order}")
     n_atoms, device = coordinates.shape[0], coordinates.device
     column = torch.empty(n_atoms, dtype=torch.int32, device=device)
-    begin = torch.zeros(n_systems * n_x * n_y + 2, dtype=torch.int32, device=device)
-    launch(kernels.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y], [column])
+    begin = torch.zeros(_n_bins(device, n_systems, mesh_dimensions) + 2, dtype=torch.int32, device=device)
+    launch(kernels.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y, n_z], [column])
     if not layout(device.type).serial:
         sorted_columns, order = torch.sort(column, stable=True)
         return order.to(torch.int32), row_pointers(sorted_columns, begin.shape[0] - 1)
@@ -133,13 +139,18 @@ def mesh_spread(
     field = new_empty((n_systems, n_channels, n_x, n_y, n_z), moments.dtype, moments.device)
     if field.numel() == 0:
         return field
-    first_y, first_z = torch.empty_like(order), torch.empty_like(order)
-    weights = new_empty((n_atoms, 3, derivatives + 1, kernels.WIDTH), torch.float64, moments.device)
+    warps = layout(moments.device.type).warps
+    length = kernels.length_of_table(spline_order, derivatives, n_channels, warps)
+    weights = new_empty((n_atoms, length), torch.float64, moments.device)
+    sorted_moments = moments.index_select(0, order)
+    first_y, first_z = (None, None) if warps else (torch.empty_like(order), torch.empty_like(order))
+    in_tile = torch.empty_like(order) if warps else None
     stencils = kernels.spline_stencils(spline_order, derivatives)
-    launch(stencils, _rows(moments), [coordinates, order, n_x, n_y, n_z], [first_y, first_z, weights])
+    inputs = [sorted_moments.double() if warps else None, coordinates, order, n_x, n_y, n_z]
+    launch(stencils, _rows(moments), inputs, [first_y, first_z, in_tile, weights])
     kernel = kernels.spline_spread(spline_order, derivatives, precision_of(moments))
-    threads = kernels.threads_of_mesh(n_systems, n_x, n_y, n_z, warps=layout(moments.device.type).warps)
-    inputs = [moments.index_select(0, order), column_begin, first_y, first_z, weights]
+    threads = kernels.threads_of_mesh(n_systems, n_x, n_y, n_z, warps)
+    inputs = [sorted_moments, column_begin, first_y, first_z, in_tile, weights]
     kind = (16 * n_atoms * n_channels // threads).bit_length()
     launch(kernel, threads, inputs, [field.view(-1, n_x, n_y, n_z)], lanes=WARP, kind=kind)
     return field
