@@ -10,14 +10,16 @@ Five items, the most telling first:
 - *tests*: ``pytest -m gpu``;
 - *profile*: the five longest kernels of *beside*, in Nsight Compute where it works.
 
-Each question is asked in another process with a time limit. One that fails, hangs or dies is a row that says so, and the
-rest goes on with a new process. Times are by CUDA events, medians after warm-up, with inputs that take turns.
+Each question is asked in another process with a time limit. One that fails, hangs or dies is a row that says so, and
+the rest goes on with a new process. Times are by CUDA events, medians after warm-up, with inputs that take turns.
 
-Run: ``python benchmarks/gpu.py [--peer FOLDER] [--minutes 8] [--json gpu.json] [--references FOLDER] [--only WORD ...]``;
-with ``--stand-in`` the same on a CPU, with small systems, to rehearse it. FOLDER has 0.5.0 (``pip install --no-deps --target
-FOLDER``). A word selects items, checks and cases whose name contains it. References are results of CPUs, made by a
-rehearsal with the same option (``--stand-in --references FOLDER --only checks``; those of large systems are made
-where they are needed).
+- ``--peer FOLDER``: has 0.5.0 (``pip install --no-deps --target FOLDER nvalchemi-toolkit-ops==0.5.0``);
+- ``--stand-in``: a rehearsal on a CPU, with small systems; without ``--peer`` this library is its own peer;
+- ``--references FOLDER``: results of the CPU, which a rehearsal with the same option has made
+  (``--stand-in --only checks``), so that the GPU machine need not compile for its CPU;
+- ``--only WORD ...``: items, checks and cases whose name contains one of these.
+
+Run: ``python benchmarks/gpu.py [--peer FOLDER] [--minutes 8] [--json FILE] [--references FOLDER] [--only WORD ...]``.
 """
 
 import argparse
@@ -47,10 +49,12 @@ ROOT = HERE.parent
 UNTIL = {"limits": 0.1, "checks": 0.4, "beside": 0.75, "tests": 0.95, "profile": 1.0}
 """Which part of all the time has passed when an item must end; what one leaves the next may use."""
 
-PATIENCE = {"limits": 60.0, "check": 60.0, "warm": 120.0, "time": 60.0, "profile": 40.0}  # seconds for a question
+PATIENCE = {"limits": 60.0, "check": 60.0, "warm": 120.0, "time": 90.0, "profile": 40.0}  # seconds for a question
 LARGEST = 5  # kernels to look at
-METRICS = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy", "Theoretical Occupancy")
-METRICS += ("Registers Per Thread", "L2 Hit Rate", "L1/TEX Hit Rate")
+METRICS = (
+    *("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy", "Theoretical Occupancy"),
+    *("Registers Per Thread", "L2 Hit Rate", "L1/TEX Hit Rate"),
+)
 
 
 # -- processes ----------------------------------------------------------------------------------------------
@@ -73,6 +77,7 @@ class Worker:
                 start_new_session=True,
             )
         self.lines: queue.Queue[str | None] = queue.Queue()
+        self.lock = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -87,6 +92,10 @@ class Worker:
 
     def ask(self, question: Sequence[Any], seconds: float, take: Callable[[Row], None]) -> Row:
         """Give the rows of an answer to ``take``, as they come, and return what failed; the process is ended then."""
+        with self.lock:
+            return self._ask(question, seconds, take)
+
+    def _ask(self, question: Sequence[Any], seconds: float, take: Callable[[Row], None]) -> Row:
         assert self.process.stdin is not None
         deadline = time.monotonic() + seconds
         try:
@@ -122,7 +131,7 @@ class Session:
         self.rows: list[Row] = []
         self.state, self.item = "running", ""
         self.start, self.workers, self.lock = time.monotonic(), dict[str, Worker](), threading.RLock()
-        self.about = {"host": platform.machine(), "python": platform.python_version(), "cores": os.cpu_count()}
+        self.about: Row = {"host": platform.machine(), "python": platform.python_version(), "cores": os.cpu_count()}
         self.about |= {"began": datetime.datetime.now().isoformat(timespec="seconds"), "options": vars(options)}
 
     # -- rows
@@ -203,6 +212,7 @@ def limits(session: Session) -> None:
 
 
 def checks(session: Session) -> None:
+    cases = selected_cases(session)
     asked: queue.Queue[tuple[str, str]] = queue.Queue()
     for name in known(session, "checks"):
         for dtype in ("float64", "float32"):
@@ -214,23 +224,24 @@ def checks(session: Session) -> None:
             try:
                 name, dtype = asked.get_nowait()
             except queue.Empty:
-                return session.end(who)
+                return
             question = ["check", name, dtype, session.options.references]
             session.collect(who, question, "checks", f"{name}, {dtype}")
 
     def warm(side: str) -> None:
         """Kernels end up in Warp's cache, where the processes of the next item find them."""
-        for case in selected_cases(session):
+        for case in cases:
             end = session.ask(f"{side} to be", ["warm", side, case], lambda row: None)
             if end:
                 session.row("checks", f"warm-up of {side}, {' '.join(case)}", note=end["failed"])
-        session.end(f"{side} to be")
 
     count = max(1, min(6, (os.cpu_count() or 1) // 2))
-    tasks: list[Callable[[], None]] = [lambda k=k: check(f"ours {k}") for k in range(count)]  # type: ignore[misc]
+    names = ["ours", *(f"ours {k}" for k in range(1, count))]
+    tasks: list[Callable[[], None]] = [lambda name=name: check(name) for name in names]  # type: ignore[misc]
     if not session.options.stand_in:
         tasks += [lambda side=side: warm(side) for side in sides(session)]  # type: ignore[misc]
     in_parallel(tasks)
+    session.end(*names[1:], *(f"{side} to be" for side in sides(session)))
 
 
 def beside(session: Session) -> None:
@@ -268,8 +279,7 @@ def known(session: Session, what: str) -> list[Any]:
 
 
 def selected_cases(session: Session) -> list[list[str]]:
-    with session.lock:
-        return [case for case in known(session, "cases") if session.wanted("beside", " ".join(case))]
+    return [case for case in known(session, "cases") if session.wanted("beside", " ".join(case))]
 
 
 def tests(session: Session) -> None:
@@ -376,14 +386,16 @@ def floor_of(row: Row, rates: dict[str, float]) -> float:
 
 
 def compared(session: Session) -> list[str]:
-    """Each case in a line: milliseconds of a call, its graph and its kernels; ours, then 0.5.0's as multiples of ours."""
+    """Each case in a line: milliseconds of a call, its graph and its kernels; and those of 0.5.0 in units of ours."""
     rates = {row["name"]: row["value"] for row in session.of("limits") if "value" in row}
     found: dict[str, dict[str, Row]] = collections.defaultdict(dict)
     for row in session.of("beside"):
         if "case" in row:
             found[row["name"]][row["side"]] = row
     lines = [line_of(row) for row in session.of("beside") if "case" not in row]
-    lines.append(f"{'ms: call, graph, kernels; launches':42s}{'ours':>30s}{'/ floor':>9s}  {'peer / ours':>24s}   errors")
+    lines.append(
+        f"{'ms: call, graph, kernels; launches':42s}{'ours':>30s}{'/ floor':>9s}  {'peer / ours':>24s}   errors"
+    )
     kinds = ("call", "graph", "kernels")
     for name, of_sides in found.items():
         ours, peer = of_sides.get("ours", {}), of_sides.get("peer", {})
@@ -399,7 +411,7 @@ def compared(session: Session) -> list[str]:
     return lines
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", metavar="FOLDER", default="", help="with nvalchemi-toolkit-ops 0.5.0")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all (8)")
@@ -407,7 +419,7 @@ def main() -> int:
     parser.add_argument("--references", metavar="FOLDER", default="", help="results of CPUs, read and written")
     parser.add_argument("--only", metavar="WORD", nargs="+", default=[])
     parser.add_argument("--stand-in", action="store_true", help="on a CPU, with small systems")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.peer, options.references = (os.path.abspath(p) if p else "" for p in (options.peer, options.references))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,9 @@
 """Calls of this library, or of 0.5.0 under the same names, that `gpu.py` times side by side.
 
-A case is a subject, a size, a precision and what is asked for (`CASES`). Where there is an accuracy, each side is timed at
-the fastest of a few parameters whose measured RMS error of the forces is below `ERRORS`, found for the smallest system
-and taken over, at the same spacing of the mesh, for larger ones. Lists of neighbors are made before; inputs take turns.
+A case is a subject, a size, a precision and what is asked for (`cases`). Where there is an accuracy, each side is timed
+at the fastest of a few parameters whose measured RMS error of the forces is below `ERRORS`. They are found for the
+smallest system (rock salt with displaced ions) and taken over, at the same spacing of the mesh, for larger ones, whose
+error is stated. Lists of neighbors are made before; inputs take turns.
 """
 
 import functools
@@ -34,7 +35,9 @@ SIZES = {  # of the full run, and of a rehearsal
 PRECISIONS = ("float32", "float64")
 SEARCH = {"cutoffs": (6.0, 8.0, 10.0, 12.0), "ours": (4, 5, 6, 8), "peer": (4, 5, 6)}
 TINY_SEARCH = {"cutoffs": (6.0,), "ours": (5,), "peer": (5,)}
+ALPHA_H = {4: 0.06, 5: 0.15, 6: 0.23, 8: 0.35}  # about what splines of an order need for an error of 1e-5
 FFT_SIZES = sorted(2**a * 3**b * 5**c for a in range(10) for b in range(4) for c in range(3) if c * b < 3)
+BASES = ("4096", "64")  # for which parameters are searched
 FLOPS_OF_A_PAIR = 30
 SIGMA, MULTIPOLE_ACCURACY = 0.5, 1e-6
 
@@ -47,6 +50,7 @@ class Work(NamedTuple):
     flops: float = 0.0
     forces: Callable[[Any], torch.Tensor] | None = None
     note: str = ""
+    captured: bool = True  # whether it is tried; a call that waits for sizes would spoil the process
 
 
 def cases(tiny: bool) -> list[list[str]]:
@@ -55,17 +59,19 @@ def cases(tiny: bool) -> list[list[str]]:
     for subject, size in ((s, n) for s in SIZES for n in SIZES[s][tiny]):
         match subject:
             case "list":
-                found += [[subject, size, "float32", form] for form in ("list", "matrix")]
+                found += [[subject, size, "float32", form] for form in ("list", "matrix", "in place")]
             case "dsf":
                 found += [[subject, size, p, "forces"] for p in PRECISIONS]
             case "ewald" | "pme":
-                few = size not in ("4096", "64")
-                whats = ("forces",) if few else ("forces", "backward", "matching")
+                few = size not in BASES
+                whats: tuple[str, ...] = ("forces",) if few else ("forces", "backward", "matching")
                 found += [[subject, size, p, what] for p in PRECISIONS for what in whats]
             case "d3":
                 found += [[subject, size, "float32", "forces"]]
             case _:
-                found += [[subject, size, "float64", what] for what in ("dipoles", "quadrupoles")]
+                # quadrupoles of 0.5.0 are compiled for a minute
+                whats = ("dipoles",) if tiny else ("dipoles", "quadrupoles")
+                found += [[subject, size, "float64", what] for what in whats]
     return sorted(found, key=lambda c: c[0] == "multipoles")
 
 
@@ -100,7 +106,7 @@ def liquid(n_atoms: int, density: float = DENSITY) -> dict[str, np.ndarray]:
     return {"positions": x, "cell": edge * np.eye(3)[None], "charges": rng.normal(size=n_atoms)}
 
 
-def lists(gpu: Gpu, tiny: bool, size: str, dtype: torch.dtype, what: str) -> Work:
+def lists(gpu: Gpu, tiny: bool, side: str, size: str, dtype: torch.dtype, what: str) -> Work:
     rng = np.random.default_rng(7)
     options: dict[str, Any] = {"return_neighbor_list": what == "list"}
     if size == "molecules":
@@ -121,12 +127,20 @@ def lists(gpu: Gpu, tiny: bool, size: str, dtype: torch.dtype, what: str) -> Wor
 
     found = call(0)
     pairs = found[0].shape[1] if what == "list" else int(found[1].sum())
+    if what == "in place":
+        # memory for ten more neighbors, since inputs differ; only ours can leave out the check for which it must wait
+        matrix, count, *shifts = found
+        wide = torch.nn.functional.pad(matrix, (0, 10))
+        options |= {"neighbor_matrix": wide, "num_neighbors": count} | ({"check": False} if side == "ours" else {})
+        if shifts:
+            options["neighbor_matrix_shifts"] = torch.nn.functional.pad(shifts[0], (0, 0, 0, 10))
     # i, j and S in a list; in a matrix no i, but the padding
     written = sum(t.numel() * t.element_size() for t in found)
-    return Work(call, written + x.numel() * x.element_size(), note=f"{pairs} pairs")
+    bytes_moved = float(written + x.numel() * x.element_size())
+    return Work(call, bytes_moved, note=f"{pairs} pairs", captured=what == "in place")
 
 
-def dsf(gpu: Gpu, tiny: bool, size: str, dtype: torch.dtype, what: str) -> Work:
+def dsf(gpu: Gpu, tiny: bool, side: str, size: str, dtype: torch.dtype, what: str) -> Work:
     given = {name: torch.as_tensor(t).to(gpu.kind, dtype) for name, t in liquid(int(size)).items()}
     x, q, cell = given["positions"], given["charges"], given["cell"]
     near = csr(x, DSF_CUTOFF, cell, None, "unit_shifts")
@@ -139,16 +153,20 @@ def dsf(gpu: Gpu, tiny: bool, size: str, dtype: torch.dtype, what: str) -> Work:
     return Work(call, bytes_of(near), FLOPS_OF_A_PAIR * pairs, lambda r: r[1], f"{pairs} pairs")
 
 
-def d3(gpu: Gpu, tiny: bool, size: str, dtype: torch.dtype, what: str) -> Work:
-    """Energy, forces and virial with the tables of our package, which the driver has written for both."""
+def d3(gpu: Gpu, tiny: bool, side: str, size: str, dtype: torch.dtype, what: str) -> Work:
+    """Energy, forces and virial with the tables of our package, which it has written for 0.5.0."""
     from nvalchemiops.torch.interactions.dispersion import D3Parameters, dftd3
 
     given = {name: torch.as_tensor(t) for name, t in liquid(int(size), DENSITY * 0.529**3).items()}
     x, cell = (given[name].to(gpu.kind, dtype) for name in ("positions", "cell"))
-    table = {k: torch.as_tensor(v).to(gpu.kind, dtype) for k, v in np.load(os.environ["GPU_BENCH_D3"]).items()}
     near = csr(x, D3_CUTOFF, cell, None, "unit_shifts")
     numbers = torch.tensor([6, 1, 8], device=gpu.kind).repeat(len(x) // 3 + 1)[: len(x)].int()
-    parameters, inputs = D3Parameters(**table), in_turns(x)
+    if side == "ours":  # prepared, since elements would be read from the device in each call
+        parameters: Any = D3Parameters.load().states([1, 6, 8], gpu.kind)
+    else:
+        table = {k: torch.as_tensor(v).to(gpu.kind, dtype) for k, v in np.load(os.environ["GPU_BENCH_D3"]).items()}
+        parameters = D3Parameters(**table)
+    inputs = in_turns(x)
     options: dict[str, Any] = {"a1": 0.4289, "a2": 4.4407, "s8": 0.7875, "d3_params": parameters, "cell": cell}
 
     def call(n: int) -> Any:
@@ -178,7 +196,10 @@ def charged(size: str, kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]
 
 
 def splitting(given: dict[str, Any], cutoff: float, error: float) -> float:
-    """Alpha at which pairs beyond the cutoff are missed by about this share of a force of 0.1 (Kolafa and Perram 1992)."""
+    """Alpha at which pairs beyond the cutoff are missed by about this share of a force of 0.1.
+
+    Source: Kolafa and Perram, Mol. Simul. 9, 351 (1992), doi:10.1080/08927029208049126.
+    """
     q2 = float(given["charges"].double().square().sum())
     volume = float(given["cell"].double().det().abs().sum())
     low, high = 0.5 / cutoff, 6.0 / cutoff
@@ -201,16 +222,19 @@ def charges_work(gpu: Gpu, method: str, size: str, dtype: torch.dtype, what: str
     if method == "pme":
         points = next((n for n in FFT_SIZES if n >= edge / p["spacing"] - 0.01), FFT_SIZES[-1])
         options |= {"mesh_dimensions": (points,) * 3, "spline_order": p["order"]}
-        # spread, two transforms of three passes that read and write, and a product: at least so many visits of each point
+        # spread, two transforms of three passes that read and write, a product: so many visits of a point at least
         moved += 16.0 * points**3 * len(cell) * x.element_size()
         flops += len(x) * p["order"] ** 3 * 10.0
     else:
-        options["k_cutoff"] = p["k_cutoff"]
-        if p.get("sphere") and len(cell) == 1:  # as a caller who knows would do; ours leaves corners out by itself
+        # made before, as far as each library takes them: otherwise their number is read from the device in each call
+        if p["side"] == "ours":
+            options["miller_indices"] = electrostatics.prepare_wave_vectors(cell, p["k_cutoff"])
+        elif len(cell) == 1:  # those in a sphere, as a caller who knows would do
             k = electrostatics.generate_k_vectors_ewald_summation(cell, p["k_cutoff"]).reshape(-1, 3)
             k = k[k.norm(dim=1) <= p["k_cutoff"]]
             options["miller_indices"] = (k @ cell[0].T / (2.0 * np.pi)).round().to(torch.int32)
-            options.pop("k_cutoff")
+        else:
+            options["k_cutoff"] = p["k_cutoff"]
         octant = p["k_cutoff"] ** 3 * float(cell.double().det().abs().mean()) / (48.0 * math.pi**2)
         flops += 2.0 * 16.0 * len(x) * octant  # (n_x, n_y, n_z) ≥ 0: 16 multiply-adds for each and each atom
     function = electrostatics.particle_mesh_ewald if method == "pme" else electrostatics.ewald_summation
@@ -245,14 +269,14 @@ def searched(gpu: Gpu, side: str, method: str, size: str, dtype: torch.dtype, ex
     for cutoff in choices["cutoffs"]:
         for order in choices[side] if method == "pme" else (0,):
             alpha, best = splitting(given, cutoff, 0.5 * wanted), math.inf
-            p: Row = {"cutoff": cutoff, "alpha": alpha}
-            start = 2.0 * alpha * math.sqrt(-math.log(wanted))
+            p: Row = {"side": side, "cutoff": cutoff, "alpha": alpha}
             for k in range(12):
                 if method == "pme":
-                    n = [n for n in FFT_SIZES if n >= (0.8 if order > 4 else 1.5) * start * edge / math.pi][k]
+                    expected = edge * alpha / (ALPHA_H[order] * (wanted / 1e-5) ** (1 / order))
+                    n = [n for n in FFT_SIZES if n >= 0.8 * expected][k]
                     p |= {"order": order, "spacing": edge / n}
                 else:
-                    p |= {"k_cutoff": start * (0.9 + 0.07 * k), "sphere": side == "peer"}
+                    p["k_cutoff"] = 2.0 * alpha * math.sqrt(-math.log(wanted)) * (0.9 + 0.07 * k)
                 work = charges_work(gpu, method, size, dtype, "forces", p)
                 p["error"] = error_of(work, exact)
                 if p["error"] <= wanted:
@@ -272,7 +296,7 @@ def error_of(work: Work, exact: torch.Tensor) -> float:
     return float((found - exact.to(found)).norm() / exact.norm())
 
 
-def multipoles(gpu: Gpu, tiny: bool, size: str, dtype: torch.dtype, what: str) -> Work:
+def multipoles(gpu: Gpu, tiny: bool, side: str, size: str, dtype: torch.dtype, what: str) -> Work:
     """Energy and gradients by positions and moments of Gaussians, with the parameters that each library chooses."""
     given = {name: torch.as_tensor(t).to(gpu.kind, dtype) for name, t in liquid(int(size)).items()}
     x, cell = given["positions"], given["cell"][0]
@@ -300,7 +324,8 @@ def multipoles(gpu: Gpu, tiny: bool, size: str, dtype: torch.dtype, what: str) -
         energy = electrostatics.multipole_ewald_summation(*leaves, cell, *listed, **options)
         return torch.autograd.grad(energy.sum(), leaves)
 
-    return Work(call, forces=lambda r: r[0], note=f"accuracy {MULTIPOLE_ACCURACY:g} asked for")
+    note = f"accuracy {MULTIPOLE_ACCURACY:g} asked for"
+    return Work(call, forces=lambda r: r[0], note=note, captured=False)
 
 
 # -- answers ------------------------------------------------------------------------------------------------
@@ -312,10 +337,10 @@ def prepared(gpu: Gpu, tiny: bool, side: str, case: list[str], folder: str, chos
     dtype = getattr(torch, precision)
     simple = {"list": lists, "dsf": dsf, "d3": d3, "multipoles": multipoles}
     if subject in simple:
-        work, row = simple[subject](gpu, tiny, size, dtype, what), Row()
+        work, row = simple[subject](gpu, tiny, side, size, dtype, what), Row()
         file = f"{folder}/{subject} {size} {what}.pt"
         if work.forces is not None and side == "ours" and not os.path.exists(file):
-            reference = simple[subject](gpu, tiny, size, torch.float64, what)
+            reference = simple[subject](gpu, tiny, side, size, torch.float64, what)
             assert reference.forces is not None
             torch.save(reference.forces(reference.call(0)).double().cpu(), file)
         if work.forces is not None and os.path.exists(file):
@@ -327,6 +352,8 @@ def prepared(gpu: Gpu, tiny: bool, side: str, case: list[str], folder: str, chos
             raise Missed("our side has made no reference")
         torch.save(exact_forces(gpu, size), file)
     exact = torch.load(file).to(gpu.kind)
+    if not chosen and size not in BASES:
+        raise Missed("no parameters, for want of those of the smaller system")
     p = dict(chosen) if chosen else searched(gpu, side, subject, size, dtype, exact, tiny)
     work = charges_work(gpu, subject, size, dtype, what, p)
     row = {"parameters": p}
@@ -370,7 +397,7 @@ def warm(gpu: Gpu, side: str, case: list[str]) -> None:
     small = size if size in ("molecules", "batch") else SIZES[subject][1][0]
     with tempfile.TemporaryDirectory() as folder:
         for order in {"ours": SEARCH["ours"], "peer": SEARCH["peer"]}[side] if subject == "pme" else (0,):
-            p = {"cutoff": 5.0, "alpha": 0.5, "k_cutoff": 2.0, "spacing": 1.0, "order": order}
+            p = {"side": side, "cutoff": 5.0, "alpha": 0.5, "k_cutoff": 2.0, "spacing": 1.0, "order": order}
             if subject in ("ewald", "pme"):
                 work = charges_work(gpu, subject, small, getattr(torch, precision), what, p)
             else:
@@ -388,6 +415,8 @@ def times(gpu: Gpu, work: Work, row: Row) -> Iterator[Row]:
     yield {"kernels": 1e-6 * sum(k["us"] for k in kernels), "launches": sum(k["launches"] for k in kernels)} | {
         "longest": kernels[:5]
     }
+    if not work.captured:
+        return
 
     def step() -> list[torch.Tensor]:
         found = work.call(0)

@@ -33,8 +33,8 @@ TOLERANCES = {"float64": (1e-10, 1e-9), "float32": (1e-4, 2e-3)}
 # torch adds up the parts of a gradient in an order that may change between a call and its replay
 ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6}
 LEAST = 1e-3  # numbers are of order one; where all of a tensor are smaller they are compared with this
-EVERYTHING = {"compute_forces": True, "compute_virial": True, "compute_charge_gradients": True}
-FORCES = {"compute_forces": True, "compute_virial": True}
+EVERYTHING: dict[str, Any] = {"compute_forces": True, "compute_virial": True, "compute_charge_gradients": True}
+FORCES: dict[str, Any] = {"compute_forces": True, "compute_virial": True}
 PAIRS_AT_THE_CUTOFF = 2e-6  # relative distance to it, within which single precision may count a pair or not
 
 
@@ -45,7 +45,7 @@ class Given(NamedTuple):
     q: torch.Tensor  # (n_atoms,)
     cell: torch.Tensor  # (n_systems, 3, 3)
     idx: torch.Tensor  # (n_atoms,)
-    near: dict[str, torch.Tensor]
+    near: dict[str, Any]
     numbers: torch.Tensor  # (n_atoms,)
 
     def on(self, device: str, dtype: torch.dtype) -> "Given":
@@ -112,7 +112,7 @@ NASTY = ("batch", *CELLS)
 TABLES = PairPotential("c*exp(-a*r) + q1*q2*erf(r)/r", ("q",), (), ("c", "a"), cutoff=5.5, r_switch=4.5)
 LENNARD_JONES, DSF = lennard_jones(CUTOFF, r_switch=5.0), damped_shifted_force(CUTOFF)
 PBE = damping_parameters("pbe")
-D3_RANGES = {"cutoff": CUTOFF, "coordination_cutoff": CUTOFF, "smoothing": 2.0}
+D3_RANGES: dict[str, Any] = {"cutoff": CUTOFF, "coordination_cutoff": CUTOFF, "smoothing": 2.0}
 KEPT: dict[str, Any] = {}
 
 
@@ -125,7 +125,7 @@ def tables(g: Given) -> Any:
     return TABLES(g.x, g.cell, q=g.q, c=kept, a=kept, species=(g.numbers == 6).int(), **batched(g), **FORCES)
 
 
-def sources(g: Given) -> dict[str, torch.Tensor]:
+def sources(g: Given) -> dict[str, Any]:
     """Moments that follow from charges, so that derivatives by charges go through them."""
     directions = torch.stack([g.q.sin(), g.q.cos(), 0.3 * g.q], 1)
     products = directions[:, :, None] * directions[:, None]
@@ -138,14 +138,14 @@ def d3(g: Given, s9: float = 0.0) -> list[torch.Tensor]:
     place = str(g.x.device)
     if place not in KEPT:
         KEPT[place] = D3Parameters.load().states([6, 8], place)
-    triples = {"s9": s9, "three_body_cutoff": 5.0} if s9 else {}
+    triples: dict[str, Any] = {"s9": s9, "three_body_cutoff": 5.0} if s9 else {}
     # in units of a thousandth of an hartree they are of order one; lengths here are in bohr
     found = d3_dispersion(g.x, g.numbers, PBE, KEPT[place], g.cell, **batched(g), **D3_RANGES, **triples, **FORCES)
     return [1e3 * t for t in found]
 
 
 def potentials(g: Given) -> list[torch.Tensor]:
-    options = {"receiver_widths": [0.3, 0.8], "alpha": ALPHA, "cutoff": CUTOFF, "k_cutoff": 3.0}
+    options: dict[str, Any] = {"receiver_widths": [0.3, 0.8], "alpha": ALPHA, "cutoff": CUTOFF, "k_cutoff": 3.0}
     seen = electrostatics.electrostatic_potential(g.x, g.q, g.cell, g.idx, **options, **g.near)
     return [t for t in seen if t is not None]
 
@@ -190,7 +190,9 @@ class Operator(NamedTuple):
 
 
 OPERATORS = {
-    "Lennard-Jones": Operator(lambda g: LENNARD_JONES(g.x, g.cell, sigma=1.7, epsilon=g.q.abs(), **batched(g), **FORCES)),
+    "Lennard-Jones": Operator(
+        lambda g: LENNARD_JONES(g.x, g.cell, sigma=1.7, epsilon=g.q.abs(), **batched(g), **FORCES)
+    ),
     "DSF": Operator(lambda g: DSF(g.x, g.cell, q=g.q, alpha=0.25, **batched(g), **FORCES)),
     "DSF, many": Operator(lambda g: DSF(g.x, g.cell, q=g.q, alpha=0.25, **batched(g), **FORCES), 1, False, ("many",)),
     "tables, switched": Operator(tables),
@@ -267,9 +269,7 @@ def pairs_of(g: Given, form: str, **options: Any) -> np.ndarray:
         i, slot = (torch.arange(matrix.shape[1], device=matrix.device) < count[:, None]).nonzero(as_tuple=True)
         rows = torch.cat([i[:, None], matrix[i, slot][:, None], shifts[i, slot]], 1)
     else:
-        pairs, _, shifts = neighbor_list(
-            g.x, CUTOFF, g.cell, batch_idx=g.idx, return_neighbor_list=True, **options
-        )
+        pairs, _, shifts = neighbor_list(g.x, CUTOFF, g.cell, batch_idx=g.idx, return_neighbor_list=True, **options)
         rows = torch.cat([pairs.mT, shifts], 1)
     found = rows.cpu().numpy()
     return found[np.lexsort(found.T)]
@@ -315,7 +315,9 @@ def with_derivatives(operator: Operator, g: Given) -> tuple[list[torch.Tensor], 
         return listed(operator.function(g)), []
     g = leaves_of(g)
     results = listed(operator.function(g))
-    loss = sum(((r / (1.0 + r.detach().abs())).square().sum() for r in results), torch.zeros((), device=g.x.device))
+    loss: Any = sum(
+        ((r / (1.0 + r.detach().abs())).square().sum() for r in results), torch.zeros((), device=g.x.device)
+    )
     options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
     first = torch.autograd.grad(loss, (g.x, g.q, g.cell), create_graph=operator.orders > 1, **options)
     second: Any = ()
@@ -325,7 +327,7 @@ def with_derivatives(operator: Operator, g: Given) -> tuple[list[torch.Tensor], 
 
 
 def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest difference, relative to the largest number of each tensor; infinite where one of them is no number."""
+    """The largest difference, relative to the largest number of each tensor; infinite where one is no number."""
     worst = 0.0
     for a, b in zip(found, expected, strict=True):
         if a.numel():
@@ -372,7 +374,7 @@ def check(gpu: Gpu, tiny: bool, name: str, dtype: str, references: str = "") -> 
     operator, real = OPERATORS[name], getattr(torch, dtype)
     errors, worst = [0.0, 0.0], ""
     for system in operator.systems:
-        exact = given(system, tiny)
+        exact = given(system, tiny and not references)  # what is kept is for a full run, too
         expected = reference(references, name, system, exact)
         gpu.poison()
         found = with_derivatives(operator, exact.on(gpu.kind, real))
@@ -449,4 +451,3 @@ def routes(gpu: Gpu, operator: Operator, exact: Given, real: torch.dtype) -> dic
 def names() -> list[str]:
     """Of all checks, lists first."""
     return [*LISTS, *OPERATORS]
-

@@ -238,13 +238,6 @@ def answer(gpu: Gpu, tiny: bool, question: list[Any]) -> Iterator[Row]:
             import gpu_checks
 
             yield from gpu_checks.check(gpu, tiny, name, dtype, references)
-        case ["fail", "at once"]:  # for tests, as the next two
-            raise RuntimeError("asked to fail")
-        case ["fail", "hang"]:
-            time.sleep(1e6)
-        case ["fail", "die"]:
-            yield {"name": "before the end"}
-            os._exit(3)
         case [*work]:
             import gpu_calls
 
