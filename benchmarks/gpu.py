@@ -286,7 +286,7 @@ def tests(session: Session) -> None:
     """The last lines of pytest; where it is stopped, of what it had printed."""
     if not session.wanted("tests", ""):
         return
-    where = ["tests/routes/test_pair_on_gpu.py"] if session.options.stand_in else []
+    where = ["tests/routes/test_custom_ops_on_gpu.py"] if session.options.stand_in else []
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--color=no", *where]
     if importlib.util.find_spec("xdist") and not session.options.stand_in:
         command += ["-n", str(max(1, min(6, (os.cpu_count() or 1) // 2))), "--dist", "worksteal"]

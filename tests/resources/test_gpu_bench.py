@@ -176,18 +176,26 @@ def test_a_check_sees_stale_results_and_waiting(checks, monkeypatch):
     assert checked(checks, monkeypatch, cubes, Waits(), waits=True)["ok"]  # its documentation says so
 
 
-def test_a_missing_pair_is_counted(checks, monkeypatch):
+FAULTS = {
+    "missing": lambda pairs, shifts: (pairs[:, 1:], shifts[1:]),
+    "twice": lambda pairs, shifts: (torch.cat([pairs, pairs[:, :1]], 1), torch.cat([shifts, shifts[:1]])),
+    "too far": lambda pairs, shifts: (torch.cat([pairs, pairs[:, :1]], 1), torch.cat([shifts, shifts[:1] + 2])),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_wrong_pair_is_counted(checks, monkeypatch, fault):
     from gpu_worker import StandIn
 
     true = checks.neighbor_list
 
-    def one_less(x, *arguments, **options):
-        found = list(true(x, *arguments, **options))
+    def wrong(x, *arguments, **options):
+        pairs, ptr, *rest = true(x, *arguments, **options)
         if x.dtype is torch.float32 and options.get("return_neighbor_list"):
-            found[0], found[2] = found[0][:, 1:], found[2][1:]
-        return found
+            pairs, rest[0] = fault(pairs, rest[0])
+        return pairs, ptr, *rest
 
-    monkeypatch.setattr(checks, "neighbor_list", one_less)
+    monkeypatch.setattr(checks, "neighbor_list", wrong)
     (row,) = checks.check_lists(StandIn(), True, "list, nearest", "float32")
     assert not row["ok"] and row["wrong"] == len(row["where"]) == 5  # one for each system
 
@@ -201,6 +209,37 @@ def test_references_are_kept_for_the_same_atoms_only(checks, monkeypatch, tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(found[0] + found[1], kept[0] + kept[1], strict=True))
     moved = checks.reference(str(tmp_path), "cubes", "thin", exact._replace(x=exact.x + 1.0))
     assert torch.equal(moved[0][0], exact.x + 1.0)
+
+
+# -- what is compared ---------------------------------------------------------------------------------------
+
+
+def test_parameters_reach_the_error_and_no_more(bench):
+    import gpu_calls
+    from gpu_worker import StandIn
+
+    gpu, real = StandIn(), torch.float32
+    exact = gpu_calls.exact_forces(gpu, "64")
+    p = gpu_calls.searched(gpu, "ours", "ewald", "64", real, exact, True)
+    error = gpu_calls.error_of(gpu_calls.charges_work(gpu, "ewald", "64", real, "forces", p), exact)
+    assert error == p["error"] and 1e-5 < error <= 1e-4
+    with pytest.raises(gpu_calls.Missed, match="no error below"):
+        gpu_calls.searched(gpu, "ours", "ewald", "64", real, 2.0 * exact, True)
+
+
+def test_the_table_compares(bench, tmp_path):
+    options = bench.argparse.Namespace(minutes=1.0, json=str(tmp_path / "gpu.json"))
+    session = bench.Session(options, tmp_path)
+    session.row("limits", "copy", value=1e9)
+    case = ["dsf", "10", "float32", "forces"]
+    shared = {"case": case, "bytes": 1e6}
+    session.row("beside", "dsf", side="ours", **shared, call=4e-3, graph=3e-3, kernels=2e-3, launches=7.0, error=1e-6)
+    session.row("beside", "dsf", side="peer", **shared, call=8e-3, kernels=5e-3, failed="it cannot be captured")
+    _, line, reason = bench.compared(session)
+    columns = "dsf 4.000 3.000 2.000 7 2.0 x 2.0 x - 2.5 x 1e-06, -"
+    assert line.split() == columns.split()
+    assert reason.split() == ["peer:", "it", "cannot", "be", "captured"]
+    assert bench.table(session)[-1].endswith("not as expected: dsf")
 
 
 # -- what profilers write -----------------------------------------------------------------------------------
