@@ -20,9 +20,7 @@ class Layout(NamedTuple):
         Threads per block in kernels without lanes; None means one thread. On a GPU a block has two warps: small blocks
         occupy more processors for a thousand atoms, and many blocks fill all of them for more atoms.
     groups : bool
-        Whether a thread processes a group of rows, in kernels without lanes. Otherwise it has one row.
-    tabulated : bool
-        Whether phases of Fourier sums are tabulated before the sums. Otherwise each thread computes them.
+        Whether a thread processes a group of rows, in kernels without lanes. Otherwise it has one row, or a part of one.
     serial : bool
         Whether a kernel of one thread sorts and bins atoms, and small searches write before they count. Otherwise torch
         sorts.
@@ -33,7 +31,6 @@ class Layout(NamedTuple):
     warps: bool
     block: int | None
     groups: bool
-    tabulated: bool
     serial: bool
     reads: bool
 
@@ -46,8 +43,8 @@ class Layout(NamedTuple):
         return group if self.groups else 1
 
 
-CPU = Layout(warps=False, block=None, groups=True, tabulated=True, serial=True, reads=True)
-GPU = Layout(warps=True, block=64, groups=False, tabulated=False, serial=False, reads=False)
+CPU = Layout(warps=False, block=None, groups=True, serial=True, reads=True)
+GPU = Layout(warps=True, block=64, groups=False, serial=False, reads=False)
 
 _layouts = {"cpu": CPU, "cuda": GPU}
 
