@@ -20,7 +20,7 @@ class Layout(NamedTuple):
         Threads per block in kernels without lanes; None means one thread. On a GPU a block has two warps: small blocks
         occupy more processors for a thousand atoms, and many blocks fill all of them for more atoms.
     groups : bool
-        Whether a thread processes a group of rows, in kernels without lanes. Otherwise it has one row, or a part of one.
+        Whether a thread processes a group of rows, in kernels without lanes. Otherwise it has one or less.
     serial : bool
         Whether a kernel of one thread sorts and bins atoms, and small searches write before they count. Otherwise torch
         sorts.

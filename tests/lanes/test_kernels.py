@@ -287,6 +287,8 @@ def nearest_searches() -> Problem:
         chosen = [{"ties": ties, "symmetric": s} for ties in ("keep", "index") for s in (False, True)]
         chosen += [{"target_indices": targets}, {"symmetric": True, "half_fill": True, "ties": "index"}]
         lists = [neighbor_list(x, 3.6, nearest=k, **systems, **more) for k in (1, 33) for more in chosen]
+        # rows of up to 250, several times what a warp holds before it selects
+        lists += [neighbor_list(x, 7.5, nearest=k, **systems, ties=ties) for k, ties in ((31, "keep"), (34, "index"))]
         return [part for found in lists for part in sorted_list(*found)]
 
     return problem

@@ -145,7 +145,7 @@ _GATHER_GPU = """
         double of_cosine, of_sine;
     };
     const Pair *const of_channel = reinterpret_cast<const Pair *>(coefficients.data) + 4LL * channel * n_points;
-    // Threads of a warp are at the same point. Most points follow on one another, and so do their phases: a product with
+    // Threads of a warp are at the same point. Most points follow on one another, and so do their phases: products with
     // those of n = 1, but every @restart@th is computed anew, so that rounding does not add up.
     double s[3], once_c[3], once_s[3], phase_c[3], phase_s[3];
     int reached[3];
