@@ -21,9 +21,7 @@ class Layout(NamedTuple):
         most that a multiprocessor holds, then have its 64 warps. Larger blocks spread a thousand atoms over fewer
         multiprocessors, and keep the place of a short row until the longest row of the block ends.
     groups : bool
-        Whether a thread processes a group of rows, in kernels without lanes. Otherwise it has one row.
-    tabulated : bool
-        Whether phases of Fourier sums are tabulated before the sums. Otherwise each thread computes them.
+        Whether a thread processes a group of rows, in kernels without lanes. Otherwise it has one or less.
     serial : bool
         Whether a kernel of one thread sorts and bins atoms, and small searches write before they count. Otherwise torch
         sorts.
@@ -34,7 +32,6 @@ class Layout(NamedTuple):
     warps: bool
     block: int | None
     groups: bool
-    tabulated: bool
     serial: bool
     reads: bool
 
@@ -43,8 +40,8 @@ class Layout(NamedTuple):
         return group if self.groups else 1
 
 
-CPU = Layout(warps=False, block=None, groups=True, tabulated=True, serial=True, reads=True)
-GPU = Layout(warps=True, block=64, groups=False, tabulated=False, serial=False, reads=False)
+CPU = Layout(warps=False, block=None, groups=True, serial=True, reads=True)
+GPU = Layout(warps=True, block=64, groups=False, serial=False, reads=False)
 
 _layouts = {"cpu": CPU, "cuda": GPU}
 

@@ -6,15 +6,17 @@ neighbors and keeps for each atom the last of its first k neighbors: the *bound*
 neighbors up to the bound, by the same arithmetic, and count or write them like any search. At most k neighbors are kept
 at any time, for the few atoms that are processed at once.
 
-The first k neighbors are a heap whose top is the last of them. On a GPU the first lane of a warp holds it.
+On a CPU the first k neighbors are a heap whose top is the last of them. On a GPU the lanes of a warp append neighbors
+to a memory with room for at least 32 more than k. When it is full, and at the end, they sort it and keep the first k.
+From then on only neighbors that precede the last of these are appended.
 """
 
 from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import filled, native_kernel, signature
-from nvalchemiops.kernels.simd import LANES
+from nvalchemiops.kernels.native import by_device, filled, native_kernel, signature
+from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import kernel_variants
 from nvalchemiops.neighbors.search import BINS, BLOCK, COUNT, FORM, GROUP, LISTED, Addition, search_text
 
@@ -27,11 +29,14 @@ at no fraction of the squared cutoff with a denominator below a million."""
 ROWS_PER_THREAD = 512
 """Number of rows for which a task on a CPU reuses its heaps, one for each atom of a group."""
 
-HEAPS = GROUP
-"""Number of heaps of a task on a CPU; on a GPU there is one."""
-
 WARPS = 24
 """Number of warps of this kernel that run at once on a multiprocessor of a GPU: as many as its registers allow."""
+
+
+def room_of_task(nearest: int, warps: bool) -> int:
+    """Number of neighbors that a task holds: on a CPU in heaps for the atoms of a group; in a warp a power of two."""
+    return 1 << (nearest + WARP - 1).bit_length() if warps else GROUP * nearest
+
 
 GUESSES = 4
 """Number of guesses by which a CPU finds neighbors in a block that are too far away to be among the nearest."""
@@ -49,43 +54,11 @@ _DECLARATIONS = f"""
             if (key[a] != other_key[a]) return key[a] < other_key[a];
         return key[3] < other_key[3];
     }};
-    const auto heap_of = [&](int member) {{ return (static_cast<long long>(thread) * heaps + member) * nearest; }};
-    const auto push = [&](long long heap, int &size, double level, const int *key) {{
-        double *const levels = heap_level.data + heap;
-        int *const keys = reinterpret_cast<int *>(heap_key.data) + (keyed ? 4 * heap : 0);
-        const auto put = [&](int slot, double level, const int *key) {{
-            levels[slot] = level;
-            if (keyed)
-                for (int a = 0; a < 4; ++a) keys[4LL * slot + a] = key[a];
-        }};
-        int slot = 0;
-        if (size < nearest) {{
-            for (slot = size++; slot > 0;) {{
-                const int parent = (slot - 1) / 2;
-                if (!precedes(levels[parent], keys + 4LL * parent, level, key)) break;
-                put(slot, levels[parent], keys + 4LL * parent);
-                slot = parent;
-            }}
-        }} else {{
-            if (!precedes(level, key, levels[0], keys)) return;
-            for (int child = 1; child < size; child = 2 * slot + 1) {{
-                const int other = child + 1 < size ? child + 1 : child;
-                if (precedes(levels[child], keys + 4LL * child, levels[other], keys + 4LL * other)) child = other;
-                if (!precedes(level, key, levels[child], keys + 4LL * child)) break;
-                put(slot, levels[child], keys + 4LL * child);
-                slot = child;
-            }}
-        }}
-        put(slot, level, key);
-    }};
-    const auto set_bound = [&](const Row &r, int member, int size) {{
-        const long long heap = heap_of(member);
+    const auto set_bound = [&](const Row &r, bool full, const double *level, const int *key) {{
         const int i = atoms[4 * r.k];
-        const bool full = size == nearest;
-        bound_level.data[i] = full ? heap_level.data[heap] + tolerance : {_NO_BOUND!r};
+        bound_level.data[i] = full ? *level + tolerance : {_NO_BOUND!r};
         if (keyed)
-            for (int a = 0; a < 4; ++a)
-                bound_keys[4LL * i + a] = full ? reinterpret_cast<const int *>(heap_key.data)[4 * heap + a] : 0;
+            for (int a = 0; a < 4; ++a) bound_keys[4LL * i + a] = full ? key[a] : 0;
     }};
     // no neighbor beyond it is chosen by the atom of a row alone
     const auto reach_of = [&](int i) {{
@@ -101,32 +74,119 @@ _DECLARATIONS = f"""
     }};
 """
 
+_HEAP_CPU = """
+    const auto heap_of = [&](int member) { return static_cast<long long>(thread) * room + member * nearest; };
+    const auto key_in = [&](long long heap) { return reinterpret_cast<int *>(heap_key.data) + (keyed ? 4 * heap : 0); };
+    const auto push = [&](long long heap, int &size, double level, const int *key) {
+        double *const levels = heap_level.data + heap;
+        int *const keys = key_in(heap);
+        const auto put = [&](int slot, double level, const int *key) {
+            levels[slot] = level;
+            if (keyed)
+                for (int a = 0; a < 4; ++a) keys[4LL * slot + a] = key[a];
+        };
+        int slot = 0;
+        if (size < nearest) {
+            for (slot = size++; slot > 0;) {
+                const int parent = (slot - 1) / 2;
+                if (!precedes(levels[parent], keys + 4LL * parent, level, key)) break;
+                put(slot, levels[parent], keys + 4LL * parent);
+                slot = parent;
+            }
+        } else {
+            if (!precedes(level, key, levels[0], keys)) return;
+            for (int child = 1; child < size; child = 2 * slot + 1) {
+                const int other = child + 1 < size ? child + 1 : child;
+                if (precedes(levels[child], keys + 4LL * child, levels[other], keys + 4LL * other)) child = other;
+                if (!precedes(level, key, levels[child], keys + 4LL * child)) break;
+                put(slot, levels[child], keys + 4LL * child);
+                slot = child;
+            }
+        }
+        put(slot, level, key);
+    };
+"""
+
+_MEMORY_GPU = """
+    struct alignas(16) Key {
+        int of[4];
+    };
+    double *const levels = heap_level.data + static_cast<long long>(thread) * room;
+    Key *const keys = reinterpret_cast<Key *>(heap_key.data) + (keyed ? static_cast<long long>(thread) * room : 0);
+    // the last of the first neighbors, as far as it is known
+    double last_level = @no_bound@;
+    Key last_key = {};
+    // sort what is there, more than is wanted, by a bitonic network: the first ones are kept
+    const auto select = [&](int size, int lane) {
+        for (int slot = size + lane; slot < room; slot += 32) {
+            levels[slot] = @no_bound@;
+            if (keyed) keys[slot] = Key{};
+        }
+        __syncwarp();
+        for (int run = 2; run <= room; run *= 2)
+            for (int apart = run / 2; apart > 0; apart /= 2) {
+                for (int t = lane; t < room / 2; t += 32) {
+                    const int low = 2 * t - (t & (apart - 1)), high = low + apart;
+                    const int a = low & run ? high : low, b = low & run ? low : high;
+                    const double level_a = levels[a], level_b = levels[b];
+                    if (!precedes(level_b, keys[keyed ? b : 0].of, level_a, keys[keyed ? a : 0].of)) continue;
+                    levels[a] = level_b;
+                    levels[b] = level_a;
+                    if (!keyed) continue;
+                    const Key key = keys[a];
+                    keys[a] = keys[b];
+                    keys[b] = key;
+                }
+                __syncwarp();
+            }
+        last_level = levels[nearest - 1];
+        if (keyed) last_key = keys[nearest - 1];
+        __syncwarp();
+    };
+"""
+
 _CANDIDATE = """
                     const auto name = [&](int c, int *key) {
                         key[0] = atoms[4 * c];
                         for (int a = 0; a < 3; ++a) key[1 + a] = (image[a] + own[1 + a]) - atoms[4 * c + 1 + a];
                     };
-                    int key[4];"""
+                    int key[4];
+                    double level = 0.0;"""
 
 _HIT = """
-                        if (hit && nearest == 0) {
+                        if (hit) {
                             name(k, key);
-                            hit = is_chosen(own[0], level_of(squared(k)), key);
+                            level = level_of(squared(k));
+                            hit = nearest > 0 ? precedes(level, key, last_level, last_key.of)
+                                              : is_chosen(own[0], level, key);
                         }"""
 
 _HITS = """
                     if (nearest > 0) {
-                        if (lane == 0)
-                            for (unsigned rest = hits; rest; rest &= rest - 1u) {
-                                const int c = base + __ffs(rest) - 1;
-                                name(c, key);
-                                push(heap_of(0), found, level_of(squared(c)), key);
-                            }
+                        unsigned kept = hits;
+                        if (found + __popc(kept) > room) {
+                            select(found, lane);
+                            found = nearest;
+                            hit = hit && precedes(level, key, last_level, last_key.of);
+                            kept = __ballot_sync(0xffffffffu, hit);
+                        }
+                        const int slot = found + __popc(kept & ((1u << lane) - 1u));
+                        if (hit) {
+                            levels[slot] = level;
+                            if (keyed)
+                                for (int a = 0; a < 4; ++a) keys[slot].of[a] = key[a];
+                        }
+                        found += __popc(kept);
                         continue;
                     }"""
 
 _ROW = """if (nearest == 0) finish(r, found, lane, 32);
-        else if (r.known && lane == 0) set_bound(r, 0, found);"""
+        else if (r.known) {
+            const bool full = found >= nearest;
+            if (full) select(found, lane);
+            if (lane == 0) set_bound(r, full, &last_level, last_key.of);
+            last_level = @no_bound@;
+        }"""
 
 _NEAR = """
                 const auto name = [&](int c, int *key) {
@@ -189,16 +249,16 @@ _NEAR = """
 
 _END = """
             if (nearest == 0) finish(group[g], found[g], 0, 1);
-            else set_bound(group[g], g, found[g]);"""
+            else set_bound(group[g], found[g] == nearest, heap_level.data + heap_of(g), key_in(heap_of(g)));"""
 
 _SEARCH = search_text(
     Addition(
-        declarations=_DECLARATIONS,
+        declarations=_DECLARATIONS + by_device(_HEAP_CPU, filled(_MEMORY_GPU, no_bound=_NO_BOUND)),
         writes="true",
         candidate=_CANDIDATE,
         hit=_HIT,
         hits=_HITS,
-        row=_ROW,
+        row=filled(_ROW, no_bound=_NO_BOUND),
         member=f"\n        mutable double squared[{BLOCK + LANES}], level[{BLOCK + LANES}];",
         reach="reach_of(atom[0])",
         tested="            *(doubles *)(b.squared + c) = squared;\n",
@@ -227,8 +287,8 @@ def search_nearest() -> Any:
         "steps": wp.float64,  # of the squared distance, in one of its units; 0: the squared distance itself
         "tolerance": wp.float64,  # squared length, added to the bounds
         "symmetric": wp.int32,  # whether the bound of either atom counts, or that of the row
-        "heaps": wp.int32,  # of a thread
-        "heap_level": wp.array(dtype=wp.float64),  # (threads * heaps * nearest,)
+        "room": wp.int32,  # of a thread, for neighbors
+        "heap_level": wp.array(dtype=wp.float64),  # (threads * room,)
         "heap_key": wp.array(dtype=wp.vec4i),  # the same length; or none
         "bound_level": wp.array(dtype=wp.float64),  # (n_atoms,)
         "bound_key": wp.array(dtype=wp.vec4i),  # (n_atoms,), or none: the levels alone decide

@@ -171,8 +171,8 @@ def search_text(addition: Addition) -> str:
         for (int bin_y = low[1]; bin_y <= high[1]; ++bin_y)
         for (int image_x = image_of(low[0], bins); image_x <= image_of(high[0], bins); ++image_x) {{
             const int image[3] = {{image_x, image_of(bin_y, grid.bins[1]), image_of(bin_z, grid.bins[2])}};
-            double moved[3];
-            for (int a = 0; a < 3; ++a)
+            double moved[3] = {{}};
+            for (int a = 0; a < 3 && (image[0] || image[1] || image[2]); ++a)  // most are in the cell itself
                 moved[a] = (image[0] * grid.lattice.data[0][a] + image[1] * grid.lattice.data[1][a])
                     + image[2] * grid.lattice.data[2][a];
             int from = low[0] - image_x * bins, to = high[0] - image_x * bins;
@@ -212,7 +212,7 @@ def search_text(addition: Addition) -> str:
                 for (int base = from; base < to; base += 32) {{
                     const int k = base + lane;
                     bool hit = false;{addition.candidate}
-                    if (k < to && (sign || k != r.k) && atoms[4 * k] >= lowest) {{
+                    if (k < to && (sign || k != r.k) && (!half || atoms[4 * k] >= lowest)) {{
                         hit = squared(k) < cutoff_squared;{addition.hit}
                     }}
                     const unsigned hits = __ballot_sync(0xffffffffu, hit);{addition.hits}

@@ -16,8 +16,6 @@ import warp as wp
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels import mesh as splines
-from nvalchemiops.kernels.fourier.gather import fourier_coefficients
-from nvalchemiops.kernels.fourier.phases import phase_tables
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.programs import program_kernel
 from nvalchemiops.kernels.simd import WARP
@@ -51,7 +49,7 @@ RADIUS = 1.2
 CUTOFF = 3.0
 """More than clusters are wide."""
 
-CPU_ONLY = (sort_atoms, end_rows, phase_tables, fourier_coefficients, program_kernel)
+CPU_ONLY = (sort_atoms, end_rows, program_kernel)
 """Factories of kernels that are launched on a CPU only."""
 
 

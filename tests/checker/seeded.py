@@ -14,7 +14,7 @@ import warp as wp
 
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.kernels import native
-from nvalchemiops.kernels.fourier import spread
+from nvalchemiops.kernels.fourier import gather
 from nvalchemiops.kernels.native import native_kernel
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.neighbors.search import search_neighbors
@@ -220,9 +220,9 @@ LIBRARY = {
         (search_neighbors, _search, "finish(r, found, lane, 32);", "finish(r, found, 0, 1);"),
         ("race of lanes", "index.data[r.start + slot] = fill_value;", 1),
     ),
-    "Fourier sums: all lanes write a point": (
-        (spread.fourier_spread, programs.fourier_program, "if (lane == 0) write_point", "write_point"),
-        ("race of lanes", "to[2 * signs] =", 1),
+    "Fourier sums: two atoms have one place": (
+        (gather.fourier_gather, programs.fourier_program, "n_atoms + atom)", "n_atoms + atom / 2)"),
+        ("race of lanes", "of_atom[c] =", 1),
     ),
 }
 

@@ -31,6 +31,7 @@ SPACING = 2.15
 
 CUTOFF = 6.0
 TRIPLES_CUTOFF = 4.5
+NEAREST = 12
 
 
 def liquid(n_atoms: int, seed: int = 0) -> System:
@@ -61,6 +62,7 @@ def work_of(system: System, derivatives: bool) -> list[Work]:
     with checked(checks=False) as done:
         pairs, ptr, shifts = neighbors.neighbor_list(x, CUTOFF, cell, return_neighbor_list=True, **of)
         neighbors.neighbor_list(x, CUTOFF, cell, **of)
+        neighbors.neighbor_list(x, CUTOFF, cell, nearest=NEAREST, ties="index", **of)
         near = {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
         list_geometry(x, pairs, shifts, cell, **of)
         found = rows.rows_of(rows.GivenNeighbors(pairs, ptr, shifts), x, periodic=True)

@@ -38,8 +38,7 @@ from tests.routes.test_pair_on_gpu import VARIANTS
 LENGTHS = (0, 1, 31, 32, 33, 64, 65)
 """Of rows, and atoms of systems."""
 
-CPU_ONLY = {"prepare_search", "sort_atoms", "end_rows", "compact_neighbors", "phase_tables", "fourier_coefficients"}
-CPU_ONLY |= {"program_kernel"}
+CPU_ONLY = {"prepare_search", "sort_atoms", "end_rows", "compact_neighbors", "program_kernel"}
 """Kernels for the layout of a CPU, which on a GPU nothing launches."""
 
 F64 = torch.float64
@@ -295,6 +294,8 @@ def nearest_searches() -> Problem:
         chosen = [{"ties": ties, "symmetric": s} for ties in ("keep", "index") for s in (False, True)]
         chosen += [{"target_indices": targets}, {"symmetric": True, "half_fill": True, "ties": "index"}]
         lists = [neighbor_list(x, 3.6, nearest=k, **systems, **more) for k in (1, 33) for more in chosen]
+        # rows of up to 250, several times what a warp holds before it selects
+        lists += [neighbor_list(x, 7.5, nearest=k, **systems, ties=ties) for k, ties in ((31, "keep"), (34, "index"))]
         return [part for found in lists for part in sorted_list(*found)]
 
     return problem
@@ -333,13 +334,20 @@ def noise() -> Problem:
 
 
 def fourier(op, derivatives, channels=2) -> Problem:
-    """As many points as atoms in each system, in reverse order of the systems."""
-    order = torch.sort(IN_SYSTEMS, stable=True)[1].int()
-    coordinates = 3.0 * random(sum(LENGTHS), 3)
-    points = integers(sum(LENGTHS), 3, low=0, high=6)
-    plan = (coordinates, order, pointers(LENGTHS), points, pointers(LENGTHS[::-1]), derivatives)
-    moments, field = random(sum(LENGTHS), channels, count(derivatives)), random(channels, sum(LENGTHS), 4, 2)
-    return lambda: [op(moments if op is fourier_spread else field, *plan)]
+    """Rows of k-vectors and single ones, inside and beyond the table; fewer atoms and points than a part has, or more.
+
+    Systems are in reverse order in one of the two.
+    """
+    row = [[2, 1, n] for n in range(30)] + [[2, 2, n] for n in range(5, 38)] + [[3, 2, 16], [3, 2, 17], [50, 2, 18]]
+    problems = []
+    for lengths in (LENGTHS, (140, 3)):
+        system = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths))
+        order, n = torch.sort(system, stable=True)[1].int(), sum(lengths)
+        points = torch.cat([torch.tensor(row, dtype=torch.int32), integers(n - len(row), 3, low=0, high=6)])
+        plan = (3.0 * random(n, 3), order, pointers(lengths), points, pointers(lengths[::-1]), derivatives)
+        moments, field = random(n, channels, count(derivatives)), random(channels, n, 4, 2)
+        problems.append((moments if op is fourier_spread else field, *plan))
+    return lambda: [op(*problem) for problem in problems]
 
 
 def splines(order, derivatives=1, precision="float64") -> Problem:
@@ -390,6 +398,8 @@ RUNS: dict[str, Callable[..., Problem]] = {
     "locate_atoms": searches,
     "place_atoms": searches,
     "shortest_vectors": lattices,
+    "phase_tables": lambda: fourier(fourier_spread, 1),
+    "fourier_coefficients": lambda: fourier(fourier_gather, 1),
     "fourier_spread": lambda derivatives: fourier(fourier_spread, derivatives),
     "fourier_gather": lambda derivatives: fourier(fourier_gather, derivatives),
     "find_columns": splines,

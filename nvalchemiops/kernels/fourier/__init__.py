@@ -15,7 +15,12 @@ additions. So a pair of an atom and a point needs 8 multiplications, half as man
 On a CPU, these sums are matrix products over blocks of points and atoms that fit into registers and caches. Cosines and
 sines of all multiples of the phases are tabulated, and products with those that are always one or zero are left out.
 Derivatives are taken axis after axis: with respect to z for each point, to y for all points with equal n_x and n_y, and
-to x for all points with equal n_x. On a GPU, the lanes of a warp share a point or an atom.
+to x for all points with equal n_x.
+
+On a GPU a thread has one point or one atom, and if these are few, a part of its sum. Threads of a warp do the same at
+the same time: those of points read the phases of one atom from a table, those of atoms the values of one point, and
+phases of consecutive points come from one product. A pair of an atom and a point takes 14 operations in float64 to
+spread, and 13 to gather, instead of a hundred with three sines and cosines.
 
 The points of a system must be consecutive. Points with equal n_x and n_y should be consecutive, because they share
 products.

@@ -1,5 +1,6 @@
 """The kernels that gather values at k-vectors for atoms."""
 
+import itertools
 from typing import Any
 
 import warp as wp
@@ -104,8 +105,8 @@ _ALONG_Z = """
         for (int u = 0; u < n_used; ++u) {
             const int a = each * u;
             lanes &to = sum[v][power][a];
-            to = __builtin_elementwise_fma(lanes(c[2 * a]), zc, to);
-            to = __builtin_elementwise_fma(lanes(c[2 * a + 1]), zs, to);
+            to = @fma@(lanes(c[2 * a]), zc, to);
+            to = @fma@(lanes(c[2 * a + 1]), zs, to);
         }
         const lanes old = zc;
         zc = -n_z * zs;
@@ -131,30 +132,73 @@ _ALONG_Z_SHARED = """
 
 _GATHER_GPU = """
     @system@
-    @coefficients@
-    const int n_points = points.shape[0], n_channels = field.shape[0], lane = threadIdx.x & @last_lane@;
-    const int system = system_of(atom_begin, row), atom = order.shape[0] > 0 ? order.data[row] : row;
-    const double two_pi = 6.283185307179586;
+    @share@
     typedef double lanes;
-    for (int channel = 0; channel < n_channels; ++channel) {
-        double result[@count@] = {};
-        for (int p = point_begin.data[system] + lane; p < point_begin.data[system + 1]; p += @warp@) {
-            const int *const n = points.data + 3LL * p;
-            double c[8];
-            read_point(field.data + 8 * (1LL * channel * n_points + p), c);
-            @phases@
-            @derivatives_xy@
-            @derivatives_z@
-            @results_gpu@
+    constexpr int n_used = 4, each = 1, v = 0;
+    const double two_pi = 6.283185307179586;
+    const int n_points = points.shape[0], n_channels = field.shape[0], n_atoms = coordinates.shape[0];
+    const int place = row % n_atoms, channel = row / n_atoms % n_channels, slice = row / n_atoms / n_channels;
+    const int system = system_of(atom_begin, place), atom = order.shape[0] > 0 ? order.data[place] : place;
+    const int first = point_begin.data[system], n_own = point_begin.data[system + 1] - first;
+    const int end = first + share(n_own, slice + 1);
+    struct alignas(16) Pair {
+        double of_cosine, of_sine;
+    };
+    const Pair *const of_channel = reinterpret_cast<const Pair *>(coefficients.data) + 4LL * channel * n_points;
+    // Threads of a warp are at the same point. Most points follow on one another, and so do their phases: products with
+    // those of n = 1, but every @restart@th is computed anew, so that rounding does not add up.
+    double s[3], once_c[3], once_s[3], phase_c[3], phase_s[3];
+    int reached[3];
+    const auto turn = [&](int axis, int n) {
+        double &c = phase_c[axis], &d = phase_s[axis];
+        if (n == 0) {
+            c = 1.0;
+            d = 0.0;
+        } else if (n == reached[axis] + 1 && n % @restart@) {
+            const double old = c;
+            c = ::fma(c, once_c[axis], -d * once_s[axis]);
+            d = ::fma(old, once_s[axis], d * once_c[axis]);
+        } else if (n != reached[axis]) {
+            ::sincospi(2.0 * n * s[axis], &d, &c);
         }
-        double *const of_atom = moments.data + (1LL * atom * n_channels + channel) * @count@;
-        for (int c = 0; c < @count@; ++c) {
-            for (int step = @warp@ / 2; step > 0; step /= 2)
-                result[c] += __shfl_xor_sync(0xffffffffu, result[c], step);
-            if (lane == 0) of_atom[c] = result[c];
-        }
+        reached[axis] = n;
+    };
+    for (int axis = 0; axis < 3; ++axis) {
+        s[axis] = coordinates.data[3LL * atom + axis];
+        s[axis] -= ::rint(s[axis]);
+        ::sincospi(2.0 * s[axis], &once_s[axis], &once_c[axis]);
+        reached[axis] = -2;
     }
+    double result[1][@count@] = {};
+    for (int p = first + share(n_own, slice); p < end;) {
+        const int n_x = points.data[3LL * p], n_y = points.data[3LL * p + 1];
+        turn(0, n_x);
+        turn(1, n_y);
+        double sum[1][@powers@][4] = {};
+        for (; p < end; ++p) {
+            const int *const n = points.data + 3LL * p;
+            if (n[0] != n_x || n[1] != n_y) break;
+            turn(2, n[2]);
+            double c[8];
+            for (int u = 0; u < 4; ++u) {
+                const Pair pair = of_channel[4LL * p + u];
+                c[2 * u] = pair.of_cosine;
+                c[2 * u + 1] = pair.of_sine;
+            }
+            const double n_z = two_pi * n[2];
+            double zc = phase_c[2], zs = phase_s[2];
+            @along_z_gpu@
+        }
+        const double xc0 = phase_c[0], xs0 = phase_s[0], yc0 = phase_c[1], ys0 = phase_s[1];
+        @derivatives_xy@
+        @results_gpu@
+    }
+    double *const of_atom = moments.data + ((1LL * slice * n_atoms + atom) * n_channels + channel) * @count@;
+    for (int c = 0; c < @count@; ++c) of_atom[c] = result[0][c];
 """
+
+RESTART = 16
+"""Steps after which phases on a GPU are computed anew: up to there their error is 16 roundings, 2e-15."""
 
 
 def vectors_at_once(derivatives: int) -> int:
@@ -163,17 +207,12 @@ def vectors_at_once(derivatives: int) -> int:
 
 
 def _gather_body(derivatives: int) -> str:
-    results_gpu = []
-    xy = [(x, y) for x in (0, 1) for y in (0, 1)]
-    for k, (a, b, c) in enumerate(moments.components(derivatives)):
-        products = [f"{phase_names('x', a)[x]} * {phase_names('y', b)[y]}" for x, y in xy]
-        zc, zs = phase_names("z", c)
-        terms = [f"{product} * (c[{2 * n}] * {zc} + c[{2 * n + 1}] * {zs})" for n, product in enumerate(products)]
-        results_gpu.append(f"result[{k}] += {' + '.join(terms)};")
-    values = {"coefficients": _COEFFICIENTS, "vectors": vectors_at_once(derivatives)}
+    values: dict[str, object] = {"vectors": vectors_at_once(derivatives), "restart": RESTART}
     parts = _results_at_once(derivatives) if derivatives < 2 else _results_by_planes(derivatives)
-    along_z = filled(_ALONG_Z if derivatives < 2 else _ALONG_Z_SHARED, powers=derivatives + 1)
-    values |= {"results_gpu": "\n".join(results_gpu), "along_z": along_z}
+    along_z = _ALONG_Z if derivatives < 2 else _ALONG_Z_SHARED
+    values["along_z"] = filled(along_z, powers=derivatives + 1, fma="__builtin_elementwise_fma")
+    values["along_z_gpu"] = filled(_ALONG_Z, powers=derivatives + 1, fma="::fma")
+    values["results_gpu"] = _row_results(derivatives, True, True)
     values |= dict(zip(("planes", "results", "before_row", "after_rows"), parts))
     return filled_by_device(_GATHER_CPU, _GATHER_GPU, derivatives, ("n_x", "n_y"), **values)
 
@@ -182,21 +221,27 @@ _LOAD_X = "const lanes xc0 = load(x + 2LL * n_x * stride), xs0 = load(x + (2LL *
 _LOAD_Y = "const lanes yc0 = load(y + 2LL * n_y * stride), ys0 = load(y + (2LL * n_y + 1) * stride);\n"
 
 
+def _row_results(derivatives: int, with_x: bool, with_y: bool) -> str:
+    """C++ that multiplies the sums along z by functions of x and y; without those whose sines are zero."""
+    lines = []
+    for k, (a, b, c) in enumerate(moments.components(derivatives)):
+        if (a and not with_x) or (b and not with_y):
+            continue
+        terms = [
+            f"{phase_names('x', a)[x]} * {phase_names('y', b)[y]} * sum[v][{c}][{2 * x + y}]"
+            for x in range(1 + with_x)
+            for y in range(1 + with_y)
+        ]
+        lines.append(f"result[v][{k}] += {' + '.join(terms)};")
+    return " ".join(lines)
+
+
 def _results_at_once(derivatives: int) -> tuple[str, ...]:
     """C++ that multiplies the sums along z by functions of x and y after each row; parts as in `_results_by_planes`."""
     cases = []
-    for with_x, with_y in ((1, 1), (1, 0), (0, 1), (0, 0)):
-        lines = []
-        for k, (a, b, c) in enumerate(moments.components(derivatives)):
-            if (a and not with_x) or (b and not with_y):
-                continue
-            terms = [
-                f"{phase_names('x', a)[x]} * {phase_names('y', b)[y]} * sum[v][{c}][{2 * x + y}]"
-                for x in range(1 + with_x)
-                for y in range(1 + with_y)
-            ]
-            lines.append(f"result[v][{k}] += {' + '.join(terms)};")
-        cases.append(f"if constexpr (with_x == {with_x} && with_y == {with_y}) {{ {' '.join(lines)} }}")
+    for with_x, with_y in itertools.product((True, False), repeat=2):
+        lines = _row_results(derivatives, with_x, with_y)
+        cases.append(f"if constexpr (with_x == {with_x:d} && with_y == {with_y:d}) {{ {lines} }}")
     along = (phase_derivatives(axis, f"static_cast<double>(n_{axis})", derivatives) for axis in "xy")
     return "", "\n".join([_LOAD_X + _LOAD_Y, *along, "\nelse ".join(cases)]), "", ""
 
@@ -253,11 +298,14 @@ def _results_by_planes(derivatives: int) -> tuple[str, ...]:
 
 @kernel_variants(())
 def fourier_coefficients() -> Any:
-    """The kernel for a CPU that converts values at k-vectors to coefficients of the products of cosines and sines."""
+    """The kernel that converts values at k-vectors to coefficients of the products of cosines and sines."""
 
     @native_kernel(
         "fourier_coefficients",
-        f"{_COEFFICIENTS}\nread_point(field.data + 8LL * point, coefficients.data + 8LL * point);",
+        f"""{_COEFFICIENTS}
+        double c[8];
+        read_point(field.data + 8LL * point, c);
+        for (int a = 0; a < 8; ++a) coefficients.data[8LL * point + a] = c[a];""",
     )
     def kernel(
         point: wp.int32,
@@ -271,13 +319,13 @@ def fourier_coefficients() -> Any:
 
 @kernel_variants((0,), (1,), (2,))
 def fourier_gather(derivatives: int) -> Any:
-    """The kernel for sums over k-vectors: a thread of a CPU owns a few vectors of atoms, a warp of a GPU one atom."""
+    """The kernel for sums over k-vectors: a thread of a CPU owns a few vectors of atoms, one of a GPU an atom."""
 
-    @native_kernel(f"fourier_gather_{derivatives}", _gather_body(derivatives), lanes=True)
+    @native_kernel(f"fourier_gather_{derivatives}", _gather_body(derivatives))
     def kernel(
         row: wp.int32,
         field: wp.array4d(dtype=wp.float64),  # (n_channels, n_points, 4, 2)
-        coefficients: wp.array(dtype=wp.float64),  # from `fourier_coefficients`, on a CPU
+        coefficients: wp.array(dtype=wp.float64),  # from `fourier_coefficients`
         coordinates: wp.array2d(dtype=wp.float64),
         order: wp.array(dtype=wp.int32),  # as in `phase_tables`
         atom_begin: wp.array(dtype=wp.int32),
@@ -288,7 +336,8 @@ def fourier_gather(derivatives: int) -> Any:
         from_z: wp.int32,
         points: wp.array2d(dtype=wp.int32),
         point_begin: wp.array(dtype=wp.int32),
-        moments: wp.array3d(dtype=wp.float64),  # (n_atoms, n_channels, n_moments)
+        slices: wp.int32,  # of the points of a system, on a GPU
+        moments: wp.array3d(dtype=wp.float64),  # (slices * n_atoms, n_channels, n_moments)
     ):
         """Sums at some atoms."""
 

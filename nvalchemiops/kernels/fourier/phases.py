@@ -6,7 +6,7 @@ import warp as wp
 
 from nvalchemiops.kernels import moments
 from nvalchemiops.kernels.native import SYSTEM_OF, by_device, filled, native_kernel
-from nvalchemiops.kernels.simd import LANES, WARP
+from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
 
 VECTORS = f"""
@@ -66,13 +66,27 @@ _TABLES = filled(
 )
 
 
+_TABLES_GPU = """
+    const int columns = tables.shape[1] / 6, n = v % columns, axis = v / columns % 3, place = v / columns / 3;
+    const int atom = order.shape[0] > 0 ? order.data[place] : place;
+    double s = coordinates.data[3LL * atom + axis];
+    s -= ::rint(s);
+    double *const to = tables.data + 2LL * v;
+    ::sincospi(2.0 * n * s, to + 1, to);
+"""
+
+
 @kernel_variants(())
 def phase_tables() -> Any:
-    """The kernel for a CPU that tabulates cosines and sines of all multiples of the phases of atoms, and moments."""
+    """The kernel that tabulates cosines and sines of multiples of the phases of atoms.
 
-    @native_kernel("phase_tables", by_device(VECTORS + _TABLES))
+    On a CPU a row of the table has all atoms, for all multiples that occur; moments follow. On a GPU a row has an atom,
+    with the first multiples along each axis: no sum waits for the device to learn how many occur.
+    """
+
+    @native_kernel("phase_tables", by_device(VECTORS + _TABLES, _TABLES_GPU))
     def kernel(
-        v: wp.int32,
+        v: wp.int32,  # a vector of atoms; on a GPU a number of the table
         coordinates: wp.array2d(dtype=wp.float64),  # (n_atoms, 3)
         order: wp.array(dtype=wp.int32),  # (n_atoms,), atoms sorted by system; none if they are sorted
         atom_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), into the order
@@ -80,27 +94,21 @@ def phase_tables() -> Any:
         values: wp.array2d(dtype=wp.float64),  # (n_atoms, n_values), to be sorted into the tables; or none
         from_y: wp.int32,  # rows at which the tables of y and z begin
         from_z: wp.int32,
-        tables: wp.array2d(dtype=wp.float64),  # (rows, 8 * vectors): cosine and sine of each multiple, then values
+        tables: wp.array2d(dtype=wp.float64),  # (rows, 8 * vectors): cosine and sine of each multiple, then values;
+        # on a GPU (n_atoms, 6 * columns): cosine and sine of each multiple, along x, y and z
     ):
-        """Rows of the tables for a vector of atoms."""
+        """Entries of the tables for a vector of atoms; on a GPU for one multiple."""
 
     return kernel
 
 
 # -- C++ that spreading and gathering share -------------------------------------------------------
 
-PHASES_GPU = """
-    double xc0, xs0, yc0, ys0, zc0, zs0;
-    {
-        const double *const s = coordinates.data + 3LL * atom;
-        double turns[3];
-        for (int axis = 0; axis < 3; ++axis) turns[axis] = 2.0 * n[axis] * (s[axis] - ::rint(s[axis]));
-        ::sincospi(turns[0], &xs0, &xc0);
-        ::sincospi(turns[1], &ys0, &yc0);
-        ::sincospi(turns[2], &zs0, &zc0);
-    }
+SHARE = """
+    // where the part of a slice begins, of n things in all
+    const auto share = [&](int n, int slice) { return static_cast<int>(static_cast<long long>(n) * slice / slices); };
 """
-"""Cosines and sines of the phases of an atom at a point, on a GPU."""
+"""How a GPU divides long sums among threads, whose results are then added."""
 
 
 def phase_derivatives(axis: str, number: str, highest: int) -> str:
@@ -120,23 +128,18 @@ def phase_names(axis: str, derivative: int) -> tuple[str, str]:
 def filled_by_device(cpu: str, gpu: str, derivatives: int, places: tuple[str, str], **values: object) -> str:
     """The C++ for both types of device, with its placeholders filled in.
 
-    ``places`` is the C++ for the Miller indices n_x and n_y on a CPU.
+    ``places`` is the C++ for the Miller indices n_x and n_y.
     """
+    along = (phase_derivatives(axis, f"static_cast<double>({n})", derivatives) for axis, n in zip("xy", places))
     values |= {
         "system": SYSTEM_OF,
+        "share": SHARE,
         "lanes": LANES,
         "powers": derivatives + 1,
         "count": moments.count(derivatives),
-        "warp": WARP,
-        "last_lane": WARP - 1,
-        "phases": PHASES_GPU,
-        "derivatives_z": phase_derivatives("z", "static_cast<double>(n[2])", derivatives),
+        "derivatives_xy": "\n".join(along),
     }
-    texts = []
-    for text, indices in ((cpu, places), (gpu, ("n[0]", "n[1]"))):
-        along = (phase_derivatives(axis, f"static_cast<double>({n})", derivatives) for axis, n in zip("xy", indices))
-        texts.append(filled(text, **values, derivatives_xy="\n".join(along)))
-    return by_device(VECTORS + texts[0], texts[1])
+    return by_device(VECTORS + filled(cpu, **values), filled(gpu, **values))
 
 
 def derivatives_yz(derivatives: int) -> dict[tuple[int, int], int]:

@@ -5,7 +5,7 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.kernels import moments
-from nvalchemiops.kernels.fourier.phases import derivatives_yz, filled_by_device, phase_names
+from nvalchemiops.kernels.fourier.phases import derivatives_yz, filled_by_device, phase_derivatives, phase_names
 from nvalchemiops.kernels.native import filled, native_kernel
 from nvalchemiops.launch import kernel_variants
 
@@ -152,37 +152,52 @@ _SPREAD_CPU = """
 _SPREAD_GPU = """
     @system@
     @signs@
-    const int n_points = points.shape[0], n_channels = moments.shape[1], lane = threadIdx.x & @last_lane@;
-    const int system = system_of(point_begin, row);
-    const int *const n = points.data + 3LL * row;
+    @share@
+    struct alignas(16) Phase {
+        double cosine, sine;
+    };
+    typedef double lanes;
     const double two_pi = 6.283185307179586;
-    for (int channel = 0; channel < n_channels; ++channel) {
-        double total[8] = {};
-        for (int at = atom_begin.data[system] + lane; at < atom_begin.data[system + 1]; at += @warp@) {
-            const int atom = order.shape[0] > 0 ? order.data[at] : at;
-            const double *const m = moments.data + (1LL * atom * n_channels + channel) * @count@;
-            typedef double lanes;
-            @phases@
-            @derivatives_xy@
-            @derivatives_z@
+    const int n_points = points.shape[0], n_channels = moments.shape[1], columns = tables.shape[1] / 6;
+    const int channel = row / n_points % n_channels, slice = row / n_points / n_channels;
+    const int *const head = points.data + 3LL * (row % n_points);
+    const int system = system_of(point_begin, row % n_points), first = atom_begin.data[system];
+    const int n_atoms = atom_begin.data[system + 1] - first, end = first + share(n_atoms, slice + 1);
+    // threads of a warp are at the same atom, and most of them have neighboring multiples
+    const auto phase = [&](int place, int atom, int axis) {
+        if (head[axis] < columns)
+            return reinterpret_cast<const Phase *>(tables.data)[(3LL * place + axis) * columns + head[axis]];
+        const double s = coordinates.data[3LL * atom + axis];
+        Phase found;
+        ::sincospi(2.0 * head[axis] * (s - ::rint(s)), &found.sine, &found.cosine);
+        return found;
+    };
+    constexpr bool with_x = true, with_y = true;
+    constexpr int v = 0;
+    double total[8] = {};
+    for (int place = first + share(n_atoms, slice); place < end; ++place) {
+        const int atom = order.shape[0] > 0 ? order.data[place] : place;
+        const double *const m = moments.data + (1LL * atom * n_channels + channel) * @count@;
+        const Phase x = phase(place, atom, 0), y = phase(place, atom, 1), z = phase(place, atom, 2);
+        const double xc0 = x.cosine, xs0 = x.sine, yc0 = y.cosine, ys0 = y.sine, zc0 = z.cosine, zs0 = z.sine;
+        double amplitude[@powers@][4][1];
+        @derivatives_xy@
+        @derivatives_z@
+        @amplitudes@
+        for (int u = 0; u < 4; ++u) {
             @totals@
         }
-        for (int a = 0; a < 8; ++a)
-            for (int step = @warp@ / 2; step > 0; step /= 2) total[a] += __shfl_xor_sync(0xffffffffu, total[a], step);
-        if (lane == 0) write_point(total, field.data + 8 * (1LL * channel * n_points + row));
     }
+    write_point(total, field.data + 8LL * row);
 """
 
 
 def _spread_body(derivatives: int) -> str:
-    parts = list(enumerate(moments.components(derivatives)))
-    totals = []
-    for number, (x, y, z) in enumerate((x, y, z) for x in (0, 1) for y in (0, 1) for z in (0, 1)):
-        terms = [
-            f"m[{k}] * {phase_names('x', a)[x]} * {phase_names('y', b)[y]} * {phase_names('z', c)[z]}"
-            for k, (a, b, c) in parts
-        ]
-        totals.append(f"total[{number}] += {' + '.join(terms)};")
+    totals = [
+        f"total[2 * u + {part}] = ::fma(amplitude[{c}][u][0], {phase_names('z', c)[part]}, total[2 * u + {part}]);"
+        for c in range(derivatives + 1)
+        for part in (0, 1)
+    ]
     odd = """
         const lanes *const of_odd = sums[p][1];
         const double n_z = two_pi * head[3 * p + 2];
@@ -195,6 +210,7 @@ def _spread_body(derivatives: int) -> str:
     values |= {"parts": min(derivatives, 1) + 1, "odd": odd if derivatives else ""}
     # the highest even power, and the step from it to the highest odd power
     values |= {"last_even": derivatives - derivatives % 2, "to_odd": 1 if derivatives % 2 else -1}
+    values["derivatives_z"] = phase_derivatives("z", "static_cast<double>(head[2])", derivatives)
     values |= {"amplitudes": _amplitudes(derivatives), "totals": "\n".join(totals)}
     return filled_by_device(_SPREAD_CPU, _SPREAD_GPU, derivatives, ("head[0]", "head[1]"), **values)
 
@@ -238,9 +254,9 @@ def _amplitudes(derivatives: int) -> str:
 
 @kernel_variants((0,), (1,))
 def fourier_spread(derivatives: int) -> Any:
-    """The kernel for structure factors: a thread of a CPU owns `POINTS` points, a warp of a GPU owns one."""
+    """The kernel for structure factors: a thread of a CPU owns `POINTS` points, one of a GPU a point and some atoms."""
 
-    @native_kernel(f"fourier_spread_{derivatives}", _spread_body(derivatives), lanes=True)
+    @native_kernel(f"fourier_spread_{derivatives}", _spread_body(derivatives))
     def kernel(
         row: wp.int32,
         moments: wp.array3d(dtype=wp.float64),  # (n_atoms, n_channels, n_moments)
@@ -253,7 +269,8 @@ def fourier_spread(derivatives: int) -> Any:
         from_z: wp.int32,
         points: wp.array2d(dtype=wp.int32),  # (n_points, 3)
         point_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,)
-        field: wp.array4d(dtype=wp.float64),  # (n_channels, n_points, 4, 2)
+        slices: wp.int32,  # of the atoms of a system, on a GPU
+        field: wp.array4d(dtype=wp.float64),  # (slices * n_channels, n_points, 4, 2)
     ):
         """Structure factors of some points."""
 

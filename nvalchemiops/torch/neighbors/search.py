@@ -219,12 +219,12 @@ class _CellList:
             tasks = nearest_kernels.tasks_at_once(multiprocessors(self.device))
             rows_per_thread = max(1, -(-n_rows // tasks))
         n_threads = -(-n_rows // rows_per_thread)
-        heaps = 1 if self.layout.warps else nearest_kernels.HEAPS
-        size = n_threads * heaps * search.nearest
+        room = nearest_kernels.room_of_task(search.nearest, self.layout.warps)
+        size = n_threads * room
         heap_level = self._new(size, dtype=torch.float64)
         level = self._new(n_atoms, dtype=torch.float64)
         heap_key, key = (self._new(n, 4) if by_index else None for n in (size, n_atoms))
-        inputs = [*binned, None, -1, 0, search.nearest, self._steps, max(search.tie_tolerance, 0.0), 0, heaps]
+        inputs = [*binned, None, -1, 0, search.nearest, self._steps, max(search.tie_tolerance, 0.0), 0, room]
         outputs = [heap_level, heap_key, level, key, None, None, None, None, rows_per_thread]
         launch(nearest_kernels.search_nearest(), n_threads, inputs, outputs, lanes=SEARCH_LANES, kind="nearest")
         return level, key

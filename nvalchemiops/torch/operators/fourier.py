@@ -1,5 +1,6 @@
 """Fourier sums over atoms as torch ops (`nvalchemiops.kernels.fourier`), differentiable to any order."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from nvalchemiops.kernels.fourier import gather as gather_kernels
 from nvalchemiops.kernels.fourier import phases
 from nvalchemiops.kernels.fourier import spread as spread_kernels
 from nvalchemiops.kernels.moments import count
-from nvalchemiops.kernels.simd import LANES, WARP
+from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
@@ -25,6 +26,40 @@ def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]
     groups = torch.zeros_like(begin)
     torch.cumsum((begin.diff() + (size - 1)).div(size, rounding_mode="floor"), 0, out=groups[1:])
     return groups, int(groups[-1])
+
+
+MOST_THREADS = 2**16
+"""Threads of a GPU among which a sum is divided: some 16 warps for each of the largest number of multiprocessors."""
+
+LEAST_TERMS = 32
+"""Least number of atoms or k-vectors that a thread of a GPU sums up."""
+
+MOST_COLUMNS, COLUMNS_IN_STEPS = 512, 16
+"""Multiples of a phase in a table on a GPU, at most and in steps."""
+
+MOST_TABLE = 2**28
+"""Largest size of a table of phases on a GPU, in bytes."""
+
+
+def _slices(n_threads: int, n_terms: int, n_systems: int) -> int:
+    """Into how many parts a GPU divides the sums, each over all terms of a system, of as many threads."""
+    return max(1, min(MOST_THREADS // n_threads, n_terms // (n_systems * LEAST_TERMS)))
+
+
+def _tables_of_atoms(
+    coordinates: torch.Tensor, order: torch.Tensor | None, n_points: int, n_systems: int
+) -> torch.Tensor:
+    """Cosines and sines (n_atoms, 6 * columns) for a GPU, of as many multiples as k-vectors have in an oblong cell.
+
+    The k-vectors of a cube, up to a length, have indices up to 1.24 times the cubic root of the number of points. The
+    few beyond the table, in needles, and those of systems of millions of atoms, are computed where they are needed.
+    """
+    n_atoms = coordinates.shape[0]
+    wanted = 2.0 * math.cbrt(n_points / n_systems)
+    columns = COLUMNS_IN_STEPS * math.ceil(min(wanted, MOST_COLUMNS, MOST_TABLE / (48 * n_atoms)) / COLUMNS_IN_STEPS)
+    tables = new_empty((n_atoms, 6 * columns), torch.float64, coordinates.device)
+    launch(phases.phase_tables(), 3 * columns * n_atoms, [coordinates, order, None, None, None, 0, 0], [tables])
+    return tables
 
 
 def _tables(
@@ -108,16 +143,20 @@ def fourier_spread(
     if moments.shape[0] == 0 or field.numel() == 0:
         return field.zero_()
     plan: list[Any]
-    if layout(moments.device.type).tabulated:
+    slices, partial = 1, field
+    if layout(moments.device.type).groups:
         _, *plan = _tables(coordinates, order, atom_begin, points, moments)
         rows = -(-n_points // spread_kernels.POINTS)
     else:
-        plan = [None, None, 0, 0]
-        rows = n_points
-    inputs = [moments, coordinates, order, atom_begin, *plan, points, point_begin]
+        n_systems = atom_begin.shape[0] - 1
+        plan = [None, _tables_of_atoms(coordinates, order, n_points, n_systems), 0, 0]
+        rows = n_channels * n_points
+        slices = _slices(rows, moments.shape[0], n_systems)
+        partial = _parts(field, slices)
+    inputs = [moments, coordinates, order, atom_begin, *plan, points, point_begin, slices]
     kind = _size(moments.shape[0] * n_channels, atom_begin)
-    launch(spread_kernels.fourier_spread(derivatives), rows, inputs, [field], lanes=WARP, kind=kind)
-    return field
+    launch(spread_kernels.fourier_spread(derivatives), slices * rows, inputs, [partial], kind=kind)
+    return _total(partial, field)
 
 
 @warp_custom_op(
@@ -157,18 +196,34 @@ def fourier_gather(
     moments = new_empty((n_atoms, n_channels, count(derivatives)), torch.float64, field.device)
     if n_points == 0 or moments.numel() == 0:
         return moments.zero_()
-    plan: tuple[Any, ...] = (None, None, None, 0, 0)
-    coefficients, rows = None, n_atoms
-    if layout(field.device.type).tabulated:
+    coefficients = new_empty((field.numel(),), torch.float64, field.device)
+    launch(gather_kernels.fourier_coefficients(), field.numel() // 8, [field.reshape(-1)], [coefficients])
+    plan: tuple[Any, ...]
+    slices, partial = 1, moments
+    if layout(field.device.type).groups:
         n_vectors, vector_begin, tables, *rest = _tables(coordinates, order, atom_begin, points)
         block_begin, rows = _grouped(vector_begin, gather_kernels.vectors_at_once(derivatives), n_vectors)
         plan = (vector_begin, block_begin, tables, *rest)
-        coefficients = new_empty((field.numel(),), torch.float64, field.device)
-        launch(gather_kernels.fourier_coefficients(), field.numel() // 8, [field.reshape(-1)], [coefficients])
-    inputs = [field, coefficients, coordinates, order, atom_begin, *plan, points, point_begin]
+    else:
+        plan = (None, None, None, 0, 0)
+        rows = n_channels * n_atoms
+        slices = _slices(rows, n_points, atom_begin.shape[0] - 1)
+        partial = _parts(moments, slices)
+    inputs = [field, coefficients, coordinates, order, atom_begin, *plan, points, point_begin, slices]
     kind = _size(n_points * n_channels, atom_begin)
-    launch(gather_kernels.fourier_gather(derivatives), rows, inputs, [moments], lanes=WARP, kind=kind)
-    return moments
+    launch(gather_kernels.fourier_gather(derivatives), slices * rows, inputs, [partial], kind=kind)
+    return _total(partial, moments)
+
+
+def _parts(result: torch.Tensor, slices: int) -> torch.Tensor:
+    """Memory for the parts of a result: that of the result, if there is one part."""
+    shape = (slices * result.shape[0], *result.shape[1:])
+    return result if slices == 1 else new_empty(shape, result.dtype, result.device)
+
+
+def _total(partial: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """The sum of parts, in ``result``."""
+    return result if partial is result else torch.sum(partial.view(-1, *result.shape), 0, out=result)
 
 
 def _size(work: int, begin: torch.Tensor) -> int:
