@@ -22,6 +22,7 @@ of the atom's tile, which is the same for all atoms of a tile.
 **Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, a warp owns an atom, and its lanes share the stencil.
 """
 
+import math
 from typing import Any
 
 import numpy as np

@@ -333,7 +333,7 @@ def noise() -> Problem:
 # -- sums -----------------------------------------------------------------------------------------
 
 
-def fourier(op, derivatives, channels=2) -> Problem:
+def fourier(op, derivatives) -> Problem:
     """Rows of k-vectors and single ones, inside and beyond the table; fewer atoms and points than a part has, or more.
 
     Systems are in reverse order in one of the two.
@@ -345,7 +345,7 @@ def fourier(op, derivatives, channels=2) -> Problem:
         order, n = torch.sort(system, stable=True)[1].int(), sum(lengths)
         points = torch.cat([torch.tensor(row, dtype=torch.int32), integers(n - len(row), 3, low=0, high=6)])
         plan = (3.0 * random(n, 3), order, pointers(lengths), points, pointers(lengths[::-1]), derivatives)
-        moments, field = random(n, channels, count(derivatives)), random(channels, n, 4, 2)
+        moments, field = random(n, 2, count(derivatives)), random(2, n, 4, 2)
         problems.append((moments if op is fourier_spread else field, *plan))
     return lambda: [op(*problem) for problem in problems]
 
