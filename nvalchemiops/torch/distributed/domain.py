@@ -457,7 +457,9 @@ class Domain:
         if self._to_first is None:
             with torch.inference_mode(False):
                 here = torch.arange(self.n_owned, device=self.device)
-                rows = Exchange.plan(self.group, [here, *[here[:0]] * (self.n_ranks - 1)])
+                counts = here.new_zeros(self.n_ranks)
+                counts[0] = self.n_owned
+                rows = Exchange.plan(self.group, here, counts)
                 self._to_first = rows.in_order(torch.argsort(rows.apply(self.global_index)))
         return self._carried(self._to_first.apply, values, self.n_owned)
 

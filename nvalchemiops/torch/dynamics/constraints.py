@@ -166,9 +166,8 @@ class Constraints:
         # owned atoms of clusters, to the ranks that solve these
         own = torch.isin(domain.global_index, self.atoms).nonzero().squeeze(1)
         to = solver[cluster[torch.searchsorted(self.atoms, domain.global_index[own])]]
-        order = torch.argsort(to, stable=True)
-        rows = own[order].split(torch.bincount(to, minlength=domain.n_ranks).tolist())
-        exchange = Exchange.plan(domain.group, rows)
+        rows = own[torch.argsort(to, stable=True)]
+        exchange = Exchange.plan(domain.group, rows, torch.bincount(to, minlength=domain.n_ranks))
         exchange = exchange.in_order(torch.argsort(exchange.apply(domain.global_index)))
 
         found, mine = copy.copy(self), solver == domain.rank
