@@ -512,6 +512,14 @@ def check_grid(grid: Any, n_ranks: int) -> Grid | None:
     return (grid[0], grid[1], grid[2])
 
 
+def check_cuts(cuts: Any, n_ranks: int) -> None:
+    """Raise unless ``cuts`` is None or the bricks of this many ranks."""
+    if cuts is not None and not isinstance(cuts, Bricks):
+        raise TypeError(f"`cuts` must be `bricks` of a Domain, got {type(cuts).__name__}")
+    if cuts is not None and cuts.n_ranks != n_ranks:
+        raise ValueError(f"`cuts` are those of {cuts.n_ranks} ranks, but there are {n_ranks}")
+
+
 def check_weights(weights: Any, positions: torch.Tensor) -> float:
     """Raise unless ``weights`` is None or a positive number for each atom; return the largest, or -inf for none."""
     if weights is None:

@@ -26,6 +26,7 @@ from nvalchemiops.torch.distributed.bricks import (
     Bricks,
     Frames,
     Shape,
+    check_cuts,
     check_grid,
     check_weights,
     make_bricks,
@@ -163,10 +164,9 @@ class Domain:
             self._frames = Frames.of(lattice, periodic)
             agreement.must_be_same(cell=lattice, pbc=periodic, cutoff=self.cutoff, skin=self.skin)
             agreement.must_be_same(grid=grid, positions=positions.dtype)
+            check_cuts(cuts, self.n_ranks)
             if cuts is not None:
-                if cuts.n_ranks != self.n_ranks:
-                    raise ValueError(f"`cuts` are for {cuts.n_ranks} ranks, but there are {self.n_ranks}")
-                agreement.must_be_same(cuts=cuts.cut)
+                agreement.must_be_same(cuts=(cuts.axis, cuts.cut))
         here = None
         if self.is_batch:  # a rank without atoms may have left `batch_idx` out
             here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
@@ -176,7 +176,9 @@ class Domain:
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
             work = None
             if weights is not None:  # integers, whose sums do not depend on their order
-                work = (weights.detach().double() * (ONE / agreement.largest[0])).round_().clamp_(min=1.0)
+                work = (
+                    (weights.detach().to(self.device).double() * (ONE / agreement.largest[0])).round_().clamp_(min=1.0)
+                )
             self._divide(positions.detach(), here, work, shape_of(self.n_ranks, grid), cuts)
 
     # -- making it --------------------------------------------------------------------------------
