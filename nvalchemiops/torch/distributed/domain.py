@@ -197,6 +197,30 @@ class Domain:
         self._agreement = weakref.ref(agreement)
         return agreement
 
+    def _cut(
+        self,
+        coordinates: torch.Tensor,
+        batch_idx: torch.Tensor | None,
+        work: torch.Tensor | None,
+        shape: Shape,
+        cuts: Bricks | None,
+    ) -> Bricks:
+        """Earlier cuts if they still balance the work, so that few atoms change ranks; otherwise new ones."""
+        if cuts is not None:
+            known = cuts._replace(frames=self._frames)
+            owner = known.ranks_of(known.wrapped(coordinates, batch_idx)[0])
+            of_ranks = add(torch.bincount(owner, work, minlength=self.n_ranks).double(), self.group)
+            if float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean()):
+                return known
+
+        def added(values: torch.Tensor) -> torch.Tensor:
+            return add(values, self.group)
+
+        def largest(values: torch.Tensor) -> torch.Tensor:
+            return maximum(values, self.group)
+
+        return make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
+
     def _divide(
         self,
         positions: torch.Tensor,
@@ -245,30 +269,6 @@ class Domain:
         self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
         self._rows: dict[float, OwnedRows] = {}
         self.kept: dict[Any, Any] = {}
-
-    def _cut(
-        self,
-        coordinates: torch.Tensor,
-        batch_idx: torch.Tensor | None,
-        work: torch.Tensor | None,
-        shape: Shape,
-        cuts: Bricks | None,
-    ) -> Bricks:
-        """Earlier cuts if they still balance the work, so that few atoms change ranks; otherwise new ones."""
-        if cuts is not None:
-            known = cuts._replace(frames=self._frames)
-            owner = known.ranks_of(known.wrapped(coordinates, batch_idx)[0])
-            of_ranks = add(torch.bincount(owner, work, minlength=self.n_ranks).double(), self.group)
-            if float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean()):
-                return known
-
-        def added(values: torch.Tensor) -> torch.Tensor:
-            return add(values, self.group)
-
-        def largest(values: torch.Tensor) -> torch.Tensor:
-            return maximum(values, self.group)
-
-        return make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
 
     def follow(self, positions: torch.Tensor, *values: torch.Tensor) -> tuple[Any, ...]:
         """Return a domain that is valid for these positions, and the positions and values of the atoms owned in it.
