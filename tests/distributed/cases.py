@@ -296,11 +296,12 @@ def work_is_counted_by_neighbors(group: Any) -> None:
 @case(2)
 def exclusions_that_change_in_place(group: Any) -> None:
     """What a rank found of them is kept, but not when they have changed, by NumPy, too; factors belong to each call."""
-    atoms = Atoms()
+    atoms = Atoms(n=10)  # so large that a rank does not see all atoms
     mine = atoms.mine(group)
-    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, group=group)
     x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
-    pairs = torch.stack([torch.arange(0, 200, 3), torch.arange(0, 200, 3) + 2])
+    assert domain.n_owned + domain.n_ghosts < atoms.count
+    pairs = torch.stack([torch.arange(0, 900, 3), torch.arange(0, 900, 3) + 2])
     for change in range(3):
         for factors in (None, torch.linspace(0.0, 1.0, pairs.shape[1], dtype=F64)):
             told: dict[str, Any] = {"exclusions": pairs, "exclusion_factors": factors}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.distributed.bricks import shape_of
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
 from tests.distributed.common import F64, Atoms, assert_equal, case
 
@@ -96,6 +97,12 @@ def values_that_do_not_fit(group: Any) -> None:
     raises(made(num_systems=2), "`num_systems` = 2 does not fit")
     for grid in ((-2, -1, 1), 2, (2.0, 1, 1), (1, 1, 1)):
         raises(made(grid=grid), "`grid`")
+    for weights in (torch.zeros(len(x)), torch.full((len(x),), float("nan")), torch.ones(len(x) + 1), 1.0):
+        raises(made(weights=weights), "`weights`")
+    raises(made(weights=torch.ones(len(x)) if here else None), "`weights` must be the same")
+    raises(made(cuts=(2, 1, 1)), "`cuts`")
+    raises(made(cuts=domain.bricks._replace(shape=shape_of(5, None))), "`cuts` are those of 5 ranks")
+    raises(made(cuts=domain.bricks._replace(cut=domain.bricks.cut + here)), "`cuts` must be the same")
     raises(made(group=dist.GroupMember.NON_GROUP_MEMBER), "`group`: this rank is not in it")
     # and then normal work
     q = domain.distribute(atoms.charges[mine])

@@ -358,6 +358,7 @@ def make_bricks(
     low, high = np.zeros((n_parts, 3)), np.ones((n_parts, 3))
     if np.isfinite(ends_of_all).all():  # there are atoms
         low[0], high[0] = -ends_of_all[0], ends_of_all[1]
+    box = np.stack([np.full((n_parts, 3), end) for end in (-np.inf, np.inf)])  # between cuts
     length = frames.heights.mean(0)
     # the first cut along a periodic axis makes two surfaces: the other is at the end of the cell
     is_round = np.tile(frames.pbc.any(0), (n_parts, 1))
@@ -401,20 +402,19 @@ def make_bricks(
         fine = sums(of_part * FINE + bins, work_of.index_select(0, finely), n_here, FINE)
         edges = np.concatenate([_edges(start, width, COARSE), _edges(begin, step, FINE)[:, 1:-1]], 1)
         in_fine = up_to[here, crossed][:, None] + fine.cumsum(1)[:, :-1]
-        cut[level], lower_work = _places(edges, np.concatenate([up_to, in_fine], 1), wanted)
+        place_of_cut, lower_work = _places(edges, np.concatenate([up_to, in_fine], 1), wanted)
+        cut[level] = np.clip(place_of_cut, *box[:, level][:, here, chosen])  # where the part is narrower than its bins
         axis[level] = chosen
 
         lower, upper = shape.below[:, level]
         work[lower], work[upper] = lower_work, whole - lower_work
         step_of_all = (high[level] - low[level]) / COARSE
+        box[:, lower] = box[:, upper] = box[:, level]
+        box[1, lower, chosen] = box[0, upper, chosen] = cut[level]
         for side in (lower, upper):
-            low[side], high[side] = (low[level] + step_of_all * ends for ends in occupied)
+            low[side], high[side] = (np.clip(low[level] + step_of_all * ends, *box[:, side]) for ends in occupied)
             is_round[side] = is_round[level]
             is_round[side, chosen] = False
-        # both, since a part without atoms may be on the other side of the cut
-        for ends in (low, high):
-            ends[lower, chosen] = np.minimum(ends[lower, chosen], cut[level])
-            ends[upper, chosen] = np.maximum(ends[upper, chosen], cut[level])
         is_upper = x >= torch.as_tensor(cut[level], device=device)[number]
         part = torch.where(is_upper, below[1][part], below[0][part])
     largest = float(work[n_cuts:].max() / max(work[n_cuts:].mean(), 1e-300)) if n_cuts else 1.0
@@ -510,6 +510,14 @@ def check_grid(grid: Any, n_ranks: int) -> Grid | None:
     if not is_grid or math.prod(grid) != n_ranks:
         raise ValueError(f"`grid` = {grid} must be three numbers of bricks, for as many as there are ranks, {n_ranks}")
     return (grid[0], grid[1], grid[2])
+
+
+def check_cuts(cuts: Any, n_ranks: int) -> None:
+    """Raise unless ``cuts`` is None or the bricks of this many ranks."""
+    if cuts is not None and not isinstance(cuts, Bricks):
+        raise TypeError(f"`cuts` must be `bricks` of a Domain, got {type(cuts).__name__}")
+    if cuts is not None and cuts.n_ranks != n_ranks:
+        raise ValueError(f"`cuts` are those of {cuts.n_ranks} ranks, but there are {n_ranks}")
 
 
 def check_weights(weights: Any, positions: torch.Tensor) -> float:

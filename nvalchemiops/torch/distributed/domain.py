@@ -27,6 +27,7 @@ from nvalchemiops.torch.distributed.bricks import (
     Bricks,
     Frames,
     Shape,
+    check_cuts,
     check_grid,
     check_weights,
     make_bricks,
@@ -167,10 +168,9 @@ class Domain:
             self._frames = Frames.of(lattice, periodic)
             agreement.must_be_same(cell=lattice, pbc=periodic, cutoff=self.cutoff, skin=self.skin)
             agreement.must_be_same(grid=grid, positions=positions.dtype)
+            check_cuts(cuts, self.n_ranks)
             if cuts is not None:
-                if cuts.n_ranks != self.n_ranks:
-                    raise ValueError(f"`cuts` are for {cuts.n_ranks} ranks, but there are {self.n_ranks}")
-                agreement.must_be_same(cuts=cuts.cut)
+                agreement.must_be_same(cuts=(cuts.axis, cuts.cut))
         here = None
         if self.is_batch:  # a rank without atoms may have left `batch_idx` out
             here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
@@ -180,7 +180,9 @@ class Domain:
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
             work = None
             if weights is not None:  # integers, whose sums do not depend on their order
-                work = (weights.detach().double() * (ONE / agreement.largest[0])).round_().clamp_(min=1.0)
+                work = (
+                    (weights.detach().to(self.device).double() * (ONE / agreement.largest[0])).round_().clamp_(min=1.0)
+                )
             self._divide(positions.detach(), here, work, shape_of(self.n_ranks, grid), cuts)
 
     # -- making it --------------------------------------------------------------------------------
@@ -198,6 +200,30 @@ class Domain:
         agreement = Agreement(self.group, self.device, self.skin)
         self._agreement = weakref.ref(agreement)
         return agreement
+
+    def _cut(
+        self,
+        coordinates: torch.Tensor,
+        batch_idx: torch.Tensor | None,
+        work: torch.Tensor | None,
+        shape: Shape,
+        cuts: Bricks | None,
+    ) -> Bricks:
+        """Earlier cuts if they still balance the work, so that few atoms change ranks; otherwise new ones."""
+        if cuts is not None:
+            known = cuts._replace(frames=self._frames)
+            owner = known.ranks_of(known.wrapped(coordinates, batch_idx)[0])
+            of_ranks = add(torch.bincount(owner, work, minlength=self.n_ranks).double(), self.group)
+            if float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean()):
+                return known
+
+        def added(values: torch.Tensor) -> torch.Tensor:
+            return add(values, self.group)
+
+        def largest(values: torch.Tensor) -> torch.Tensor:
+            return maximum(values, self.group)
+
+        return make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
 
     def _divide(
         self,
@@ -249,30 +275,6 @@ class Domain:
         self._inverse: torch.Tensor | None = None  # of the cells, once a cell changes
         self._to_first: Exchange | None = None  # for `collect`
         self.kept: dict[Any, Any] = {}
-
-    def _cut(
-        self,
-        coordinates: torch.Tensor,
-        batch_idx: torch.Tensor | None,
-        work: torch.Tensor | None,
-        shape: Shape,
-        cuts: Bricks | None,
-    ) -> Bricks:
-        """Earlier cuts if they still balance the work, so that few atoms change ranks; otherwise new ones."""
-        if cuts is not None:
-            known = cuts._replace(frames=self._frames)
-            owner = known.ranks_of(known.wrapped(coordinates, batch_idx)[0])
-            of_ranks = add(torch.bincount(owner, work, minlength=self.n_ranks).double(), self.group)
-            if float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean()):
-                return known
-
-        def added(values: torch.Tensor) -> torch.Tensor:
-            return add(values, self.group)
-
-        def largest(values: torch.Tensor) -> torch.Tensor:
-            return maximum(values, self.group)
-
-        return make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
 
     def follow(
         self, positions: torch.Tensor, *values: torch.Tensor, cell: torch.Tensor | None = None
