@@ -8,6 +8,7 @@ elsewhere, and most likely crashes, so each launch is made in a process of its o
 """
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import json
@@ -24,9 +25,13 @@ import warp as wp
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor_type, parameters
+from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import layout
 
-FAR = 2**31 - 2**20
+MOST = 2**20
+"""More than there are rows."""
+
+FAR = 2**31 - MOST
 """By how much numbers of rows are increased; a multiple of the rows of any thread."""
 
 ABSENT = 2**30
@@ -40,7 +45,7 @@ _OF_ATOMS = dict.fromkeys(
         *("positions", "parameters", "row_parameters", "weights", "moments", "row_moments", "batch_idx", "system"),
         *("systems", "shifts", "shift", "species", "excluded_begin", "energies", "position_gradients"),
         *("parameter_gradients", "gathered", "sums", "coefficients", "coefficient_gradients", "system_sums"),
-        *("fault of atoms", "balance", "reach", "squares", "vectors"),
+        *("balance", "reach", "squares", "vectors"),
     ),
     "r",
 )
@@ -124,7 +129,7 @@ def _first_row(name: str, given: dict[str, Any]) -> int:
     """The number that is added to those of threads."""
     if name in IN_PLACE:
         return 0
-    each = layout("cpu").rows_per_thread(8) if name in GROUPED else 1
+    each = layout("cpu").rows_per_thread(LANES) if name in GROUPED else 1
     each *= given.get("rows_per_thread", 1) * given.get("slots_per_thread", 1)
     assert FAR % each == 0
     return FAR // each
@@ -133,7 +138,7 @@ def _first_row(name: str, given: dict[str, Any]) -> int:
 def _numbers(array: Any, n_rows: int) -> np.ndarray:
     """The int32 numbers in an array without gaps."""
     count = n_rows * array.strides[0] // 4
-    return np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int32 * count).from_address(array.data))
+    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(array.data))
 
 
 def _move(how: str, array: Any, width: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -146,7 +151,7 @@ def _move(how: str, array: Any, width: int) -> tuple[np.ndarray, np.ndarray] | N
         own = _numbers(array, n_rows)
         other = own.copy()
         part = other[:: 4 if "f" in how else 1]
-        part[(part >= 0) & (part < 2**20)] += FAR
+        part[(part >= 0) & (part < MOST)] += FAR
         array.data = other.ctypes.data
         pair = own, other
     step = array.strides[{"c": 1, "k": 1}.get(how, 0)]
@@ -168,7 +173,8 @@ def far_away(left: Sequence[str] = ()) -> Iterator[set[str]]:
 
     The kernels in ``left`` are launched as they are.
     """
-    launch, done = core._launch_recorded, set()
+    launch = core._launch_recorded
+    done: set[str] = set()
     kind = descriptor_type()
 
     def moved(kernel: wp.Kernel, device: Any, stream: Any, block: Any, grid: Any, arguments: list[Any]) -> None:
@@ -179,14 +185,15 @@ def far_away(left: Sequence[str] = ()) -> Iterator[set[str]]:
         if not name or name in left or not _is_movable(name, given):
             launch(kernel, device, stream, block, grid, arguments)
             return
-        rest, changed = [], []
+        rest: list[Any] = []
+        changed: list[tuple[str, np.ndarray, np.ndarray]] = []
         width = given.get("width", 0)
         for label, value in list(given.items())[1:]:
             how = MOVED[name].get(label, "")
             if isinstance(value, kind) and how:
                 pair = _move(how, value, width)
                 changed += [] if pair is None else [(how, *pair)]
-            elif how == "v" and 0 <= value < 2**20:
+            elif how == "v" and 0 <= value < MOST:
                 value += FAR
             rest.append(bytes(value) if isinstance(value, kind) else value)
         launch(kernel, device, stream, block, grid, [arguments[0] + _first_row(name, given), *rest])
@@ -240,7 +247,7 @@ def main() -> None:
     torch.set_num_threads(1)
     wp.init()  # before the forks
     chosen = sys.argv[1:] or PROBLEMS
-    found = {}
+    found: dict[str, Any] = {}
     for name, way in itertools.product(chosen, ("gpu", "cpu")):
         if way == "cpu" and name in GPU_ONLY:
             continue

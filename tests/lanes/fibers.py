@@ -19,6 +19,7 @@ from warp._src.context import Module
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import compiled_folder, descriptor_type, parameters
+from nvalchemiops.launch import is_gather_only
 from nvalchemiops.layout import GPU, replaced_layout
 from tests.lanes.device_header import ADDRESS, FINDINGS, HEADER, MOST_WARPS, WARP
 
@@ -145,6 +146,23 @@ def _with_margins(kernel: wp.Kernel, arguments: Sequence[Any]) -> Iterator[list[
         given[:] = copy[shift : shift + len(given)]
 
 
+PIECES = 64
+"""Into how many launches a launch in backward order is divided."""
+
+
+def _pieces(n_rows: int, order: str) -> list[tuple[int, int]]:
+    """First rows and numbers of rows of launches; (0, 0) for the launch as it is.
+
+    On a GPU any block may be the last. So in backward order the last rows are first: what writes to the rows of others
+    leaves other results then.
+    """
+    if order != "backward" or n_rows < 2:
+        return [(0, 0)]
+    n_pieces = min(n_rows, PIECES)
+    edges = [n_rows * k // n_pieces for k in range(n_pieces + 1)]
+    return [(begin, end - begin) for begin, end in zip(edges, edges[1:])][::-1]
+
+
 _with_lanes: dict[int, Any] = {}
 """What has the hashes of modules with the header, for each size of blocks."""
 
@@ -169,7 +187,10 @@ def gpu_layout(order: str = "forward", block: int = GPU.block, margins: bool = T
             del hashers[size]  # of the module without the header, as another test has asked for it
         if 0 not in grid:
             with _with_margins(kernel, arguments) if margins else contextlib.nullcontext(arguments) as inside:
-                launch(kernel, device, stream, block, grid, inside)
+                for first, n_rows in _pieces(grid[0] if is_gather_only(kernel) else 0, order):
+                    rows = (n_rows, *grid[1:]) if n_rows else grid
+                    offset = [inside[0] + first] if n_rows else inside[:1]
+                    launch(kernel, device, stream, block, rows, [*offset, *inside[1:]])
         _with_lanes.update((id(hasher), hasher) for size, hasher in hashers.items() if size > 1)
         if 0 not in grid:
             launched.add(kernel)

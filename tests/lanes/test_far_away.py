@@ -4,10 +4,13 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from nvalchemiops.interactions.pair.derivatives import Request
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.interactions.pair.sum import Variant
+from nvalchemiops.kernels.noise import chi_square_numbers
+from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from tests.lanes import test_kernels as lanes
 from tests.lanes.far_away import MOVED
@@ -63,3 +66,13 @@ def test_each_kernel_is_launched_far_away(found):
     for way, missing in (("gpu", set()), ("cpu", {"place_atoms", "locate_atoms", "fourier_spread", "fourier_gather"})):
         launched = {kernel for name, said in found.items() if name.endswith(way) for kernel in said["kernels"]}
         assert launched | {"neighbor_search"} == set(MOVED) - missing
+
+
+def test_an_axis_that_is_too_long_is_refused_by_name():
+    """Its length would be another number in 32 bits."""
+    seeds = torch.zeros(1, dtype=torch.int64)
+    many = torch.zeros(1, dtype=torch.float64).expand(2**31)
+    with pytest.raises(
+        ValueError, match=r"`degrees_of_freedom`: shape \(2147483648,\) has more than 2147483647 elements"
+    ):
+        launch(chi_square_numbers(), 1, [seeds, seeds, seeds, many, 0], [torch.zeros(1, dtype=torch.float64)])

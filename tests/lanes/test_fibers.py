@@ -14,7 +14,7 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.launch import launch
 from tests.lanes.fibers import ORDERS, LaneError, Module, gpu_layout
 
-RIGHT, GONE, ELSEWHERE, ONCE_MORE, HALF, BEYOND, BEFORE, READING = range(8)
+RIGHT, GONE, ELSEWHERE, ONCE_MORE, HALF, BEYOND, BEFORE, READING, OTHERS = range(9)
 """What the lanes of the kernel below do."""
 
 _TEXT = by_device(
@@ -31,6 +31,7 @@ _TEXT = by_device(
     if (fault == 1 && lane == 7) return;
     if (fault == 2 && lane == 7) __syncwarp();
     if (fault == 5 && lane == 31) last.data[row + 1] = lane;
+    if (fault == 8 && lane == 7) last.data[row + 1] = 100;
     if (fault == 6) sums.data[-1 - 8 * lane] = sum;
     if (fault == 7) sum += values.data[(row + 1) * values.shape[1] + lane];
     const unsigned all = fault == 4 ? 0xffffu : 0xffffffffu;
@@ -183,3 +184,15 @@ def test_what_the_header_does_not_know_is_not_built(capfd):
     assert "use of undeclared identifier '__nanosleep'" in capfd.readouterr().err
     for left_over in compiled_folder(unknown, 1).parent.glob(f"*lanes_of_the_tests_unknown_*_p{os.getpid()}_*"):
         shutil.rmtree(left_over)
+
+
+def test_a_row_that_writes_to_another_is_found_in_backward_order():
+    """There the other row comes first."""
+    found = {}
+    for order in ORDERS:
+        with gpu_layout(order):
+            last = torch.full((6,), -1, dtype=torch.int32)
+            values = torch.ones(5, 65, dtype=torch.float64)
+            launch(sum_of_rows, 5, [values, OTHERS], [torch.zeros(5, dtype=torch.float64), last], lanes=WARP)
+            found[order] = last.tolist()
+    assert found["forward"] != found["backward"] and found["forward"][1:5] != found["backward"][1:5]
