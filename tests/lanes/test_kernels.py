@@ -351,14 +351,14 @@ def fourier(op, derivatives) -> Problem:
 
 
 def splines(order, derivatives=1, precision="float64") -> Problem:
-    """A mesh with longer rows than a warp, and one with rows that atoms of a whole cell spread to."""
+    """A mesh with longer rows than a warp, one with tiles that are not whole, and the smallest one."""
     real, coordinates = getattr(torch, precision), 20.0 * random(sum(LENGTHS), 3)
     moments = random(sum(LENGTHS), 2, count(derivatives), dtype=real)
     n_systems = len(LENGTHS)
 
     def problem():
         found = []
-        for mesh in ((8, 9, 40), (9, 8, 10)):
+        for mesh in ((8, 9, 40), (9, 8, 10), (order, order + 1, order)):
             columns = mesh_columns(coordinates, IN_SYSTEMS, n_systems, mesh, order)
             plan = (coordinates, IN_SYSTEMS, n_systems, *columns, mesh, order, derivatives)
             field = random(n_systems, 2, *mesh, dtype=real)
