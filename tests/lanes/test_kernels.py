@@ -18,6 +18,7 @@ from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels
+from nvalchemiops.neighbors import nearest
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives
@@ -430,6 +431,14 @@ def test_lanes_compute_what_a_cpu_does(name):
     build = KERNELS[name]
     problem = RUNS[name.partition("(")[0]](*build.args)
     check(problem, build(), "float32" if "float32" in name else "float64", has_nan=name.startswith("measure_pairs"))
+
+
+def test_a_warp_selects_the_nearest_neighbors_of_several_rows(monkeypatch):
+    problem = nearest_searches()
+    expected = problem()
+    monkeypatch.setattr(nearest, "MOST_TASKS", 7)
+    with gpu_layout():
+        assert_same(problem(), expected, 0.0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
