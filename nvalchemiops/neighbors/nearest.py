@@ -29,7 +29,7 @@ at no fraction of the squared cutoff with a denominator below a million."""
 ROWS_PER_THREAD = 512
 """Number of rows for which a task on a CPU reuses its heaps, one for each atom of a group."""
 
-WARPS = 24
+WARPS = 16
 """Number of warps of this kernel that run at once on a multiprocessor of a GPU: as many as its registers allow."""
 
 
@@ -163,20 +163,17 @@ _HIT = """
 
 _HITS = """
                     if (nearest > 0) {
-                        unsigned kept = hits;
-                        if (found + __popc(kept) > room) {
+                        if (found + __popc(hits) > room) {
                             select(found, lane);
                             found = nearest;
-                            hit = hit && precedes(level, key, last_level, last_key.of);
-                            kept = __ballot_sync(0xffffffffu, hit);
                         }
-                        const int slot = found + __popc(kept & ((1u << lane) - 1u));
+                        const int slot = found + __popc(hits & ((1u << lane) - 1u));
                         if (hit) {
                             levels[slot] = level;
                             if (keyed)
                                 for (int a = 0; a < 4; ++a) keys[slot].of[a] = key[a];
                         }
-                        found += __popc(kept);
+                        found += __popc(hits);
                         continue;
                     }"""
 

@@ -31,7 +31,7 @@ def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]
 MOST_THREADS = 2**16
 """Threads of a GPU among which a sum is divided: some 16 warps for each of the largest number of multiprocessors."""
 
-LEAST_TERMS = 32
+LEAST_TERMS = 16
 """Least number of atoms or k-vectors that a thread of a GPU sums up."""
 
 MOST_COLUMNS, COLUMNS_IN_STEPS = 512, 16
