@@ -271,7 +271,7 @@ def dynamics_program() -> None:
         chi_square_noise(*seeds, torch.full((n,), 0.7, dtype=torch.float64), 0)
         for length in (1, 4):
             zeros, ones = torch.zeros(n, length, dtype=torch.float64), torch.ones(n, dtype=torch.float64)
-            move_chains(zeros, zeros, *[ones] * 5, 2)
+            move_chains(zeros, zeros, *[ones] * 3, 1.0 + zeros, ones, 2)
 
 
 def fourier_program() -> None:
