@@ -146,7 +146,7 @@ _MEMORY_GPU = """
 """
 
 _CANDIDATE = """
-                    const auto name = [&](int c, int *key) {
+                    const auto name = [&](long long c, int *key) {
                         key[0] = atoms[4 * c];
                         for (int a = 0; a < 3; ++a) key[1 + a] = (image[a] + own[1 + a]) - atoms[4 * c + 1 + a];
                     };
@@ -186,7 +186,7 @@ _ROW = """if (nearest == 0) finish(r, found, lane, 32);
         }"""
 
 _NEAR = """
-                const auto name = [&](int c, int *key) {
+                const auto name = [&](long long c, int *key) {
                     const four cells = ((const four *)atom)->yzwx, named = block.pair[c] + cells;
                     key[0] = -block.pair[c].w;
                     key[1] = named.x;

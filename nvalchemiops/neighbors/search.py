@@ -94,8 +94,8 @@ def search_text(addition: Addition) -> str:
     const bool fill = {addition.writes};
 
     struct Row {{
-        int k, row, system, room, low[3], high[3];
-        long long start;
+        int row, system, room, low[3], high[3];
+        long long k, start;
         bool known, wanted;
     }};
     const auto bin_of = [](double u) {{
@@ -210,7 +210,7 @@ def search_text(addition: Addition) -> str:
                     return fma(dz, dz, fma(dy, dy, dx * dx));
                 }};
                 for (int base = from; base < to; base += 32) {{
-                    const int k = base + lane;
+                    const long long k = base + lane;
                     bool hit = false;{addition.candidate}
                     if (k < to && (sign || k != r.k) && (!half || atoms[4 * k] >= lowest)) {{
                         hit = squared(k) < cutoff_squared;{addition.hit}
@@ -382,7 +382,7 @@ def search_text(addition: Addition) -> str:
                 if (fill)
                     for (int c = 0; c < n; ++c) block.pair[at + c] = shift - ((const four *)atoms)[from + c].yzwx;
                 if (half)
-                    for (int c = 0; c < n; ++c) block.key[at + c] = 2u * atoms[4 * (from + c)] + (sign > 0);
+                    for (int c = 0; c < n; ++c) block.key[at + c] = 2u * atoms[4LL * (from + c)] + (sign > 0);
                 if (sign) block.shifted = true;
                 else
                     for (int g = 0; g < members; ++g)

@@ -147,6 +147,22 @@ def test_lengths_stay_and_velocities_are_orthogonal_to_bonds(name, frozen):
     assert not state.velocities[list(frozen)].any()
 
 
+def test_infinite_forces_on_frozen_atoms_do_not_matter():
+    """Those of atoms at the same place are. What constraints add to the stress does not see them."""
+
+    def model(system):
+        found = wells()(system)
+        found.forces[3] = torch.inf
+        return found
+
+    integrator, expected = started(every(0.1)["nve"], frozen=(1, 3, 6, 7), seed=1)
+    _, state = started(every(0.1)["nve"], frozen=(1, 3, 6, 7), model=model, seed=1)
+    for _ in range(3):
+        state, expected = integrator.step(state, model), integrator.step(expected, wells())
+    assert torch.equal(state.system.positions, expected.system.positions)
+    assert torch.equal(state.extra["constraint stress"], expected.extra["constraint stress"])
+
+
 @pytest.mark.everyday_cases("nve", "npt full")
 @pytest.mark.parametrize("name", deterministic(0.1))
 def test_conserved_quantities_are_of_second_order(name):

@@ -75,8 +75,8 @@ MOVED: dict[str, dict[str, str]] = {
     "normal_numbers": {"systems": "r", "places": "r", "values": "r"},
     "nose_hoover_chains": dict.fromkeys(
         (
-            *("positions", "velocities", "ratios", "targets", "degrees", "rates", "times", "moved", "pushed"),
-            "log_scales",
+            *("positions", "velocities", "energies", "targets", "temperatures", "masses", "times"),
+            *("moved", "pushed", "log_scales"),
         ),
         "r",
     ),
@@ -89,14 +89,7 @@ MOVED: dict[str, dict[str, str]] = {
         "point_begin": "v",
         "field": "c",
     },
-    "fourier_gather": {
-        "moments": "r",
-        "coordinates": "r",
-        "order": "v",
-        "points": "r",
-        "point_begin": "v",
-        "field": "c",
-    },
+    "fourier_gather": {"moments": "r", "coordinates": "r", "order": "v"},
 }
 """What is moved in the launches of a kernel, by the beginning of its name and the names of its parameters."""
 

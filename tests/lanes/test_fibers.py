@@ -141,7 +141,7 @@ def test_a_read_beyond_an_array_gives_nan():
 
 def test_arrays_that_share_memory_still_do():
     memory = torch.arange(12, dtype=torch.float64)
-    with gpu_layout():
+    with gpu_layout(block=WARP):  # one warp after the other
         launch(
             sum_of_rows, 2, [memory[:6].view(2, 3), RIGHT], [memory[4:6], torch.zeros(2, dtype=torch.int32)], lanes=WARP
         )

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from nvalchemiops.torch.dynamics.constraints import Constraints
-from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Tangent, forces_on_mobile, kept
+from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Tangent, kept
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
 
 
@@ -188,7 +188,7 @@ class StretchedKick(Cell):
             one = torch.eye(3, dtype=rate.dtype, device=rate.device)
             rate, h, dilution = rate, h.unsqueeze(-1), dilution.unsqueeze(-1) * one
         decay, mean = self._exponentials(-h * (rate + dilution))
-        pushed = forces_on_mobile(state) * state.extra["inverse_masses"]
+        pushed = state.forces_on_mobile * state.extra["inverse_masses"]
         velocities = self._times(state, state.velocities, decay) + self._times(state, pushed, h * mean)
         return state._replace(velocities=velocities)
 

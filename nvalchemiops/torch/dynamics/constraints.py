@@ -395,7 +395,7 @@ class Constraints:
         """What the constraint forces at these positions and velocities add to the stress: (n_systems, 3, 3)."""
         extra, directions = state.extra, self.bonds(state.system.positions)
         relative = self.bonds(state.velocities)
-        pulled = self.bonds(state.evaluation.forces * extra["inverse_masses"])
+        pulled = self.bonds(state.forces_on_mobile * extra["inverse_masses"])
         # lengths do not change to second order: s'' s + s' s' = 0
         right = -_dot(directions, pulled) - _dot(relative, relative)
         flat = [column.reshape(-1) for column in self._multipliers(directions, right, extra)]

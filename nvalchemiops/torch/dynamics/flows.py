@@ -71,11 +71,6 @@ def kept(state: State, name: str, value: torch.Tensor) -> dict[str, torch.Tensor
     return {name: value if found is None or found.shape != value.shape else found}
 
 
-def forces_on_mobile(state: State) -> torch.Tensor:
-    """Forces (n_atoms, 3), zero for frozen atoms: theirs may be infinite, as those of two that overlap."""
-    return torch.where(state.extra["inverse_masses"] > 0.0, state.evaluation.forces, 0.0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Kick(Flow):
     """Forces: ``dv/dt = F / m``."""
@@ -83,7 +78,7 @@ class Kick(Flow):
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Change the velocities."""
         weights = state.of_atoms(h) * state.extra["inverse_masses"]
-        return state._replace(velocities=state.velocities + weights * forces_on_mobile(state))
+        return state._replace(velocities=state.velocities + weights * state.forces_on_mobile)
 
     def energy(self, state: State) -> torch.Tensor:
         """The potential energy."""

@@ -77,6 +77,11 @@ class State(NamedTuple):
         return self.division.sums(per_atom.to(torch.float64))
 
     @property
+    def forces_on_mobile(self) -> torch.Tensor:
+        """Forces (n_atoms, 3), zero for frozen atoms: theirs may be infinite, as those of two that overlap."""
+        return torch.where(self.extra["inverse_masses"] > 0.0, self.evaluation.forces, 0.0)
+
+    @property
     def division(self) -> Division:
         """Which atoms belong to which system, and which of them are on this rank."""
         domain = self.system.domain
