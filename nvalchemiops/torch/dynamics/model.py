@@ -90,8 +90,8 @@ class SumOfTerms:
         Parameters and options of an interaction are bound by ``functools.partial``. Everything else is called as a
         `Model`, and finds its own neighbors.
     skin : float, length, optional
-        Neighbor lists reach to the largest cutoff plus the skin. Results do not depend on the skin, but for lattice sums
-        within their accuracy: these also take pairs of the list that are beyond their cutoff.
+        Neighbor lists reach to the largest cutoff plus the skin. Results do not depend on the skin, but those of
+        lattice sums do within their accuracy: they also take pairs of the list that are beyond their cutoff.
     stress : bool, optional
         Whether to compute the stress of systems with cells, for some 10 % more time.
     hartree, bohr : float, energy and length, optional
