@@ -26,6 +26,7 @@ import argparse
 import collections
 import csv
 import datetime
+import functools
 import importlib.util
 import json
 import os
@@ -237,9 +238,9 @@ def checks(session: Session) -> None:
 
     count = max(1, min(6, (os.cpu_count() or 1) // 2))
     names = ["ours", *(f"ours {k}" for k in range(1, count))]
-    tasks: list[Callable[[], None]] = [lambda name=name: check(name) for name in names]  # type: ignore[misc]
+    tasks: list[Callable[[], None]] = [functools.partial(check, name) for name in names]
     if not session.options.stand_in:
-        tasks += [lambda side=side: warm(side) for side in sides(session)]  # type: ignore[misc]
+        tasks += [functools.partial(warm, side) for side in sides(session)]
     in_parallel(tasks)
     session.end(*names[1:], *(f"{side} to be" for side in sides(session)))
 
@@ -258,7 +259,7 @@ def beside(session: Session) -> None:
             row = session.row("beside", " ".join(case), side=side, case=case)
             key = (side, subject, precision)
             question = ["time", side, case, str(session.folder), chosen.get(key)]
-            end = session.ask(side, question, lambda values, row=row: session.update(row, values))  # type: ignore[misc]
+            end = session.ask(side, question, functools.partial(session.update, row))
             session.update(row, end)
             if "parameters" in row:
                 chosen.setdefault(key, row["parameters"])

@@ -89,7 +89,10 @@ def write(costs: dict[str, Costs]) -> Path:
 
 
 BUILT_IN = {"cpu": Costs(7.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41)}
-"""Default costs by type of device, measured by `nvalchemiops tune` on two cores of a CPU, and on an H100."""
+"""Default costs by type of device, measured by `nvalchemiops tune` on two cores of a CPU, and on an H100.
+
+But the cost of a pair on a CPU is that with which sums with kept lists are fastest, for 1,000 to 32,768 ions: `tune`
+includes the whole search."""
 
 COSTS = BUILT_IN | read()
 """The costs that this process uses."""

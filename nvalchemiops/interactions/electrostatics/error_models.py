@@ -482,8 +482,8 @@ def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Cos
 SEARCH = 2.3
 """Cost of a pair that is searched for and summed once, in units of `Costs.pair`.
 
-Measured as 2.5, including the estimate of forces. For 64 molecules in boxes, values from 2 to 4 give the same time
-within a tenth, and 1 an eighth more.
+Measured as 2.2 where a pair cost 8 ns, so 2.5 of today's, including the estimate of forces. For 64 molecules in boxes,
+values from 2 to 4 give the same time within a tenth, and 1 an eighth more.
 """
 
 

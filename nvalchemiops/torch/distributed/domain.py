@@ -10,6 +10,7 @@ Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/j
 
 import contextlib
 import copy
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -180,9 +181,8 @@ class Domain:
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
             work = None
             if weights is not None:  # integers, whose sums do not depend on their order
-                work = (
-                    (weights.detach().to(self.device).double() * (ONE / agreement.largest[0])).round_().clamp_(min=1.0)
-                )
+                work = weights.detach().to(self.device).double() * (ONE / agreement.largest[0])
+                work.round_().clamp_(min=1.0)
             self._divide(positions.detach(), here, work, shape_of(self.n_ranks, grid), cuts)
 
     # -- making it --------------------------------------------------------------------------------
@@ -217,12 +217,7 @@ class Domain:
             if float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean()):
                 return known
 
-        def added(values: torch.Tensor) -> torch.Tensor:
-            return add(values, self.group)
-
-        def largest(values: torch.Tensor) -> torch.Tensor:
-            return maximum(values, self.group)
-
+        added, largest = (functools.partial(combine, group=self.group) for combine in (add, maximum))
         return make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
 
     def _divide(
