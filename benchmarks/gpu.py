@@ -11,7 +11,8 @@ Five items, the most telling first:
 - *profile*: the five longest kernels of *beside*, in Nsight Compute where it works.
 
 Each question is asked in another process with a time limit. One that fails, hangs or dies is a row that says so, and
-the rest goes on with a new process. Times are by CUDA events, medians after warm-up, with inputs that take turns.
+the rest goes on with a new process; what they print is kept beside the JSON file, with the end ``.log``. Times are by
+CUDA events, medians after warm-up, with inputs that take turns.
 
 - ``--peer FOLDER``: has 0.5.0 (``pip install --no-deps --target FOLDER nvalchemi-toolkit-ops==0.5.0``);
 - ``--stand-in``: a rehearsal on a CPU, with small systems; without ``--peer`` this library is its own peer;
@@ -24,6 +25,7 @@ Run: ``python benchmarks/gpu.py [--peer FOLDER] [--minutes 8] [--json FILE] [--r
 
 import argparse
 import collections
+import contextlib
 import csv
 import datetime
 import functools
@@ -50,7 +52,14 @@ ROOT = HERE.parent
 UNTIL = {"limits": 0.1, "checks": 0.4, "beside": 0.75, "tests": 0.95, "profile": 1.0}
 """Which part of all the time has passed when an item must end; what one leaves the next may use."""
 
-PATIENCE = {"limits": 60.0, "check": 120.0, "warm": 120.0, "time": 90.0, "profile": 40.0}  # seconds for a question
+PATIENCE = {
+    "limits": 60.0,
+    "check": 120.0,
+    "warm": 120.0,
+    "time": 90.0,
+    "profile": 40.0,
+    "interrupted": 10.0,
+}  # seconds for a question
 LARGEST = 5  # kernels to look at
 METRICS = (
     *("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy", "Theoretical Occupancy"),
@@ -144,6 +153,12 @@ class Session:
             part = self.path.with_name(self.path.name + ".part")
             part.write_text(json.dumps(kept, indent=1) + "\n")
             os.replace(part, self.path)
+
+    def save_logs(self) -> None:
+        """What the processes and pytest have printed, in one file beside the rows."""
+        with self.path.with_suffix(".log").open("w") as file:
+            for log in sorted(self.folder.glob("*.log")):
+                file.write(f"== {log.name}\n{log.read_text(errors='replace')}\n")
 
     def row(self, item: str, name: str, **values: Any) -> Row:
         with self.lock:
@@ -289,6 +304,10 @@ def tests(session: Session) -> None:
         return
     where = ["tests/routes/test_custom_ops_on_gpu.py"] if session.options.stand_in else []
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--color=no", *where]
+    # deprecations of another release of Python, NumPy or torch are none of a GPU
+    command += [
+        part for kind in ("Deprecation", "PendingDeprecation", "Future") for part in ("-W", f"default::{kind}Warning")
+    ]
     if importlib.util.find_spec("xdist") and not session.options.stand_in:
         command += ["-n", str(max(1, min(6, (os.cpu_count() or 1) // 2))), "--dist", "worksteal"]
     row = session.row("tests", "pytest -m gpu", ok=False)
@@ -310,6 +329,9 @@ def output_within(command: Sequence[str], seconds: float, log: Path) -> tuple[in
             code = process.wait(max(1.0, seconds))
         except subprocess.TimeoutExpired:
             code = f"stopped after {seconds:.0f} s"
+            os.killpg(process.pid, signal.SIGINT)  # pytest says then what has failed so far
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE["interrupted"])
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -441,6 +463,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             session.end()
             session.save()
+            session.save_logs()
         print("\n".join(table(session)), flush=True)
     return 0 if session.state == "complete" else 130
 

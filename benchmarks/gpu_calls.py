@@ -28,7 +28,7 @@ SIZES = {  # of the full run, and of a rehearsal
     "list": (["1000", "10000", "100000", "1000000", "molecules"], ["200", "molecules"]),
     "dsf": (["100000"], ["216"]),
     "ewald": (["4096", "batch"], ["64"]),
-    "pme": (["4096", "32768", "262144", "batch"], ["64"]),
+    "pme": (["4096", "32768", "262144", "1000000", "batch"], ["64"]),
     "d3": (["4096"], ["64"]),
     "multipoles": (["4096"], ["64"]),
 }
@@ -37,6 +37,7 @@ SEARCH = {"cutoffs": (6.0, 8.0, 10.0, 12.0), "ours": (4, 5, 6, 8), "peer": (4, 5
 TINY_SEARCH = {"cutoffs": (6.0,), "ours": (5,), "peer": (5,)}
 ALPHA_H = {4: 0.06, 5: 0.15, 6: 0.23, 8: 0.35}  # about what splines of an order need for an error of 1e-5
 FFT_SIZES = sorted(2**a * 3**b * 5**c for a in range(10) for b in range(4) for c in range(3) if c * b < 3)
+LARGEST = "1000000"  # in single precision alone
 BASES = ("4096", "64")  # for which parameters are searched
 FLOPS_OF_A_PAIR = 30
 SIGMA, MULTIPOLE_ACCURACY = 0.5, 1e-6
@@ -64,15 +65,17 @@ def cases(tiny: bool) -> list[list[str]]:
                 found += [[subject, size, p, "forces"] for p in PRECISIONS]
             case "ewald" | "pme":
                 few = size not in BASES
-                whats: tuple[str, ...] = ("forces",) if few else ("forces", "backward", "matching")
-                found += [[subject, size, p, what] for p in PRECISIONS for what in whats]
+                whats: tuple[str, ...] = ("forces",) if few else ("forces", "backward", "matching", "list and forces")
+                whats = ("forces", "list and forces") if size == LARGEST else whats
+                precisions = PRECISIONS[:1] if size == LARGEST else PRECISIONS
+                found += [[subject, size, p, what] for p in precisions for what in whats]
             case "d3":
                 found += [[subject, size, "float32", "forces"]]
             case _:
                 # quadrupoles of 0.5.0 are compiled for a minute
                 whats = ("dipoles",) if tiny else ("dipoles", "quadrupoles")
                 found += [[subject, size, "float64", what] for what in whats]
-    return sorted(found, key=lambda c: c[0] == "multipoles")
+    return sorted(found, key=lambda c: (c[0] == "multipoles", c[3] in ("backward", "matching")))
 
 
 def in_turns(x: torch.Tensor) -> list[torch.Tensor]:
@@ -137,7 +140,8 @@ def lists(gpu: Gpu, tiny: bool, side: str, size: str, dtype: torch.dtype, what: 
     # i, j and S in a list; in a matrix no i, but the padding
     written = sum(t.numel() * t.element_size() for t in found)
     bytes_moved = float(written + x.numel() * x.element_size())
-    return Work(call, bytes_moved, note=f"{pairs} pairs", captured=what == "in place")
+    # 0.5.0 waits for the device in place, too
+    return Work(call, bytes_moved, note=f"{pairs} pairs", captured=what == "in place" and side == "ours")
 
 
 def dsf(gpu: Gpu, tiny: bool, side: str, size: str, dtype: torch.dtype, what: str) -> Work:
@@ -252,8 +256,14 @@ def charges_work(gpu: Gpu, method: str, size: str, dtype: torch.dtype, what: str
         (gradient,) = torch.autograd.grad(function(leaf, charge, cell, **options).sum(), leaf, create_graph=True)
         return torch.autograd.grad(gradient.square().sum(), charge)
 
+    def list_and_forces(n: int) -> Any:
+        options.update(csr(inputs[n % N_INPUTS], p["cutoff"], cell, idx, "neighbor_shifts"))
+        return forces(n)
+
     if what == "forces":
         return Work(forces, moved, flops, lambda r: r[1])
+    if what == "list and forces":
+        return Work(list_and_forces, moved + bytes_of(near), flops, captured=False)
     return Work({"backward": backward, "matching": matching}[what])
 
 

@@ -25,7 +25,8 @@ from nvalchemiops.torch.operators.lattice import (
     nan_if_singular,
 )
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
+from nvalchemiops.torch.operators.segments import largest_system
+from nvalchemiops.torch.runtime.context import may_read
 
 Mesh = tuple[int, int, int]
 
@@ -120,9 +121,7 @@ def _number_of_systems(cell: torch.Tensor, batch_idx: Any, n_atoms: int) -> int:
         return cell.shape[0]
     if batch_idx is None or n_atoms == 0:
         return 1
-    if not may_read(batch_idx, wait=True):
-        raise ValuesNeededError("`num_systems` is needed if `batch_idx` cannot be read, as inside torch.compile")
-    return int(batch_idx.max()) + 1
+    return largest_system(batch_idx) + 1
 
 
 def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[int | None, ...]) -> None:

@@ -10,6 +10,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 FEW = 64 * BLOCK
 """Total number of atoms up to which the systems are not divided among threads."""
@@ -66,6 +67,25 @@ def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
     low, high = (int(end) for end in torch.aminmax(batch_idx))
     if not 0 <= low <= high < n_systems:
         raise ValuesError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
+
+
+def largest_system(batch_idx: torch.Tensor) -> int:
+    """The largest entry, read on the host, for which a GPU is waited: once for a tensor, so a captured graph can follow.
+
+    Raises
+    ------
+    ValuesNeededError
+        A graph is being captured, and no call with this tensor came before.
+    """
+
+    def read() -> tuple[torch.Tensor]:
+        if not may_read(batch_idx, wait=True):
+            raise ValuesNeededError("`num_systems` is needed if `batch_idx` cannot be read, as inside torch.compile")
+        return (batch_idx.max().cpu(),)
+
+    if may_read(batch_idx):
+        return int(batch_idx.max())
+    return int(cached_by_identity("largest system", batch_idx, (), read, on_host=True)[0])
 
 
 def sorted_by_system(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -90,15 +90,18 @@ def _found_or_kept(
     return result
 
 
-def cached_by_identity(name: str, tensor: torch.Tensor, others: Hashable, compute: Callable[[], Result]) -> Result:
+def cached_by_identity(
+    name: str, tensor: torch.Tensor, others: Hashable, compute: Callable[[], Result], on_host: bool = False
+) -> Result:
     """The result of ``compute()``, tensors that depend on ``tensor`` and ``others`` alone, cached by identity.
 
     No values are read: the tensor must be the same object at the same version, on the same stream. A change that torch
-    does not count, such as a write by a kernel of another library, is not noticed.
+    does not count, such as a write by a kernel of another library, is not noticed. Results ``on_host``, tensors of a
+    CPU for which ``compute()`` has waited, are the same on all streams and while a graph is captured.
     """
-    if not may_recognize(tensor):
+    if not may_recognize(tensor, on_host):
         return compute()
-    key = (name, id(tensor), others, stream_of(tensor.device))
+    key = (name, id(tensor), others, 0 if on_host else stream_of(tensor.device))
     state = (version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride())
     found = _recognized.get(key)
     if found is not None and found[0]() is tensor and found[1] == state:

@@ -93,15 +93,16 @@ def may_keep(*tensors: torch.Tensor) -> bool:
 
 
 @internals.only_inlined
-def may_recognize(tensor: torch.Tensor) -> bool:
+def may_recognize(tensor: torch.Tensor, on_host: bool = False) -> bool:
     """Whether results that depend on this tensor may be cached for later calls with the same tensor, on any device.
 
     They may in plain eager mode, if torch counts changes of the tensor and no gradient flows through it; but not while
-    a graph is captured, since the graph would hold addresses of results that the cache may drop.
+    a graph is captured, since the graph would hold addresses of results that the cache may drop: unless these are
+    numbers ``on_host``.
     """
     if not is_eager(tensor) or tensor.requires_grad or tensor.is_inference():
         return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return on_host or not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 # -- values ---------------------------------------------------------------------------------------

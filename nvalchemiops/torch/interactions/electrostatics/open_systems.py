@@ -41,7 +41,7 @@ def periodicity(pbc: Any, wait: bool = True) -> torch.Tensor | None:
     if pbc is None or not is_eager():
         return None
     pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc)
-    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3 or not may_read(pbc, wait=True):
+    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3:
         return None
 
     def read() -> tuple[torch.Tensor]:
@@ -50,7 +50,7 @@ def periodicity(pbc: Any, wait: bool = True) -> torch.Tensor | None:
         return (torch.from_numpy(on_host(pbc)).reshape(-1, 3),)
 
     try:
-        return read()[0] if may_read(pbc) else cached_by_identity("periodicity", pbc, (), read)[0]
+        return read()[0] if may_read(pbc) else cached_by_identity("periodicity", pbc, (), read, on_host=True)[0]
     except ValuesNeededError:
         return None
 

@@ -20,7 +20,7 @@ from nvalchemiops.torch.neighbors.rows import (
     rows_of,
 )
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
-from nvalchemiops.torch.operators.segments import check_system_numbers
+from nvalchemiops.torch.operators.segments import check_system_numbers, largest_system
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
 from nvalchemiops.torch.systems import System
 
@@ -161,7 +161,7 @@ def _batch(
         elif not may_read():
             raise ValuesNeededError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
         else:
-            num_systems = int(batch_idx.max()) + 1 if n_atoms else 1
+            num_systems = largest_system(atoms.batch_idx) + 1 if n_atoms else 1
     if cell is not None and cell.shape[0] != num_systems:
         if cell.shape[0] != 1:
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")

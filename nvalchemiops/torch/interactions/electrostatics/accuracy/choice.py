@@ -138,7 +138,8 @@ def choose_splitting(
         return _choose(system, long_range, cutoff, rows, accuracy)
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
-    if limit is not None and not compiling and bool((chosen > limit).any()):
+    # a GPU is not asked: the answer would only be a warning
+    if limit is not None and may_read(chosen, limit) and bool((chosen > limit).any()):
         reach: Any = cutoff
         if reach is None and rows is not None:
             reach = _reach(rows, system, np.full(system.n_systems, np.inf))
