@@ -5,9 +5,9 @@ One kernel counts and fills, so that both round alike. The displacement between 
 bit.
 
 The body is C++, since Warp's language has neither vectors of candidates nor votes among the lanes of a warp. On a GPU
-the lanes of a warp share a row, and each tests one candidate at a time. On a CPU the atoms of a bin, which are adjacent
-in the order of the search, share their candidates: these are copied once from all bins within reach to a block of
-memory, and each atom of the bin tests the block in vectors.
+the lanes of a warp share a row: each looks up a line of bins, and then each tests one candidate at a time. On a CPU the
+atoms of a bin, which are adjacent in the order of the search, share their candidates: these are copied once from all
+bins within reach to a block of memory, and each atom of the bin tests the block in vectors.
 """
 
 from typing import Any, NamedTuple
@@ -157,37 +157,42 @@ def search_text(addition: Addition) -> str:
         if (count.shape[0] > 0 && lane == 0) count.data[r.row] = r.known ? found : {NOT_FINITE};
     }};
 
-    // Bins within reach, in lines along x, image by image: atoms of one line and image stand in a row in memory, or in
-    // two where the ring ends between them. Calls visit(begin, end, image, displacement of the image) for each.
+    // Bins within reach lie in lines along x, image by image: atoms of one line and image stand in a row in memory, or
+    // in two where the ring ends between them.
     const auto image_of = [](int number, int bins) {{
         // most bins lie in the cell itself, and a division takes longer than all the rest
         if (bins == 0 || (number >= 0 && number < bins)) return 0;
         return number >= 0 ? number / bins : -((bins - 1 - number) / bins);
     }};
-    const auto for_each_run = [&](const auto &grid, const int *low, const int *high, const auto &visit) {{
+    struct Line {{
+        int image[3], from, to, from_after, to_after;
+    }};
+    const auto line_at = [&](const auto &grid, int low, int high, int image_x, int bin_y, int bin_z) {{
         const int *slots = begin.data + grid.ring[0];
         const int last_slot = grid.ring[1] - 1, bins = grid.bins[0];
-        for (int bin_z = low[2]; bin_z <= high[2]; ++bin_z)
-        for (int bin_y = low[1]; bin_y <= high[1]; ++bin_y)
-        for (int image_x = image_of(low[0], bins); image_x <= image_of(high[0], bins); ++image_x) {{
-            const int image[3] = {{image_x, image_of(bin_y, grid.bins[1]), image_of(bin_z, grid.bins[2])}};
-            double moved[3] = {{}};
-            for (int a = 0; a < 3 && (image[0] || image[1] || image[2]); ++a)  // most are in the cell itself
-                moved[a] = (image[0] * grid.lattice.data[0][a] + image[1] * grid.lattice.data[1][a])
-                    + image[2] * grid.lattice.data[2][a];
-            int from = low[0] - image_x * bins, to = high[0] - image_x * bins;
-            if (bins > 0) {{
-                from = from > 0 ? from : 0;
-                to = to < bins - 1 ? to : bins - 1;
-            }}
-            // as slot_on_ring
-            const unsigned line = static_cast<unsigned>(grid.ring[2]) * (bin_y - image[1] * grid.bins[1])
-                + static_cast<unsigned>(grid.ring[3]) * (bin_z - image[2] * grid.bins[2]);
-            const int first_slot = static_cast<int>(line + from) & last_slot;
-            const int end_slot = first_slot + (to - from) + 1;
-            visit(slots[first_slot], slots[end_slot <= last_slot ? end_slot : last_slot + 1], image, moved);
-            if (end_slot > last_slot + 1) visit(slots[0], slots[end_slot - last_slot - 1], image, moved);
+        Line line = {{{{image_x, image_of(bin_y, grid.bins[1]), image_of(bin_z, grid.bins[2])}}, 0, 0, 0, 0}};
+        int from = low - image_x * bins, to = high - image_x * bins;
+        if (bins > 0) {{
+            from = from > 0 ? from : 0;
+            to = to < bins - 1 ? to : bins - 1;
         }}
+        // as slot_on_ring
+        const unsigned offset = static_cast<unsigned>(grid.ring[2]) * (bin_y - line.image[1] * grid.bins[1])
+            + static_cast<unsigned>(grid.ring[3]) * (bin_z - line.image[2] * grid.bins[2]);
+        const int first_slot = static_cast<int>(offset + from) & last_slot;
+        const int end_slot = first_slot + (to - from) + 1;
+        line.from = slots[first_slot];
+        line.to = slots[end_slot <= last_slot ? end_slot : last_slot + 1];
+        if (end_slot > last_slot + 1) {{
+            line.from_after = slots[0];
+            line.to_after = slots[end_slot - last_slot - 1];
+        }}
+        return line;
+    }};
+    const auto move = [](const auto &grid, const int *image, double *moved) {{
+        for (int a = 0; a < 3 && (image[0] || image[1] || image[2]); ++a)  // most are in the cell itself
+            moved[a] = (image[0] * grid.lattice.data[0][a] + image[1] * grid.lattice.data[1][a])
+                + image[2] * grid.lattice.data[2][a];
     }};
 {addition.declarations}
 #if defined(__CUDA_ARCH__)
@@ -199,20 +204,63 @@ def search_text(addition: Addition) -> str:
         if (r.known) {{
             const int *own = atoms + 4 * r.k;
             const double x_i = x[r.k], y_i = y[r.k], z_i = z[r.k];
-            for_each_run(grids.data[r.system], r.low, r.high,
-                [&](int from, int to, const int *image, const double *moved) {{
-                const int sign = image[0] ? image[0] : image[1] ? image[1] : image[2];
-                const int lowest = half ? own[0] + (sign <= 0) : 0;
-                const auto squared = [&](int c) {{
-                    const double dx = (x[c] - x_i) + moved[0];
-                    const double dy = (y[c] - y_i) + moved[1];
-                    const double dz = (z[c] - z_i) + moved[2];
-                    return fma(dz, dz, fma(dy, dy, dx * dx));
-                }};
-                for (int base = from; base < to; base += 32) {{
-                    const long long k = base + lane;
+            const auto &grid = grids.data[r.system];
+            const int first_image = image_of(r.low[0], grid.bins[0]);
+            const long long n_images = image_of(r.high[0], grid.bins[0]) - first_image + 1LL;
+            const long long in_layer = n_images * (r.high[1] - r.low[1] + 1LL);
+            const long long n_lines = in_layer * (r.high[2] - r.low[2] + 1LL);
+            // Each lane looks up one of 32 lines; then the lanes share the atoms of all of them, since one line has less
+            // than half as many as there are lanes.
+            for (long long line_base = 0; line_base < n_lines; line_base += 32) {{
+                Line line = {{}};
+                if (line_base + lane < n_lines) {{
+                    // quotients as of integers: there are fewer than 2^50 lines, and each is half a line off
+                    const double number = line_base + lane + 0.5;
+                    const double layer = ::floor(number / in_layer);
+                    const double in_this = ::floor(number - layer * in_layer);
+                    const double column = ::floor((in_this + 0.5) / n_images);
+                    line = line_at(
+                        grid, r.low[0], r.high[0], first_image + static_cast<int>(in_this - column * n_images),
+                        r.low[1] + static_cast<int>(column), r.low[2] + static_cast<int>(layer));
+                }}
+                const int n_first = line.to - line.from;
+                int end = n_first + (line.to_after - line.from_after);
+                const int n_here = end;
+                for (int step = 1; step < 32; step *= 2) {{
+                    const int before = __shfl_up_sync(0xffffffffu, end, step);
+                    if (lane >= step) end += before;
+                }}
+                const int n_candidates = __shfl_sync(0xffffffffu, end, 31), begin_here = end - n_here;
+                const int in_first = line.from - begin_here, end_of_first = begin_here + n_first;
+                const int in_second = line.from_after - end_of_first;
+                const bool moves = __any_sync(0xffffffffu, line.image[0] || line.image[1] || line.image[2]);
+                for (int base = 0; base < n_candidates; base += 32) {{
+                    const int candidate = base + lane;
+                    int source = 0;  // the lane whose line has this candidate
+                    for (int step = 16; step > 0; step /= 2) {{
+                        const int until = __shfl_sync(0xffffffffu, end, source + step - 1);
+                        if (until <= candidate) source += step;
+                    }}
+                    const int at_first = __shfl_sync(0xffffffffu, in_first, source);
+                    const int at_second = __shfl_sync(0xffffffffu, in_second, source);
+                    const int turn = __shfl_sync(0xffffffffu, end_of_first, source);
+                    const long long k = candidate + (candidate < turn ? at_first : at_second);
+                    int image[3] = {{}};
+                    double moved[3] = {{}};
+                    if (moves) {{
+                        for (int a = 0; a < 3; ++a) image[a] = __shfl_sync(0xffffffffu, line.image[a], source);
+                        move(grid, image, moved);
+                    }}
+                    const int sign = image[0] ? image[0] : image[1] ? image[1] : image[2];
+                    const int lowest = half ? own[0] + (sign <= 0) : 0;
+                    const auto squared = [&](long long c) {{
+                        const double dx = (x[c] - x_i) + moved[0];
+                        const double dy = (y[c] - y_i) + moved[1];
+                        const double dz = (z[c] - z_i) + moved[2];
+                        return fma(dz, dz, fma(dy, dy, dx * dx));
+                    }};
                     bool hit = false;{addition.candidate}
-                    if (k < to && (sign || k != r.k) && (!half || atoms[4 * k] >= lowest)) {{
+                    if (candidate < n_candidates && (sign || k != r.k) && (!half || atoms[4 * k] >= lowest)) {{
                         hit = squared(k) < cutoff_squared;{addition.hit}
                     }}
                     const unsigned hits = __ballot_sync(0xffffffffu, hit);{addition.hits}
@@ -227,7 +275,7 @@ def search_text(addition: Addition) -> str:
                     }}
                     found += __popc(hits);
                 }}
-            }});
+            }}
         }}
         {addition.row}
     }}
@@ -365,8 +413,8 @@ def search_text(addition: Addition) -> str:
         }};
         block.n = 0;
         block.shifted = false;
-        for_each_run(grids.data[group[0].system], low, high,
-            [&](int from, int to, const int *image, const double *moved) {{
+        const auto &grid = grids.data[group[0].system];
+        const auto copy = [&](int from, int to, const int *image, const double *moved) {{
             const int sign = image[0] ? image[0] : image[1] ? image[1] : image[2];
             const four shift = {{image[0], image[1], image[2], 0}};
             while (from < to) {{
@@ -391,7 +439,16 @@ def search_text(addition: Addition) -> str:
                 from += n;
                 if (block.n == {BLOCK}) test_block();
             }}
-        }});
+        }};
+        for (int bin_z = low[2]; bin_z <= high[2]; ++bin_z)
+        for (int bin_y = low[1]; bin_y <= high[1]; ++bin_y)
+        for (int image_x = image_of(low[0], grid.bins[0]); image_x <= image_of(high[0], grid.bins[0]); ++image_x) {{
+            const Line line = line_at(grid, low[0], high[0], image_x, bin_y, bin_z);
+            double moved[3] = {{}};
+            move(grid, line.image, moved);
+            copy(line.from, line.to, line.image, moved);
+            copy(line.from_after, line.to_after, line.image, moved);
+        }}
         if (block.n > 0) test_block();
         for (int g = 0; g < members; ++g) {addition.end}
     }}
