@@ -15,11 +15,13 @@ constant.
 neighboring bins of mesh cells, by which atoms are sorted. Only one thread adds to a point, so results are reproducible.
 On a CPU, bins are columns along z, and a thread owns rows along z of a plane; weights are computed for `LANES` atoms at
 a time, and the points of a stencil along z form a vector. On a GPU, bins are tiles (`TILE`), and a warp owns the points
-of a tile, each lane one. It visits the atoms of its own tile and of the tiles before it: a stencil of order 5 meets
-twelve tiles, in each of which it has a third of the points. Weights are stored by their distance from the first point
+of a tile, each lane two. It visits the atoms of its own tile and of the tiles before it: a stencil of order 5 meets
+eight tiles, in each of which it has a quarter of the points. Weights are stored by their distance from the first point
 of the atom's tile, which is the same for all atoms of a tile.
 
-**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, a warp owns an atom, and its lanes share the stencil.
+**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, four or eight lanes of a warp share an atom, and each has
+the points of the stencil with one z: weights are computed once for several atoms, in single precision for meshes of
+single precision.
 """
 
 import math
@@ -36,8 +38,11 @@ from nvalchemiops.launch import kernel_variants
 WIDTH = 8
 """Number of stored weights along an axis on a CPU: those beyond the order are zero."""
 
-TILE = (2, 4, 4)
-"""Points of a tile along each axis, one for each lane of a warp of a GPU."""
+TILE = (4, 4, 4)
+"""Points of a tile along each axis. A lane of a warp of a GPU has `POINTS` of them, next to each other along x."""
+
+POINTS = math.prod(TILE) // WARP
+"""More of them share the look-ups of atoms and the products of weights along y and z, but leave fewer warps."""
 
 ROWS = 32
 """Largest number of rows along z that a thread of a CPU owns."""
@@ -61,12 +66,12 @@ _WEIGHTS = """
     // w[d][j]: derivative d of the weight of point j of the stencil
     const auto weigh = [](number t, number w[@powers@][@order@]) {
         number m[@order@] = {};  // M_n(t + i)
-        m[0] = t - t + 1.0;
+        m[0] = t - t + scalar(1);
         for (int n = 1; n <= @order@; ++n) {
             if (n > 1) {
                 for (int i = n - 1; i > 0; --i)
-                    m[i] = ((t + double(i)) * m[i] + (double(n - i) - t) * m[i - 1]) * (1.0 / (n - 1));
-                m[0] = t * m[0] * (1.0 / (n - 1));
+                    m[i] = ((t + scalar(i)) * m[i] + (scalar(n - i) - t) * m[i - 1]) * scalar(1.0 / (n - 1));
+                m[0] = t * m[0] * scalar(1.0 / (n - 1));
             }
             const int d = @order@ - n;
             if (d < @powers@) {
@@ -104,8 +109,8 @@ _STENCILS_OF_MANY = """
     };
 """
 
-_NUMBER_CPU = f"typedef double number __attribute__((ext_vector_type({LANES})));"
-_NUMBER_GPU = "typedef double number;"
+_NUMBER_CPU = f"typedef double scalar, number __attribute__((ext_vector_type({LANES})));"
+_NUMBER_GPU = "typedef double scalar, number;"
 
 
 def _place(order: int) -> str:
@@ -382,10 +387,10 @@ _SPREAD_GPU = """
         return along.from < from ? along.from - from + n : along.from - from;
     };
     const int n_bins = along_x.count * along_y.count * along_z.count;
-    const int in_z = lane % @size_z@, in_y = lane / @size_z@ % @size_y@, in_x = lane / (@size_z@ * @size_y@);
+    const int in_z = lane % @size_z@, in_y = lane / @size_z@ % @size_y@, in_x = lane / (@size_z@ * @size_y@) * @points@;
     const int x = along_x.from + in_x, y = along_y.from + in_y, z = along_z.from + in_z;
     for (int channel = 0; channel < n_channels; ++channel) {
-        double sum = 0.0;
+        double sum[@points@] = {};
         for (int base = 0; base < n_bins; base += @warp@) {
             // each lane looks up a tile: its atoms, and how far it is, in bytes for x, y and z
             int from = 0, count = 0, away = 0;
@@ -433,12 +438,18 @@ _SPREAD_GPU = """
                     const double *const w = weights.data + 1LL * k * weights.shape[1];
                     const double *const w_x = w + (2 * @powers@ + channel * @tables@) * @width@ + (to & 0xff);
                     const double *const w_y = w + (to >> 8 & 0xff), *const w_z = w + @powers@ * @width@ + (to >> 16);
-                    if (((to + 0x10101 * (0x80 - @width@)) & 0x808080) == 0) sum += @product@;  // all below the width
+                    if (((to + 0x10101 * (0x80 - @width@)) & 0x808080) != 0) continue;  // all are below the width
+                    @products@
+                    #pragma unroll
+                    for (int p = 0; p < @points@; ++p)
+                        if ((to & 0xff) + p < @width@) sum[p] += @product@;
                 }
             }
         }
         @real@ *const to = field.data + (1LL * system * n_channels + channel) * n_x * n_y * n_z;
-        if (x < n_x && y < n_y && z < n_z) to[(1LL * x * n_y + y) * n_z + z] = sum;
+        #pragma unroll
+        for (int p = 0; p < @points@; ++p)
+            if (x + p < n_x && y < n_y && z < n_z) to[(1LL * (x + p) * n_y + y) * n_z + z] = sum[p];
     }
 """
 
@@ -479,9 +490,12 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
     }
     on_gpu = _values(order, derivatives, warps=True) | {
         "real": real,
+        "points": POINTS,
+        "products": "\n".join(
+            f"const double along_{b}{c} = w_y[{b * table}] * w_z[{c * table}];" for b, c in _parts(derivatives)
+        ),
         "product": " + ".join(
-            f"w_x[{part * table}] * w_y[{b * table}] * w_z[{c * table}]"
-            for part, (b, c) in enumerate(_parts(derivatives))
+            f"w_x[{part * table} + p] * along_{b}{c}" for part, (b, c) in enumerate(_parts(derivatives))
         ),
     }
     add = filled(_ADD_CPU, **on_cpu)
@@ -545,66 +559,61 @@ _GATHER_GPU = """
     @place@
     @weights@
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
-    const int lane = threadIdx.x & (@warp@ - 1);
-    const auto add_up = [](double sum) {
-        for (int step = @warp@ / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-        return sum;
-    };
-    const int atom = order.data[row], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
+    const int lane = threadIdx.x & (@warp@ - 1), point = lane % @share@, n_atoms = order.shape[0];
+    const int k = row * (@warp@ / @share@) + lane / @share@;
+    const bool is_there = k < n_atoms;  // lanes without an atom do as the last one, without its results
+    const int atom = order.data[is_there ? k : n_atoms - 1], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
     const double *const u = coordinates.data + 3LL * atom;
     const bool exists = system >= 0 && (system + 1) * n_channels <= field.shape[0];
     const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
-    // A lane has some lines of the stencil along x. Loops are unrolled, so that no array is in memory.
-    const int line = lane % (@warp@ / @parts@), part = lane / (@warp@ / @parts@);
-    double inside, w[@powers@][@order@], w_y[@lines@][@powers@], w_z[@lines@][@powers@];
-    int offset[@lines@];
+    // A lane has the points of the stencil with one z, and the weight of one y for the others. Loops are unrolled, so
+    // that no array is in memory.
+    double inside;
+    number w[@powers@][@order@], w_y[@powers@], w_z[@powers@];
+    int first[3];
     #pragma unroll
-    for (int axis = 1; axis < 3; ++axis) {
-        const int n = axis == 1 ? n_y : n_z, first = place(u[axis], n, inside);
+    for (int axis = 2; axis >= 0; --axis) {
+        first[axis] = place(u[axis], axis == 0 ? n_x : axis == 1 ? n_y : n_z, inside);
         weigh(inside, w);
+        if (axis == 0) break;
         #pragma unroll
-        for (int r = 0; r < @lines@; ++r) {
-            const int point = line + r * (@warp@ / @parts@), at = axis == 1 ? point / @order@ : point % @order@;
-            const int y_or_z = first + at < n ? first + at : first + at - n;
-            offset[r] = axis == 1 ? y_or_z * n_z : offset[r] + y_or_z;
+        for (int d = 0; d < @powers@; ++d) {
+            number own = 0;
             #pragma unroll
-            for (int d = 0; d < @powers@; ++d) {
-                double own = 0.0;
-                #pragma unroll
-                for (int i = 0; i < @order@; ++i) own += i == at ? w[d][i] : 0.0;
-                (axis == 1 ? w_y : w_z)[r][d] = own;
-            }
+            for (int i = 0; i < @order@; ++i) own = i == point ? w[d][i] : own;
+            (axis == 1 ? w_y : w_z)[d] = own;
         }
     }
-    const int begin_x = place(u[0], n_x, inside);
-    weigh(inside, w);
-    @take_part@
+    const int z_here = first[2] + (point < @order@ ? point : 0), z = z_here < n_z ? z_here : z_here - n_z;
+    const long long plane = 1LL * n_y * n_z;
     for (int channel = 0; channel < n_channels; ++channel) {
         const @real@ *const mesh =
-            field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);
+            field.data + ((exists ? system : 0) * n_channels + channel) * (n_x * plane) + first[0] * plane + z;
         @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
-        double sum[@count@] = {};
-        for (int r = 0; r < @lines@; ++r) {
-            if (line + r * (@warp@ / @parts@) >= @order@ * @order@) continue;
-            double along_x[@powers@] = {};
-            for (int i = 0; i < @each@; ++i) {
-                const int x = begin_x + part * @each@ + i;
-                const double value = mesh[1LL * (x < n_x ? x : x - n_x) * n_y * n_z + offset[r]];
+        number @sums@;
+        #pragma unroll 2
+        for (int j = 0; j < @order@; ++j) {
+            const int y = first[1] + j < n_y ? first[1] + j : first[1] + j - n_y;
+            const @real@ *const line = mesh + 1LL * y * n_z;
+            number along_x[@powers@] = {};
+            #pragma unroll
+            for (int i = 0; i < @order@; ++i) {
+                const number value = line[(first[0] + i < n_x ? i : i - n_x) * plane];
                 for (int d = 0; d < @powers@; ++d) along_x[d] += w[d][i] * value;
             }
+            number of_y[@powers@];
+            #pragma unroll
+            for (int d = 0; d < @powers@; ++d) of_y[d] = __shfl_sync(0xffffffffu, w_y[d], lane - point + j);
             @add@
         }
-        for (int c = 0; c < @count@; ++c) sum[c] = add_up(sum[c]);
-        for (int c = 0; c < @count@; ++c)
-            if (lane == 0) result[c] = sum[c] + lost;
-    }
-"""
-
-_TAKE_PART = """
-    #pragma unroll
-    for (int d = 0; d < @powers@; ++d)
+        number sum[@count@] = {@results@};
         #pragma unroll
-        for (int i = 0; i < @each@; ++i) w[d][i] = part == 0 ? w[d][i] : w[d][i + @each@];
+        for (int c = 0; c < @count@; ++c) {
+            #pragma unroll
+            for (int step = @share@ / 2; step > 0; step /= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], step);
+            if (is_there && point == 0) result[c] = sum[c] + lost;
+        }
+    }
 """
 
 _GATHER_ATOM = """
@@ -640,6 +649,11 @@ _VALUES_CPU = """
 """
 
 
+def lanes_of_atom(order: int) -> int:
+    """Number of lanes of a warp that share an atom when they gather."""
+    return 4 if order <= 4 else 8
+
+
 def _gather_body(order: int, derivatives: int, precision: str) -> str:
     pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
     parts_of = list(enumerate(moments.components(derivatives)))
@@ -657,16 +671,13 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
             for n, (a, b, c) in parts_of
         ),
     }
-    # each lane handles lines of the stencil along x; if half of the lanes suffice, two lanes share a line
-    parts = 2 if 2 * order**2 <= WARP and order % 2 == 0 else 1
-    each = order // parts
     on_gpu = _values(order, derivatives, warps=True) | real
     on_gpu |= {
-        "parts": parts,
-        "each": each,
-        "lines": -(-(order**2) * parts // WARP),
-        "take_part": "" if parts == 1 else filled(_TAKE_PART, **on_gpu, each=each),
-        "add": "\n".join(f"sum[{n}] += along_x[{a}] * w_y[r][{b}] * w_z[r][{c}];" for n, (a, b, c) in parts_of),
+        "number": f"typedef {real['real']} number, scalar;",  # single precision only where it was asked for
+        "share": lanes_of_atom(order),
+        "sums": ", ".join(f"sum_{a}{b} = 0" for a, b in pairs),
+        "add": "\n".join(f"sum_{a}{b} += along_x[{a}] * of_y[{b}];" for a, b in pairs),
+        "results": ", ".join(f"sum_{a}{b} * w_z[{c}]" for _, (a, b, c) in parts_of),
     }
     cpu = filled(_GATHER_CPU, **values, **on_cpu, atom=filled(_GATHER_ATOM, **values, **on_cpu))
     return by_device(cpu, filled(_GATHER_GPU, **on_gpu))
@@ -674,7 +685,7 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1, 2)))
 def spline_gather(order: int, derivatives: int, precision: str) -> Any:
-    """The kernel that gathers mesh values for atoms: `LANES` atoms per thread of a CPU, one per warp of a GPU."""
+    """The kernel that gathers mesh values for atoms: `LANES` per thread of a CPU, ``WARP / lanes_of_atom`` per warp."""
     real = getattr(wp, precision)
 
     @native_kernel(

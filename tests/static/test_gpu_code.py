@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "shortest_vectors()": (Needs(72, 144), OF_SYSTEM),
     "normal_numbers()": (Needs(128, 40), SINE),
     "chi_square_numbers()": (Needs(128, 40), SINE),
-    "spline_gather(8, 2, float64)": (Needs(178, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
+    "spline_gather(8, 2, float64)": (Needs(154, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
     "moment_kernel(erfc(alpha*r)/r of moments 2->3 m float64)": (
         Needs(178, 0),
         "ten moments, and twenty sums, of 64 bits",

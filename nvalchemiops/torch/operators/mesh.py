@@ -197,7 +197,9 @@ def mesh_gather(
         return moments
     kernel = kernels.spline_gather(spline_order, derivatives, precision_of(field))
     inputs = [field.flatten(0, 1), coordinates, batch_idx, order]
-    launch(kernel, _rows(moments), inputs, [moments], lanes=WARP, kind=n_channels)
+    of_warp = WARP // kernels.lanes_of_atom(spline_order)
+    rows = -(-moments.shape[0] // of_warp) if layout(moments.device.type).warps else _rows(moments)
+    launch(kernel, rows, inputs, [moments], lanes=WARP, kind=n_channels)
     return moments
 
 
