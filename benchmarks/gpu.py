@@ -310,6 +310,7 @@ def tests(session: Session) -> None:
     ]
     if importlib.util.find_spec("xdist") and not session.options.stand_in:
         command += ["-n", str(max(1, min(6, (os.cpu_count() or 1) // 2))), "--dist", "worksteal"]
+    session.end()  # whose processes hold memory of the device
     row = session.row("tests", "pytest -m gpu", ok=False)
     code, printed = output_within(command, session.left, session.folder / "tests.log")
     lines = [line for line in printed.splitlines() if line.strip()]

@@ -14,7 +14,7 @@ python=${PYTHON:-python3}
 kept=${TMPDIR:-/tmp}/nvalchemiops-gpu
 fetch() { # FOLDER PACKAGE...
   "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-    --platform manylinux_2_28_x86_64 -d "$@"
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 -d "$@"
 }
 case ${1:-} in
 stage)

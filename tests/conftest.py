@@ -16,6 +16,8 @@ os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 # The threads of NumPy's and SciPy's BLAS spin: with two workers on two cores they take ten times as long for matrices
 # of 3 x 3, as in ASE's cell filters. Read when NumPy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# JAX takes most of a GPU's memory in each process, so that nothing is left for torch and the other workers.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Parameters are chosen alike on all machines, whatever `nvalchemiops tune` found there.
 os.environ.setdefault("NVALCHEMIOPS_COSTS", "")
 
