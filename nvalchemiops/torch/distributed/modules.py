@@ -21,9 +21,8 @@ def with_replicated_parameters(
         marked: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(p.dtype for p in trained.values()):
             given = {name: p for name, p in trained.items() if p.dtype is dtype}
-            parts = replicated(torch.cat([p.reshape(-1) for p in given.values()])).split(
-                [*map(torch.numel, given.values())]
-            )
+            flat = replicated(torch.cat([p.reshape(-1) for p in given.values()]))
+            parts = flat.split([p.numel() for p in given.values()])
             marked |= {name: part.view_as(p) for (name, p), part in zip(given.items(), parts)}
         return torch.func.functional_call(module, marked, arguments, options)
 
