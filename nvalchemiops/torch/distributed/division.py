@@ -18,8 +18,11 @@ Atoms = TypeVar("Atoms", System, State)
 def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None, per_atom: Iterable[str] = ()) -> Atoms:
     """Divide a system, or a state of dynamics, that is the same on all ranks. A collective call.
 
-    For systems that each rank can hold once; for larger ones make a `Domain` of what each rank holds. Without
-    torch.distributed the atoms are returned as they are, so that one script runs with and without ranks.
+    For systems that each rank can hold once; for larger ones make a `Domain` of what each rank holds.
+
+    One script runs with and without ranks: if ``torchrun`` has started the process, and there is no process group yet,
+    it is initialized here, with NCCL for atoms on a GPU, otherwise with gloo. In a process without ranks the atoms are
+    returned as they are.
 
     Parameters
     ----------
@@ -46,10 +49,12 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
     --------
     >>> run = simulate(divide(system, cutoff=8.5, skin=1.0), model, integrator, steps=1000)
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return atoms
-    group = dist.group.WORLD if group is None else group
     system = atoms.system if isinstance(atoms, State) else atoms
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            return atoms
+        dist.init_process_group("nccl" if system.positions.is_cuda else "gloo")
+    group = dist.group.WORLD if group is None else group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     n_atoms = len(system.positions)
     with Agreement(group, system.positions.device) as agreement:
