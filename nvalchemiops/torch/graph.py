@@ -3,7 +3,7 @@
 On ranks a network of any number of layers needs ghosts within one cutoff only: in each layer the features of ghosts
 come from the ranks that own the atoms (`Graph.at_senders`), and in the backward pass their gradients go back. Without
 messages, a rank would compute the layers of ghosts again: three layers on a cube two cutoffs wide would need the first
-layer within two cutoffs of it, for 27 times the atoms that it owns, the second for 8 times, so 12 times the work in all.
+layer within two cutoffs of it, for 27 times the atoms that it owns, and the second for 8 times: 12 times the work.
 """
 
 from collections.abc import Callable
@@ -51,9 +51,14 @@ class Graph:
 
     Examples
     --------
-    >>> def energies(system):  # of systems, for nvalchemiops.torch.dynamics.FromEnergies
-    ...     graph = Graph(system, 5.0)
-    ...     return graph.sum(graph.replicated(network)(system.numbers, graph))
+    The number of neighbors of each atom, then the sum of the distances of its neighbors to theirs.
+
+    >>> graph = Graph(System(positions, cell=cell), cutoff=3.0)
+    >>> graph.to_receivers(torch.ones_like(graph.distances)).tolist()
+    [6.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0]
+    >>> h = graph.to_receivers(graph.distances)
+    >>> graph.sum(graph.to_receivers(graph.at_senders(h))) / 36 / 2.82
+    tensor([8.], dtype=torch.float64)
     """
 
     def __init__(self, system: System, cutoff: float) -> None:

@@ -16,3 +16,7 @@ def __getattr__(name: str) -> Any:
     if name == "divide":  # it knows states of dynamics, whose models import this package
         return importlib.import_module(f"{__name__}.division").divide
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -47,7 +47,9 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
 
     Examples
     --------
-    >>> run = simulate(divide(system, cutoff=8.5, skin=1.0), model, integrator, steps=1000)
+    >>> from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
+    >>> own = divide(System(positions, charges, cell), cutoff=5.0)
+    >>> forces = ParticleMeshEwald(accuracy=1e-4, cutoff=5.0)(own, compute_forces=True).forces
     """
     system = atoms.system if isinstance(atoms, State) else atoms
     if not dist.is_initialized():

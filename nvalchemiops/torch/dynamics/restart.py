@@ -39,7 +39,7 @@ def save_state(path: str | PathLike[str], state: State | System, *, per_atom: It
 
     Examples
     --------
-    >>> def keep(state):  # a hook of `simulate`
+    >>> def every_thousand_steps(state):  # a hook of `simulate`
     ...     if int(state.step) % 1000 == 0:
     ...         save_state("run.pt", state)
     """
@@ -79,10 +79,6 @@ def load_state(path: str | PathLike[str], *, device: torch.device | str | None =
     ------
     ValueError
         The file has another format.
-
-    Examples
-    --------
-    >>> run = simulate(divide(load_state("run.pt"), cutoff=8.5, skin=1.0), model, integrator, steps=1000)
     """
     found = torch.load(path, map_location=device, weights_only=True)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
