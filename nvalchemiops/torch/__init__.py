@@ -13,6 +13,7 @@ set_thread_count(torch.get_num_threads)
 set_openmp(openmp_of_torch())
 
 if TYPE_CHECKING:
+    from nvalchemiops.torch.graph import Graph as Graph
     from nvalchemiops.torch.runtime.recorded import RecordingError as RecordingError
     from nvalchemiops.torch.runtime.recorded import record as record
     from nvalchemiops.torch.systems import Neighbors as Neighbors
@@ -22,6 +23,7 @@ _SUBMODULES = frozenset(
     {
         "autograd",
         "dynamics",
+        "graph",
         "interactions",
         "kernel",
         "neighbors",
@@ -34,6 +36,7 @@ _SUBMODULES = frozenset(
     }
 )
 _NAMES = {
+    "Graph": "graph",
     "Neighbors": "systems",
     "System": "systems",
     "record": "runtime.recorded",

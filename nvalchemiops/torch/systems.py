@@ -132,7 +132,17 @@ class System(NamedTuple):
             Whether to return a matrix instead of a list of pairs.
         half : bool, optional
             Whether to list each pair only once.
+
+        Raises
+        ------
+        ValueError
+            The system has a ``domain``: interactions find its neighbors themselves, networks by a `Graph`.
         """
+        if self.domain is not None:
+            raise ValueError(
+                "`neighbors` of a system with a `domain` are also atoms of other ranks: interactions find them without "
+                "a list; for a network of your own make a nvalchemiops.torch.Graph"
+            )
         found = neighbor_list(
             self.positions,
             cutoff,

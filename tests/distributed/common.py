@@ -13,13 +13,16 @@ CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
 """Cases by name, with the sizes of groups on which they run; the files of topics fill it."""
 
 chosen = {"which": "some"}
+"""Set by `ranks`: whether there is time for all."""
+
+groups: dict[int, Any] = {}
+"""The groups that all cases share, by size; each is made of the first ranks."""
 
 SPARE = 7
 """Groups of each size beside the one that all cases share."""
 
 spare: dict[int, list[Any]] = {}
 """Made by all ranks at the start: some of them alone do not give a group the same name."""
-"""Set by `ranks`: whether there is time for all."""
 
 CUTOFF = 4.5
 TOLERANCE = 1e-10

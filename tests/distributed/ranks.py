@@ -15,12 +15,16 @@ SIZES = (1, 2, 3, 4, 7)
 FEW = {
     *("exchanges_are_transposes", "neighbors_are_those_of_one_process", "what_ranks_do_differently_is_named"),
     *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion", "trajectories_are_those_of_one_process"),
+    *("networks_are_those_of_one_process", "runs_go_on_with_other_numbers_of_ranks"),
 }
 """Cases of every day, for two ranks."""
 TIMEOUT = 300
 
 
-TOPICS = ("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics")
+TOPICS = (
+    *("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics"),
+    *("networks", "restarts"),
+)
 """Files with cases."""
 
 
@@ -68,14 +72,14 @@ if __name__ == "__main__":
     import torch
     import torch.distributed as dist
 
-    from tests.distributed.common import SPARE, chosen, spare
+    from tests.distributed.common import SPARE, chosen, groups, spare
 
     rank, count, folder, which = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     chosen["which"] = which
     torch.set_num_threads(1)
     start(rank, count, folder)
     timeout = datetime.timedelta(seconds=TIMEOUT)
-    groups = {size: dist.new_group(range(size), timeout=timeout) for size in SIZES if size <= count}
+    groups.update({size: dist.new_group(range(size), timeout=timeout) for size in SIZES if size <= count})
     for size in groups:
         spare[size] = [dist.new_group(range(size), timeout=timeout) for _ in range(SPARE)]
     for name, (case, sizes) in all_cases().items():

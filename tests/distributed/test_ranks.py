@@ -69,6 +69,18 @@ def test_dynamics_on_ranks_by_one_command():
 
 
 @pytest.mark.later
+def test_networks_on_ranks_by_one_command():
+    """The examples: second derivatives by weights, and a run that goes on from a file on one process and on ranks."""
+    text = printed("21_messages_on_ranks.py")
+    errors = re.findall(r"differ by (\S+)", text)
+    assert len(errors) == 3 and max(map(float, errors)) < 1e-11
+    text = printed("22_charges_on_ranks.py")
+    errors = re.findall(r"step 40, continued on .*: positions differ by (\S+) A", text)
+    assert len(errors) == 2 and max(map(float, errors)) < 1e-10
+    assert float(re.search(r"moved by up to (\S+) A", text)[1]) > 0.2
+
+
+@pytest.mark.later
 def test_salt_on_ranks_by_one_command():
     """The example under torchrun: energy is conserved, and the first step is that of one process."""
     text = printed("16_salt_on_ranks.py", "--quick", "--steps", "20")

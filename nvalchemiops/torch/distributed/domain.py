@@ -14,7 +14,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from nvalchemiops.torch.distributed.bricks import (
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum
 from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
+from nvalchemiops.torch.distributed.modules import with_replicated_parameters
 from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
@@ -44,6 +45,8 @@ from nvalchemiops.torch.neighbors.verlet import displacements, inverse_of_period
 from nvalchemiops.torch.operators.noise import places_in_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.systems import PER_ATOM, System, of_each_atom
+
+OfAtoms = TypeVar("OfAtoms", torch.Tensor, System)
 
 OF_ATOM = 40.0
 """The work of an atom without neighbors, in neighbors: its spline takes about as long as that many pairs, a half of the
@@ -365,13 +368,7 @@ class Domain:
                 agreement.same["`values`"] = told
         return carried(move, values)
 
-    @overload
-    def distribute(self, values: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def distribute(self, values: System) -> System: ...
-
-    def distribute(self, values: torch.Tensor | System) -> torch.Tensor | System:
+    def distribute(self, values: OfAtoms) -> OfAtoms:
         """Bring values of atoms to the ranks that own them. A collective call, differentiable to any order.
 
         Parameters
@@ -409,13 +406,7 @@ class Domain:
             if given is None and numbers is not None and self._n_held:
                 raise ValueError("`batch_idx` of the system is missing: the `domain` has one")
 
-    @overload
-    def gather(self, values: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def gather(self, values: System) -> System: ...
-
-    def gather(self, values: torch.Tensor | System) -> torch.Tensor | System:
+    def gather(self, values: OfAtoms) -> OfAtoms:
         """Bring values of atoms back to the ranks that hold them. A collective call, differentiable to any order.
 
         Parameters
@@ -434,7 +425,7 @@ class Domain:
             return held._replace(batch_idx=self._batch_idx_held(), pbc=self._pbc_of(values), domain=None)
         return self._carried(lambda rows: self._to_owners.transpose(rows, self._n_held), values, self.n_owned)
 
-    def collect(self, values: torch.Tensor | System) -> Any:
+    def collect(self, values: OfAtoms) -> OfAtoms:
         """Bring values of all atoms to the first rank, in the order of their numbers. A collective call.
 
         Parameters
@@ -555,19 +546,28 @@ class Domain:
     def _sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
         return sum_on_all_ranks(values, self.number)
 
-    def replicated(self, values: torch.Tensor) -> torch.Tensor:
+    @overload
+    def replicated(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def replicated(self, values: torch.nn.Module) -> Callable[..., Any]: ...
+
+    def replicated(self, values: torch.Tensor | torch.nn.Module) -> Any:
         """Mark a tensor that is the same on all ranks before it is combined with values of owned atoms.
 
         Parameters
         ----------
-        values : (...) tensor
-            The same on all ranks, such as a parameter of a model.
+        values : (...) tensor or torch.nn.Module
+            The same on all ranks, such as a parameter of a model, or a module with all of its parameters.
 
         Returns
         -------
-        (...) tensor
-            The same values. Their gradient is summed over the ranks, in a collective call of the backward pass.
+        (...) tensor or callable
+            The same values, or the module as a function. Gradients of the tensor or the parameters are summed over the
+            ranks, in a collective call of the backward pass.
         """
+        if isinstance(values, torch.nn.Module):
+            return with_replicated_parameters(values, self.replicated)
         return carried(lambda values: replicated(values, self.number), values)
 
     def _pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

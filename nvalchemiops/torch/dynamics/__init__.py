@@ -7,6 +7,7 @@ from nvalchemiops.torch.dynamics.integrators import FORCES, Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, FromEnergies, Model, SumOfTerms
 from nvalchemiops.torch.dynamics.optimizers import FIRE, FIRE2, LBFGS, Move, Optimizer, Rows
 from nvalchemiops.torch.dynamics.relaxation import ConvergenceWarning, Relaxation, RelaxationProgress, relax
+from nvalchemiops.torch.dynamics.restart import load_state, save_state
 from nvalchemiops.torch.dynamics.simulate import Simulation, simulate, to_ase
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.velocities import (
@@ -45,6 +46,7 @@ __all__ = [
     "kinetic_energy",
     "kinetic_tensor",
     "langevin",
+    "load_state",
     "maxwell_boltzmann",
     "nose_hoover",
     "nph",
@@ -53,6 +55,7 @@ __all__ = [
     "relax",
     "remove_momentum",
     "remove_rotation",
+    "save_state",
     "simulate",
     "stochastic_cell",
     "temperature",

@@ -260,9 +260,7 @@ class Constraints:
             raise ValueError(f"`pairs` name atom {int(self.atoms[-1])} of {n_atoms} atoms")
         own = self.of(domain)
         system = own.placed(system)
-        found = {"constraint pairs": self.pairs}
-        if domain is None:
-            found |= self._couplings(extra["inverse_masses"])
+        found = {"constraint pairs": self.pairs, **self.constants(system, extra)}
         bonds = own.bonds(system.positions)
         lengths = self.lengths
         if lengths is None:
@@ -285,9 +283,16 @@ class Constraints:
         batch_idx = system.batch_idx if domain is None else domain.batch_idx
         batch_idx = None if batch_idx is None else own._here(batch_idx)
         found["constraint counts"] = own._counts(inverse, Division(batch_idx, n_systems, domain))
-        if domain is None and system.batch_idx is not None:
-            found["constraint systems"] = system.batch_idx[self.first]
         return system, found
+
+    def constants(self, system: System, extra: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Constants of a run on one process for ``State.extra``; ranks find theirs for each division (`_of_run`)."""
+        if system.domain is not None:
+            return {}
+        found = self._couplings(extra["inverse_masses"])
+        if system.batch_idx is not None:
+            found["constraint systems"] = system.batch_idx[self.first]
+        return found
 
     def holds(self, extra: Mapping[str, torch.Tensor]) -> bool:
         """Whether a state has these constraints already."""

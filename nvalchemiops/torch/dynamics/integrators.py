@@ -237,7 +237,9 @@ class Integrator:
             extra = {name: value for name, value in extra.items() if not name.startswith(PREFIX)}
             extra |= _degrees_with(extra, degrees)
             held = False
-        if self.constraints is not None and not held:
+        if self.constraints is not None and held:
+            extra |= self.constraints.constants(system, extra)  # a state of ranks has none
+        elif self.constraints is not None:
             system, found = self.constraints.begin(system, extra)
             extra |= found
             extra |= _degrees_with(extra, extra["degrees_of_freedom"])

@@ -1,7 +1,7 @@
 """`State`: what a step of dynamics takes and returns."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -10,6 +10,9 @@ from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
 from nvalchemiops.torch.systems import PER_ATOM, System, has_rows
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 OF_ATOMS = ("inertia", "inverse_masses", "place")
 """Names in ``State.extra`` of what has a row for each atom, beside the variables that flows name (`Flow.per_atom`)."""
@@ -147,17 +150,29 @@ class State(NamedTuple):
             return self
         return self.with_rows({"positions": positions, **dict(zip(rows, moved))}, domain=domain)
 
-    def collected(self) -> "State":
+    def collected(self, names: Iterable[str] = ()) -> "State":
         """All atoms, without a domain, on the first rank in the order of their numbers; no atoms on others.
 
-        The same state without a domain. On ranks a collective call.
+        The same state without a domain. On ranks a collective call; see `rows` for the names.
         """
         domain = self.system.domain
         if domain is None:
             return self
-        rows = {name: domain.collect(value) for name, value in self.rows().items()}
+        rows = {name: domain.collect(value) for name, value in self.rows(names).items()}
         batch_idx = None if domain.batch_idx is None else domain.collect(domain.batch_idx)
         return self.with_rows(rows, domain=None, batch_idx=batch_idx, pbc=domain._pbc_of(self.system))
+
+    def divided(
+        self, domain: "Domain", bring: Callable[[torch.Tensor], torch.Tensor], names: Iterable[str] = ()
+    ) -> "State":
+        """The state of all atoms, for those that this rank owns in the domain. A collective call; see `rows`.
+
+        ``bring`` takes values of all atoms, and returns those of the owned ones.
+        """
+        rows = {name: bring(value) for name, value in self.rows(names).items()}
+        own = self.with_rows(rows, domain=domain, batch_idx=None, pbc=None)
+        places = own.division.places()
+        return own if places is None else own.having(place=places)  # one process needs no places for one system
 
     @property
     def kinetic_energies(self) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""`divide`: systems and states of dynamics, which all ranks have, divided among them."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nvalchemiops.torch.distributed.agreement import Agreement, kind_of
+from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.dynamics.model import count_systems
+from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.systems import System, of_each_atom
+
+Atoms = TypeVar("Atoms", System, State)
+
+
+def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None, per_atom: Iterable[str] = ()) -> Atoms:
+    """Divide a system, or a state of dynamics, that is the same on all ranks. A collective call.
+
+    For systems that each rank can hold once; for larger ones make a `Domain` of what each rank holds.
+
+    One script runs with and without ranks: if ``torchrun`` has started the process, and there is no process group yet,
+    it is initialized here, with NCCL for atoms on a GPU, otherwise with gloo. In a process without ranks the atoms are
+    returned as they are.
+
+    Parameters
+    ----------
+    atoms : System or State
+        All atoms, the same on all ranks; a state may come from a run on any number of ranks (`load_state`).
+    cutoff, skin, group
+        As for `Domain`.
+    per_atom : iterable of str, optional
+        Names in ``extra`` of a state of values that flows of your own keep for each atom (`Flow.per_atom`).
+
+    Returns
+    -------
+    System or State
+        The atoms that this rank owns, with a ``domain`` in which atoms have their numbers in ``atoms``. It *holds* an
+        equal share of them, in their order: this is what ``domain.gather`` returns. ``domain.collect`` returns values
+        of all atoms, on the first rank. Gradients with respect to ``atoms`` are complete on all ranks.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument; atoms that are divided already, or that differ between ranks.
+
+    Examples
+    --------
+    >>> from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
+    >>> own = divide(System(positions, charges, cell), cutoff=5.0)
+    >>> forces = ParticleMeshEwald(accuracy=1e-4, cutoff=5.0)(own, compute_forces=True).forces
+    """
+    system = atoms.system if isinstance(atoms, State) else atoms
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            return atoms
+        dist.init_process_group("nccl" if system.positions.is_cuda else "gloo")
+    group = dist.group.WORLD if group is None else group
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    n_atoms = len(system.positions)
+    with Agreement(group, system.positions.device) as agreement:
+        if system.domain is not None:
+            raise ValueError("`atoms` have a `domain` already")
+        for name, value in system._asdict().items():
+            is_tensor = isinstance(value, torch.Tensor)
+            agreement.must_be_same(**{name: (kind_of(value), value.detach().cpu()) if is_tensor else value})
+        if isinstance(atoms, State):
+            agreement.must_be_same(step=atoms.step.cpu(), velocities=atoms.velocities.detach().cpu())
+        n_systems = count_systems(system)
+    held = slice(n_atoms * rank // size, n_atoms * (rank + 1) // size)
+    batch_idx = None if system.batch_idx is None else system.batch_idx[held]
+    share = of_each_atom(system, lambda value: value[held])
+    domain = Domain(
+        *(share.positions, system.cell, system.pbc, batch_idx),
+        cutoff=cutoff,
+        skin=skin,
+        num_systems=None if batch_idx is None else n_systems,
+        group=group,
+    )
+
+    def bring(value: torch.Tensor) -> torch.Tensor:
+        """The rows of owned atoms; each rank uses a part of a value that all have."""
+        return domain.distribute((domain.replicated(value) if value.requires_grad else value)[held])
+
+    if isinstance(atoms, State):
+        return atoms.divided(domain, bring, per_atom)
+    return of_each_atom(system, bring)._replace(batch_idx=None, pbc=None, domain=domain)

@@ -1,0 +1,103 @@
+"""Files from which dynamics goes on, on any number of ranks: `save_state` and `load_state`."""
+
+import os
+from collections.abc import Iterable
+from os import PathLike
+from typing import Any
+
+import torch
+
+from nvalchemiops.torch.dynamics.model import Evaluation
+from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.systems import System
+
+FORMAT = "nvalchemiops 1"
+
+
+def save_state(path: str | PathLike[str], state: State | System, *, per_atom: Iterable[str] = ()) -> None:
+    """Write a state of dynamics, or a system, to a file for `load_state`.
+
+    With a ``domain`` this is a collective call, and the first rank writes the state of all atoms. A file that exists is
+    replaced when the new one is complete, so that an interrupt leaves one of the two.
+
+    Parameters
+    ----------
+    path : path
+    state : State or System
+        Values only, no gradients.
+    per_atom : iterable of str, optional
+        Names in ``state.extra`` of values that flows of your own keep for each atom (`Flow.per_atom`); with a
+        ``domain`` they are errors otherwise.
+
+    Raises
+    ------
+    ValueError
+        Values in ``extra`` that are neither the same on all ranks nor named in ``per_atom``.
+    OSError
+        The file cannot be written; on other ranks `OtherRankError`.
+
+    Examples
+    --------
+    >>> def every_thousand_steps(state):  # a hook of `simulate`
+    ...     if int(state.step) % 1000 == 0:
+    ...         save_state("run.pt", state)
+    """
+    system = state.system if isinstance(state, State) else state
+    domain = system.domain
+    if isinstance(state, State):
+        names = tuple(per_atom)
+        rows = state.rows(names)
+        with together(domain):
+            must_be_same(domain, **{f"extra[{name!r}]": v for name, v in state.extra.items() if name not in rows})
+        state = state.collected(names)
+    elif domain is not None:
+        state = domain.collect(state)
+    with together(domain):  # what fails on the first rank ends the others
+        if domain is None or domain.rank == 0:
+            _write(path, {"format": FORMAT, "state": _plain(state)})
+
+
+def load_state(path: str | PathLike[str], *, device: torch.device | str | None = None) -> Any:
+    """Read a state of dynamics, or a system, that `save_state` wrote on any number of ranks.
+
+    `simulate` goes on from a state as if there had been no interruption, also with noise. On ranks divide it first
+    (`nvalchemiops.torch.distributed.divide`); their number may differ from that of the run before.
+
+    Parameters
+    ----------
+    path : path
+    device : torch.device or str, optional
+        By default the device from which values were saved.
+
+    Returns
+    -------
+    State or System
+        Of all atoms, on each rank that reads the file.
+
+    Raises
+    ------
+    ValueError
+        The file has another format.
+    """
+    found = torch.load(path, map_location=device, weights_only=True)
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"`path`: {os.fspath(path)} has another format than {FORMAT!r}")
+    values = found["state"]
+    if "velocities" not in values:
+        return System(**values)
+    return State(**values | {"system": System(**values["system"]), "evaluation": Evaluation(**values["evaluation"])})
+
+
+def _plain(value: Any) -> Any:
+    """Nested dictionaries of tensors without gradients, which torch loads without running code of the file."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()  # of its own memory: a view would be saved with all that it views
+    found = value._asdict() if hasattr(value, "_asdict") else value
+    return {name: _plain(v) for name, v in found.items()} if isinstance(found, dict) else value
+
+
+def _write(path: str | PathLike[str], content: Any) -> None:
+    unfinished = f"{os.fspath(path)}.part"
+    torch.save(content, unfinished)
+    os.replace(unfinished, path)
