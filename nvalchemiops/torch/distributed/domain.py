@@ -340,10 +340,9 @@ class Domain:
         """The exchange that brings values from the ranks that hold the atoms to the owners, found by atom numbers."""
         holder = torch.searchsorted(self._first_held, self.global_index, right=True) - 1
         holder, order = torch.sort(holder, stable=True)
-        back = Exchange.plan(self.group, order, torch.bincount(holder, minlength=self.n_ranks))
-        rows = back.apply(self.global_index) - self._first_held[self.rank]
-        there = Exchange(self.number, rows, back.receive, back.send)
-        return there.in_order(inverse(order))
+        to_holders = Exchange.plan(self.group, order, torch.bincount(holder, minlength=self.n_ranks))
+        rows = to_holders.apply(self.global_index) - self._first_held[self.rank]
+        return to_holders.back(rows).in_order(inverse(order))
 
     # -- values of atoms --------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def ghosts_of(domain: Domain | None, batch_idx: torch.Tensor | None) -> tuple[An
     if domain is None:
         return ()
     halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
-    return systems, halo.rows, halo.send, halo.receive, halo.group
+    return systems, halo.rows, halo.partners, halo.send, halo.receive, halo.group
 
 
 def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -48,9 +48,11 @@ def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
     system_of_all : (n_owned + n_ghosts,) int32 tensor, optional
     sent : (n_sent,) int64 tensor
-        Owned atoms whose values are sent, those for rank 0 first.
+        Owned atoms whose values are sent, those for the first partner first.
+    partners : sequence of int
+        Ranks that see owned atoms, or own ghosts.
     send, receive : sequence of int
-        How many values go to each rank, and how many ghosts come from each rank.
+        How many values go to each partner, and how many ghosts come from each.
     group : int
         Number of the process group, from `nvalchemiops.torch.distributed.collectives.number_of`.
     """
@@ -58,7 +60,8 @@ def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     axes = {name: int(name.startswith("direction_")) for name in names if given[name] is not None}
     owned = [given[name].movedim(axis, 0) for name, axis in axes.items()]
     columns = [values.index_select(0, given["sent"]).unsqueeze(-1).flatten(1) for values in owned]
-    arrived = swap_rows(torch.cat(columns, 1), given["send"], given["receive"], group_of(given["group"]))
+    ranks = group_of(given["group"]), given["partners"]
+    arrived = swap_rows(torch.cat(columns, 1), given["send"], given["receive"], *ranks)
     found = {**given, "batch_idx": given["system_of_all"]}
     for (name, axis), values, part in zip(axes.items(), owned, arrived.split([c.shape[1] for c in columns], 1)):
         ghosts = part.reshape(part.shape[0], *values.shape[1:]).movedim(0, axis)
