@@ -2,5 +2,6 @@
 
 from nvalchemiops.torch.distributed.communication import OtherRankError
 from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.distributed.pairs import OwnedPairs
 
-__all__ = ["Domain", "OtherRankError"]
+__all__ = ["Domain", "OtherRankError", "OwnedPairs"]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from nvalchemiops.torch.distributed.collectives import number_of, rows_from_partners
 from nvalchemiops.torch.distributed.communication import swap_rows
+from nvalchemiops.torch.distributed.neighbors import sorted_numbers
 
 
 class Exchange(NamedTuple):
@@ -42,6 +43,12 @@ class Exchange(NamedTuple):
         partners = both.any(0).nonzero().squeeze(1)
         ranks, send, receive = torch.cat([partners.unsqueeze(0), both.index_select(1, partners)]).tolist()
         return cls(number_of(group), rows, tuple(ranks), tuple(send), tuple(receive))
+
+    @classmethod
+    def to_ranks(cls, group: Any, to: torch.Tensor, n_ranks: int) -> "Exchange":
+        """The exchange that sends each row to the rank (n,) in ``to``. A collective call."""
+        order, ends = sorted_numbers(to.int(), n_ranks)
+        return cls.plan(group, order.long(), ends.diff())
 
     @property
     def n_received(self) -> int:
