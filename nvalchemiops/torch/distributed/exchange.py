@@ -39,7 +39,7 @@ class Exchange(NamedTuple):
     @classmethod
     def plan(cls, group: Any, rows: torch.Tensor, counts: torch.Tensor) -> "Exchange":
         """The exchange that sends these rows; ``counts`` (n_ranks,) says how many each rank gets. A collective call."""
-        both = torch.stack([counts.long(), counts_for_this_rank(counts.long(), group)])
+        both = torch.stack([counts.int(), counts_for_this_rank(counts.int(), group)])
         partners = both.any(0).nonzero().squeeze(1)
         ranks, send, receive = torch.cat([partners.unsqueeze(0), both.index_select(1, partners)]).tolist()
         return cls(number_of(group), rows, tuple(ranks), tuple(send), tuple(receive))
