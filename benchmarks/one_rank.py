@@ -6,11 +6,13 @@ as many rows from a partner as it sends to it, and sums are as many times its sh
 messages, of ranks that get them, and bytes are exact for this rank; values that arrive mean nothing.
 
 - *ghosts*: positions and charges of ghosts, in one message to each partner, as in each sum over neighbors.
-- *owners and ghosts*: atoms are divided again, as `Domain.follow` does, with the cuts of before: counts, rows, ghosts.
-- *exclusions, once*: a pair for each atom is brought to its owners (`Domain.distribute_pairs`). *Each call*: their rows.
+- *owners and ghosts*: atoms are divided again, as `Domain.follow` does, with the same cuts.
+- *exclusions, once*: a pair for each atom is brought to its owners (`Domain.distribute_pairs`).
+- *exclusions, each call*: their rows are made.
 
 *Network* is the time by the model of ``scale_model.py``: 5 µs for a message of all ranks or a batch of messages to
-partners, 1 µs for each partner, 50 GB/s; a sum over ranks has log2(n) partners. *Processor* is the time of this process.
+partners, 1 µs for each partner, 50 GB/s; a sum over ranks has log2(n) partners. *Processor* is the processor time of
+this process.
 
 Run: ``python benchmarks/one_rank.py [--ranks 8 64 512 4096]``.
 """
@@ -60,13 +62,11 @@ class Others:
     def __init__(self, rank: int, n_ranks: int) -> None:
         self.rank, self.n_ranks, self.sent = rank, n_ranks, Traffic()
         names = {"add": self.add, "maximum": self.maximum, "swap_rows": self.swap_rows, "_gathered": self.gathered}
+        known = {name: getattr(communication, name) for name in names}
         for module in [m for n, m in sys.modules.items() if n.startswith("nvalchemiops.torch.")]:
             for name, function in names.items():
-                if hasattr(module, name) and getattr(module, name) is getattr(communication, name):
-                    if module is not communication:
-                        setattr(module, name, function)
-        for name, function in names.items():
-            setattr(communication, name, function)
+                if getattr(module, name, None) is known[name]:
+                    setattr(module, name, function)
         counted = exchange.counts_for_this_rank
 
         def counts(counts: torch.Tensor, group: Any) -> torch.Tensor:
