@@ -308,7 +308,7 @@ def _swap(
 ) -> Works:
     """Begin to send and to receive; ``parts`` are partners with what they get and what comes from them."""
     here, operations = dist.get_rank(group), []
-    # with a tag of its own, a message of ranks that are out of step is never taken for another one (by gloo)
+    # gloo takes messages with different tags not for each other: ranks that are out of step wait, and find it out
     tag = messages_of(group).count % LARGEST_TAG
     for partner, sent, received in parts:
         if partner == here:
