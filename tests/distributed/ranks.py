@@ -14,6 +14,7 @@ from pathlib import Path
 SIZES = (1, 2, 3, 4, 7)
 FEW = {
     *("exchanges_are_transposes", "neighbors_are_those_of_one_process", "what_ranks_do_differently_is_named"),
+    *("rows_go_to_partners_only", "exclusions_of_owners"),
     *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion", "trajectories_are_those_of_one_process"),
 }
 """Cases of every day, for two ranks."""
