@@ -78,8 +78,9 @@ class Traffic:
             self.sent.append((function, tensor.shape, tensor.dtype, others))
             kept = 0
             if name == "swap_rows":
-                rank = dist.get_rank(others[-1])
-                kept = others[0][rank] * tensor[:1].numel()
+                send, _, group, *partners = others
+                ranks = partners[0] if partners else range(len(send))
+                kept = dict(zip(ranks, send)).get(dist.get_rank(group), 0) * tensor[:1].numel()
             self.bytes += (tensor.numel() - kept) * tensor.element_size()
             return found
 

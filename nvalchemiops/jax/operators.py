@@ -220,7 +220,8 @@ def _signature(function: Callable[..., Any], extra: Mapping[str, str], without: 
 
 
 def _annotation(annotation: Any) -> Any:
-    text = inspect.formatannotation(annotation)
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = text.replace(" | OwnedPairs", "")  # there are no ranks in JAX
     return text.replace("torch.Tensor", "jax.Array") if "torch.Tensor" in text else annotation
 
 

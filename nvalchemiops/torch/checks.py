@@ -283,6 +283,34 @@ def check_index(
         raise ValueError(f"`{name}` is written in place, so it must be contiguous")
 
 
+def check_pairs(name: str, pairs: Any, n_atoms: int, beside: torch.Tensor) -> None:
+    """Raise unless ``pairs`` (2, n) holds pairs of two atoms. If values can be read, each pair must be there once."""
+    check_index(name, pairs, beside, (2, None))
+    if not pairs.shape[1] or not may_read(pairs):
+        return
+    i, j = pairs.to(torch.int64)
+    if int(pairs.min()) < 0 or int(pairs.max()) >= n_atoms:
+        raise ValuesError(f"`{name}` must hold atoms in 0 .. {n_atoms - 1}")
+    if bool((i == j).any()):
+        raise ValuesError(f"`{name}` joins an atom with itself")
+    keys = torch.minimum(i, j) * n_atoms + torch.maximum(i, j)
+    if torch.unique(keys).shape[0] != pairs.shape[1]:
+        raise ValuesError(f"`{name}` holds a pair twice")
+
+
+def check_factors(name: str, factors: Any, n_pairs: int, beside: torch.Tensor) -> None:
+    """Raise unless there is a factor without gradient for each pair."""
+    check_tensor(name, factors)
+    if not factors.is_floating_point():
+        raise TypeError(f"`{name}` must be a tensor of floats")
+    if factors.requires_grad:
+        raise ValueError(f"`{name}` cannot be trained: pass a detached tensor")
+    if tuple(factors.shape) != (n_pairs,) or factors.device != beside.device:
+        raise ValueError(
+            f"`{name}` must have shape ({n_pairs},) on {beside.device}, got {tuple(factors.shape)} on {factors.device}"
+        )
+
+
 def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | None, batch_idx: Any) -> torch.Tensor:
     """One flag for each system; raises unless ``rebuild_flags`` has one bool for each system, or one for all."""
     check_tensor("rebuild_flags", rebuild_flags)

@@ -330,13 +330,13 @@ def ops_are_as_they_say(group: Any) -> None:
             torch.library.opcheck(op.op.overload, (values, number))
         # sizes of other groups would not fit
         if dist.get_world_size(group) == 1:
-            arguments = (values, [n], [n], number)
-            torch.library.opcheck(collectives.all_to_all_rows.op.overload, arguments)
+            arguments = (values, [0], [n], [n], number)
+            torch.library.opcheck(collectives.rows_from_partners.op.overload, arguments)
             directions = [torch.randn(1, *shape, dtype=F64) for shape in ((n, 3), (3, 3), (n, 1), (1, 1), (n,))]
             given = [direction[0].clone() for direction in directions]
             directions[1], given[1] = directions[1].unsqueeze(1), 9.0 * torch.eye(3, dtype=F64)[None]
             rows = build_rows(given[0], 4.0, given[1], None)
-            others = (None, 1, *rows, None, 0, None, None, None, 4.0, 0.0, None, torch.arange(0), [0], [0], number)
+            others = (None, 1, *rows, None, 0, None, None, None, 4.0, 0.0, None, torch.arange(0), [0], [0], [0], number)
             arguments = (DSF.text, "wrcpg", "rcpgw", *given, *directions, *others)
             torch.library.opcheck(pair_sum.op.overload, arguments)
             mesh, window = (6, 5, 4), (0, -1, 0, 0, 5, 5, 4)

@@ -14,6 +14,7 @@ from pathlib import Path
 SIZES = (1, 2, 3, 4, 7)
 FEW = {
     *("exchanges_are_transposes", "neighbors_are_those_of_one_process", "what_ranks_do_differently_is_named"),
+    *("rows_go_to_partners_only", "exclusions_of_owners"),
     *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion", "trajectories_are_those_of_one_process"),
     *("networks_are_those_of_one_process", "runs_go_on_with_other_numbers_of_ranks"),
 }
@@ -23,7 +24,7 @@ TIMEOUT = 300
 
 TOPICS = (
     *("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics"),
-    *("networks", "restarts"),
+    *("networks", "restarts", "pairs"),
 )
 """Files with cases."""
 

@@ -114,7 +114,7 @@ OPS = list(op_calls(TWO))
 
 
 COLLECTIVES = {
-    *("all_to_all_rows", "sum_on_all_ranks", "sum_of_shares", "replicated"),
+    *("rows_from_partners", "sum_on_all_ranks", "sum_of_shares", "replicated"),
     *("window_spectrum", "window_values"),
 }
 """Ops that need a group of ranks: `tests.distributed.cases` has their checks."""

@@ -8,7 +8,7 @@ turns one kind into the other has a derivative that turns it back:
 - `replicated`: marks a replicated tensor that each rank combines with own values. Its derivative is `sum_of_shares`, so
   the gradient of a replicated tensor is complete on each rank.
 - `sum_on_all_ranks`: sums own values, and each rank uses the sum for its own share. Its derivative is the op itself.
-- `all_to_all_rows`: sends rows from each rank to each other rank. Its derivative sends them back.
+- `rows_from_partners`: sends rows from each rank to some other ranks. Its derivative sends them back.
 
 All ranks must call the same ops in the same order, backward passes included.
 """
@@ -93,24 +93,30 @@ def _dtype(values: torch.Tensor, *_: Any) -> Any:
 
 
 @warp_custom_op(
-    "nvalchemiops::all_to_all_rows",
-    outputs=[OutputSpec("rows", _dtype, lambda v, _, receive, __: (sum(receive), *v.shape[1:]))],
-    backward=lambda send, receive, group, grad_rows: all_to_all_rows(grad_rows, receive, send, group),
+    "nvalchemiops::rows_from_partners",
+    outputs=[OutputSpec("rows", _dtype, lambda v, _, __, receive, ___: (sum(receive), *v.shape[1:]))],
+    backward=lambda partners, send, receive, group, grad_rows: rows_from_partners(
+        grad_rows, partners, receive, send, group
+    ),
     vmap=refuse_slices,
 )
-def all_to_all_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: int) -> torch.Tensor:
-    """Send rows to all ranks, and return the rows from all ranks in the order of ranks.
+def rows_from_partners(
+    values: torch.Tensor, partners: Sequence[int], send: Sequence[int], receive: Sequence[int], group: int
+) -> torch.Tensor:
+    """Send rows to other ranks, and return the rows that come from them.
 
     Parameters
     ----------
     values : (n, ...) tensor
-        Rows for rank 0, then for rank 1, and so on.
+        Rows for the first partner, then for the second, and so on.
+    partners : sequence of int
+        Ranks with which this rank exchanges rows, in ascending order. It may be one of them.
     send, receive : sequence of int
-        How many rows go to each rank, and come from each.
+        How many rows go to each partner, and come from each.
     group : int
         From `number_of`.
     """
-    return swap_rows(values, send, receive, group_of(group))
+    return swap_rows(values, send, receive, group_of(group), partners)
 
 
 def _like_values(name: str, result: str, backward: Callable[..., torch.Tensor]) -> Any:

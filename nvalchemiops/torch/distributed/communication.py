@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.threads import available_cores
+from nvalchemiops.torch.distributed.works import Works
 from nvalchemiops.torch.runtime.memory import new_empty
 
 PATIENCE = 2.0
@@ -41,6 +42,9 @@ LOOK = timedelta(seconds=1.0)
 RECENT = 16
 """How many of its last messages a rank shows to others. It may be ahead of them by messages for which it does not
 wait."""
+
+LARGEST_TAG = 2**31 - 1
+"""Tags of messages are 32-bit integers."""
 
 _AT, _APART = "nvalchemiops/at", "nvalchemiops/out of step"
 """Keys in the store of a group: recent messages of a rank (its number follows), and why ranks are out of step."""
@@ -280,9 +284,37 @@ def tell_from(rank: int, what: Any, group: Any, device: Any) -> Any:
     return what if is_here else pickle.loads(said.cpu().numpy().tobytes())
 
 
-def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
-    """Send rows to all ranks, and return rows from all; see `collectives.all_to_all_rows`."""
+def swap_rows(
+    values: torch.Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: Any,
+    partners: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Send rows to some ranks, by default to all, and return rows from them; see `collectives.rows_from_partners`.
+
+    One message goes to each rank that gets rows: nothing is sent where there are none. All ranks of the group take
+    part, also those without partners.
+    """
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
-    sizes = {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
-    _take_part("rows", functools.partial(dist.all_to_all_single, rows), values, group, **sizes)
+    ranks = range(len(send)) if partners is None else partners
+    parts = list(zip(ranks, values.contiguous().split(list(send)), rows.split(list(receive)), strict=True))
+    _take_part("rows", functools.partial(_swap, parts), values, group)
     return rows
+
+
+def _swap(
+    parts: Sequence[tuple[int, torch.Tensor, torch.Tensor]], values: torch.Tensor, group: Any, async_op: bool
+) -> Works:
+    """Begin to send and to receive; ``parts`` are partners with what they get and what comes from them."""
+    here, operations = dist.get_rank(group), []
+    # gloo takes messages with different tags not for each other: ranks that are out of step wait, and find it out
+    tag = messages_of(group).count % LARGEST_TAG
+    for partner, sent, received in parts:
+        if partner == here:
+            received.copy_(sent)
+            continue
+        for operation, part in ((dist.irecv, received), (dist.isend, sent)):
+            if part.numel():
+                operations.append(dist.P2POp(operation, part, group=group, tag=tag, group_peer=partner))
+    return Works(dist.batch_isend_irecv(operations) if operations else (), values.device.type == "cpu")

@@ -38,7 +38,8 @@ from nvalchemiops.torch.distributed.collectives import number_of, replicated, su
 from nvalchemiops.torch.distributed.communication import add, maximum
 from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
 from nvalchemiops.torch.distributed.modules import with_replicated_parameters
-from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
+from nvalchemiops.torch.distributed.neighbors import OwnedRows
+from nvalchemiops.torch.distributed.pairs import OwnedPairs, owned_pairs
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.neighbors.verlet import displacements, inverse_of_periodic, strain_between, taken_by_strain
@@ -247,8 +248,7 @@ class Domain:
         self.bricks = self._cut(coordinates, batch_idx, work, shape, cuts)._replace(by_neighbors=by_neighbors)
         # to the owners: rows for rank 0 first, in the order in which they are held
         owner = self.bricks.ranks_of(self.bricks.wrapped(coordinates, batch_idx)[0])
-        order, ends = sorted_numbers(owner, n_ranks)
-        self._to_owners = Exchange.plan(self.group, order.long(), ends.diff())
+        self._to_owners = Exchange.to_ranks(self.group, owner, n_ranks)
         self.n_owned = self._to_owners.n_received
         # all in one message: numbers up to 2^53 are exact
         columns = [positions.double(), *(c.unsqueeze(1) for c in (numbers, batch_idx, work) if c is not None)]
@@ -342,11 +342,9 @@ class Domain:
     def _from_holders(self) -> Exchange:
         """The exchange that brings values from the ranks that hold the atoms to the owners, found by atom numbers."""
         holder = torch.searchsorted(self._first_held, self.global_index, right=True) - 1
-        holder, order = torch.sort(holder, stable=True)
-        back = Exchange.plan(self.group, order, torch.bincount(holder, minlength=self.n_ranks))
-        rows = back.apply(self.global_index) - self._first_held[self.rank]
-        there = Exchange(self.number, rows, back.receive, back.send)
-        return there.in_order(inverse(order))
+        to_holders = Exchange.to_ranks(self.group, holder, self.n_ranks)
+        rows = to_holders.apply(self.global_index) - self._first_held[self.rank]
+        return to_holders.back(rows).in_order(inverse(to_holders.rows))
 
     # -- values of atoms --------------------------------------------------------------------------
 
@@ -570,21 +568,24 @@ class Domain:
             return with_replicated_parameters(values, self.replicated)
         return carried(lambda values: replicated(values, self.number), values)
 
-    def _pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pairs that have an owned atom, (2, n), with local numbers; and their indices among ``pairs``.
+    def distribute_pairs(self, pairs: torch.Tensor, factors: torch.Tensor | None = None) -> OwnedPairs:
+        """Bring pairs of atoms, such as exclusions, to the ranks that own their atoms. A collective call.
 
         Parameters
         ----------
-        pairs : (2, n_pairs) int tensor
-            Global numbers of atoms. Local numbers count owned atoms, then ghosts.
+        pairs : (2, n) int tensor
+            Numbers of the atoms. The pairs may be divided among the ranks in any way, and several ranks may give the
+            same pair.
+        factors : (n,) tensor, optional
+            A value of each pair, on all ranks or on none.
+
+        Returns
+        -------
+        OwnedPairs
+            The pairs with an atom that this rank owns, for the argument ``exclusions`` of calls with this domain.
+            ``followed(domain)`` brings them to the owners in a later domain.
         """
-        if not self.n_owned:
-            return pairs[:, :0].long(), pairs[0, :0].long()
-        known, order = torch.sort(self._known_numbers)
-        place = torch.searchsorted(known, pairs.long()).clamp_(max=len(known) - 1)
-        found = torch.where(known[place] == pairs, order[place], -1)
-        chosen = ((found >= 0).all(0) & (found < self.n_owned).any(0)).nonzero().squeeze(1)
-        return found.index_select(1, chosen), chosen
+        return owned_pairs(self, pairs, factors)
 
     def _maximum(self, values: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum of the values over all ranks, without gradients. A collective call."""

@@ -4,28 +4,33 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from nvalchemiops.torch.distributed.collectives import all_to_all_rows, number_of
+from nvalchemiops.torch.distributed.collectives import number_of, rows_from_partners
 from nvalchemiops.torch.distributed.communication import swap_rows
+from nvalchemiops.torch.distributed.neighbors import sorted_numbers
 
 
 class Exchange(NamedTuple):
-    """The rows that this rank sends to each rank, and the order of the rows that it receives.
+    """The rows that this rank sends to other ranks, and the order of the rows that it receives.
 
     Attributes
     ----------
     group : int
         From `number_of`.
     rows : (n_sent,) int64 tensor
-        Rows of the input to send, those for rank 0 first.
+        Rows of the input to send, those for the first partner first.
+    partners : tuple of int
+        Ranks that get rows from this rank or send rows to it, in ascending order.
     send, receive : tuple of int
-        How many rows go to each rank, and come from each rank.
+        How many rows go to each partner, and come from each.
     order, places : (n_received,) int64 tensors, optional
         The order into which received rows are put, and its inverse.
     """
 
     group: int
     rows: torch.Tensor
+    partners: tuple[int, ...]
     send: tuple[int, ...]
     receive: tuple[int, ...]
     order: torch.Tensor | None = None
@@ -34,29 +39,65 @@ class Exchange(NamedTuple):
     @classmethod
     def plan(cls, group: Any, rows: torch.Tensor, counts: torch.Tensor) -> "Exchange":
         """The exchange that sends these rows; ``counts`` (n_ranks,) says how many each rank gets. A collective call."""
-        ones, counts = [1] * len(counts), counts.long()
-        received = swap_rows(counts, ones, ones, group)
-        return cls(number_of(group), rows, tuple(counts.tolist()), tuple(received.tolist()))
+        both = torch.stack([counts.int(), counts_for_this_rank(counts.int(), group)])
+        partners = both.any(0).nonzero().squeeze(1)
+        ranks, send, receive = torch.cat([partners.unsqueeze(0), both.index_select(1, partners)]).tolist()
+        return cls(number_of(group), rows, tuple(ranks), tuple(send), tuple(receive))
+
+    @classmethod
+    def to_ranks(cls, group: Any, to: torch.Tensor, n_ranks: int) -> "Exchange":
+        """The exchange that sends each row to the rank (n,) in ``to``. A collective call."""
+        order, ends = sorted_numbers(to.int(), n_ranks)
+        return cls.plan(group, order.long(), ends.diff())
 
     @property
     def n_received(self) -> int:
         """The number of rows that this rank receives."""
         return sum(self.receive)
 
+    def back(self, rows: torch.Tensor) -> "Exchange":
+        """The exchange that sends as many rows back as arrived; ``rows`` are those to send."""
+        return Exchange(self.group, rows, self.partners, self.receive, self.send)
+
     def in_order(self, order: torch.Tensor) -> "Exchange":
         """The same exchange, with received rows put into this order."""
         return self._replace(order=order, places=inverse(order))
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
-        """The received rows (n_received, ...), in ``order``, or else rows of rank 0 first, in the order sent."""
-        rows = all_to_all_rows(values.index_select(0, self.rows), self.send, self.receive, self.group)
+        """The received rows (n_received, ...), in ``order``, or else those of the first partner first, as sent."""
+        rows = self._swapped(values.index_select(0, self.rows), self.send, self.receive)
         return rows if self.order is None else rows.index_select(0, self.order)
 
     def transpose(self, values: torch.Tensor, n_rows: int) -> torch.Tensor:
         """The transpose of `apply`: rows go back to the ranks that sent them, and are summed there (n_rows, ...)."""
         values = values if self.places is None else values.index_select(0, self.places)
-        rows = all_to_all_rows(values, self.receive, self.send, self.group)
+        rows = self._swapped(values, self.receive, self.send)
         return values.new_zeros((n_rows, *values.shape[1:])).index_add(0, self.rows, rows)
+
+    def _swapped(self, values: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
+        return rows_from_partners(values, self.partners, send, receive, self.group)
+
+
+def counts_for_this_rank(counts: torch.Tensor, group: Any) -> torch.Tensor:
+    """From each rank the number that it has for this rank; ``counts`` (n_ranks,) has one for each rank.
+
+    A collective call in about log2(n_ranks) messages, each to one rank, with half of the numbers.
+
+    Source of the method: J. Bruck et al., IEEE Trans. Parallel Distrib. Syst. 8, 1143 (1997), doi:10.1109/71.642949.
+    """
+    rank, n_ranks = dist.get_rank(group), len(counts)
+    numbers = torch.arange(n_ranks, device=counts.device)
+    # number k is on its way to the rank k ranks further, by steps of powers of two
+    travelling = counts.roll(-rank)
+    step = 1
+    while step < n_ranks:
+        moved = ((numbers & step) > 0).nonzero().squeeze(1)
+        to, source = (rank + step) % n_ranks, (rank - step) % n_ranks
+        partners = sorted({to, source})
+        send, receive = ([len(moved) * (partner == end) for partner in partners] for end in (to, source))
+        travelling[moved] = swap_rows(travelling[moved], send, receive, group, partners)
+        step *= 2
+    return travelling.flip(0).roll(rank + 1)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:

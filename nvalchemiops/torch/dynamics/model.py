@@ -11,6 +11,7 @@ import torch
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
 from nvalchemiops.torch.interactions.electrostatics.modules import ConfiguredSum
@@ -180,6 +181,9 @@ class SumOfTerms:
             options["num_systems"] = count_systems(system)
         if isinstance(interaction, PairPotential) and system.domain is not None:
             options |= _of_owned(term, interaction, system.domain)
+        excluded = getattr(term, "keywords", {}).get("exclusions")
+        if isinstance(excluded, OwnedPairs) and system.domain is not None:
+            options["exclusions"] = excluded.followed(system.domain)
         found = term(system, *listed, **options)
         results = found.energies, found.forces
         if energy != 1.0 or length != 1.0:

@@ -64,6 +64,7 @@ def three_body_derivatives(
     weights: torch.Tensor | None = None,
     system_of_all: torch.Tensor | None = None,
     sent: torch.Tensor | None = None,
+    partners: Sequence[int] = (),
     send: Sequence[int] = (),
     receive: Sequence[int] = (),
     group: int = 0,
@@ -137,6 +138,7 @@ def three_body_energies(
     r_switch: float,
     system_of_all: torch.Tensor | None = None,
     sent: torch.Tensor | None = None,
+    partners: Sequence[int] = (),
     send: Sequence[int] = (),
     receive: Sequence[int] = (),
     group: int = 0,
@@ -161,7 +163,7 @@ def three_body_energies(
     cutoff, r_switch : float
         A triple counts if all of its sides are shorter than the cutoff. If ``r_switch`` is below the cutoff, a factor
         for each side goes to zero between the two.
-    system_of_all, sent, send, receive, group : optional
+    system_of_all, sent, partners, send, receive, group : optional
         Given if ranks share the sum, as for `nvalchemiops.torch.interactions.pair.op.pair_sum`.
     """
     return three_body_derivatives(**locals())[0]

@@ -145,7 +145,9 @@ def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[An
     alpha, accuracy, cutoff = asked.options[:3]
     accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    shares.must_be_same(system.domain, **asked.options._asdict(), **same)
+    # exclusions, which may be many, were compared when they were checked
+    options = {name: value for name, value in asked.options._asdict().items() if not name.startswith("exclusion")}
+    shares.must_be_same(system.domain, **options, **same)
     rows, cutoff, alpha = system.given_rows(cutoff, asked.neighbors, alpha)
     return alpha, cutoff, None if system.domain is not None else rows, accuracy
 

@@ -13,6 +13,7 @@ from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
+    from nvalchemiops.torch.distributed.pairs import OwnedPairs
 
 
 __getattr__ = forwarded(
@@ -49,7 +50,7 @@ def ewald_summation(
     energy_reduction: str = "atom",
     cutoff: float | None = None,
     half_list: bool = False,
-    exclusions: torch.Tensor | None = None,
+    exclusions: "torch.Tensor | OwnedPairs | None" = None,
     exclusion_factors: torch.Tensor | None = None,
     potential: LongRangePotential = COULOMB,
     domain: "Domain | None" = None,
@@ -116,8 +117,9 @@ def ewald_summation(
         Cutoff of the given list, which must hold all pairs closer than this, or of the list that is built.
     half_list : bool, optional
         The list holds each pair only once.
-    exclusions : (2, n_pairs) int tensor, optional
-        Pairs of atoms, each listed once, whose nearest images do not interact.
+    exclusions : (2, n_pairs) int tensor or OwnedPairs, optional
+        Pairs of atoms, each listed once, whose nearest images do not interact. With a ``domain`` those from
+        `Domain.distribute_pairs`, or the numbers of atoms in all pairs, the same on all ranks.
     exclusion_factors : (n_pairs,) tensor, optional
         Scale the interaction of the excluded pairs by these factors, zero by default.
     potential : LongRangePotential, optional

@@ -52,6 +52,7 @@ from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
+    from nvalchemiops.torch.distributed.pairs import OwnedPairs
 
 
 class Potentials(NamedTuple):
@@ -100,7 +101,7 @@ def electrostatic_potential(
     pbc: torch.Tensor | None = None,
     slab_correction: bool = False,
     surface_dielectric: float | None = None,
-    exclusions: torch.Tensor | None = None,
+    exclusions: "torch.Tensor | OwnedPairs | None" = None,
     exclusion_factors: torch.Tensor | None = None,
     domain: "Domain | None" = None,
 ) -> Potentials:

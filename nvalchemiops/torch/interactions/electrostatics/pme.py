@@ -20,6 +20,7 @@ from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
+    from nvalchemiops.torch.distributed.pairs import OwnedPairs
 
 
 __getattr__ = forwarded(
@@ -110,7 +111,7 @@ def particle_mesh_ewald(
     energy_reduction: str = "atom",
     cutoff: float | None = None,
     half_list: bool = False,
-    exclusions: torch.Tensor | None = None,
+    exclusions: "torch.Tensor | OwnedPairs | None" = None,
     exclusion_factors: torch.Tensor | None = None,
     potential: LongRangePotential = COULOMB,
     prepared: PreparedMesh | None = None,

@@ -134,7 +134,8 @@ def check_system(
             shares.check_atoms(domain, atoms)
             atoms = atoms._replace(widths=shares.of_all_atoms(domain, atoms.widths))
             system = check_system(domain._alone(atoms), slab_correction=slab_correction)
-            rows = shares.exclusions_of_share(domain, exclusions, exclusion_factors, atoms.positions)
+            excluded = exclusions, exclusion_factors
+            rows = shares.exclusions_of_share(domain, *excluded, atoms.positions, at_any_distance=True)
         return system._replace(cell=shares.replicated(domain, system.cell), exclusions=rows, domain=domain)
     positions: Any = atoms.positions
     charges: Any = atoms.charges

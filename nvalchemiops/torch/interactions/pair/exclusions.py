@@ -63,7 +63,7 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
     n_atoms = positions.shape[0]
     checks.check_index("exclusions", exclusions, positions, (2, None))
     if given_factors is not None:
-        check_factors(given_factors, exclusions.shape[1], positions)
+        checks.check_factors("exclusion_factors", given_factors, exclusions.shape[1], positions)
     pointers, atoms, first, order, pairs = cached_by_value(
         "exclusions", (exclusions,), n_atoms, lambda: _sorted_by_atom(exclusions, n_atoms)
     )
@@ -86,33 +86,11 @@ def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
 
 
-def check_factors(factors: Any, n_pairs: int, positions: torch.Tensor) -> None:
-    """Raise unless there is a factor without gradient for each pair."""
-    checks.check_tensor("exclusion_factors", factors)
-    if not factors.is_floating_point():
-        raise TypeError("`exclusion_factors` must be a tensor of floats")
-    if factors.requires_grad:
-        raise ValueError("`exclusion_factors` cannot be trained: pass a detached tensor")
-    if tuple(factors.shape) != (n_pairs,) or factors.device != positions.device:
-        raise ValueError(
-            f"`exclusion_factors` must have shape ({n_pairs},) on {positions.device}, got {tuple(factors.shape)} on "
-            f"{factors.device}"
-        )
-
-
 def _sorted_by_atom(exclusions: torch.Tensor, n_atoms: int) -> tuple[torch.Tensor, ...]:
     """``pointers``, ``atoms``, ``first``, ``order`` and ``pairs`` of `ExclusionRows`."""
+    checks.check_pairs("exclusions", exclusions, n_atoms, exclusions)
     pairs = exclusions.to(torch.int64)
     i, j = pairs
-    n_pairs = pairs.shape[1]
-    if n_pairs and may_read(exclusions):
-        if int(exclusions.min()) < 0 or int(exclusions.max()) >= n_atoms:
-            raise ValuesError(f"`exclusions` must hold atoms in 0 .. {n_atoms - 1}")
-        if bool((i == j).any()):
-            raise ValuesError("`exclusions` joins an atom with itself")
-        keys = torch.minimum(i, j) * n_atoms + torch.maximum(i, j)
-        if torch.unique(keys).shape[0] != n_pairs:
-            raise ValuesError("`exclusions` holds a pair twice")
     first, order = torch.sort(torch.cat([i, j]), stable=True)
     atoms = torch.cat([j, i]).index_select(0, order).to(torch.int32)
     return row_pointers(first, n_atoms), atoms, first, order, pairs

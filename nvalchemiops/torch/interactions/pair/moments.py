@@ -354,6 +354,7 @@ def pair_moments(
     r_switch: float,
     system_of_all: torch.Tensor | None = None,
     sent: torch.Tensor | None = None,
+    partners: Sequence[int] = (),
     send: Sequence[int] = (),
     receive: Sequence[int] = (),
     group: int = 0,
@@ -396,7 +397,7 @@ def pair_moments(
         Rows of the pairs whose nearest image is scaled by a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
     cutoff, r_switch : float
         Cutoff, and distance at which switching begins.
-    system_of_all, sent, send, receive, group : optional
+    system_of_all, sent, partners, send, receive, group : optional
         Given if ranks share the sum, as for `nvalchemiops.torch.interactions.pair.op.pair_sum`.
     """
     given = dict(locals())  # a copy, because a debugger may add entries to locals()

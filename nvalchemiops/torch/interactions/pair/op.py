@@ -405,6 +405,7 @@ def pair_sum(
     r_switch: float,
     system_of_all: torch.Tensor | None = None,
     sent: torch.Tensor | None = None,
+    partners: Sequence[int] = (),
     send: Sequence[int] = (),
     receive: Sequence[int] = (),
     group: int = 0,
@@ -440,7 +441,7 @@ def pair_sum(
         Rows of the pairs whose nearest image is scaled by a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
     cutoff, r_switch : float
         Cutoff, and distance at which switching begins.
-    system_of_all, sent, send, receive, group : optional
+    system_of_all, sent, partners, send, receive, group : optional
         Given if ranks share the sum; see `nvalchemiops.torch.interactions.pair.shares.with_ghosts`. Then arguments and
         results per atom are those of the atoms that this rank owns, except that neighbors and excluded atoms are
         indices among owned atoms and ghosts, and ``species`` has entries for both. Rows after those of owned atoms are

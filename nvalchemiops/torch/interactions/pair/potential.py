@@ -21,6 +21,7 @@ from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, Results, Syste
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
+    from nvalchemiops.torch.distributed.pairs import OwnedPairs
 
 engine.immutable(Formula)
 
@@ -131,7 +132,7 @@ class PairPotential:
         num_systems: int | None = None,
         pbc: torch.Tensor | None = None,
         species: torch.Tensor | None = None,
-        exclusions: torch.Tensor | None = None,
+        exclusions: "torch.Tensor | OwnedPairs | None" = None,
         exclusion_factors: torch.Tensor | None = None,
         compute_forces: bool = False,
         compute_gradients: Sequence[str] = (),
@@ -180,10 +181,11 @@ class PairPotential:
             list must have no images.
         species : (n_atoms,) int tensor, optional
             Row of each atom in the tables; required with ``per_pair``.
-        exclusions : (2, n) int tensor, optional
+        exclusions : (2, n) int tensor or OwnedPairs, optional
             Pairs of atoms of the same system that do not interact, or whose energy is scaled, such as bonded and 1-4
             pairs. Only the nearest image of a pair in the list is excluded, wherever in the lattice the two atoms are
-            stored.
+            stored. With a ``domain`` those from `Domain.distribute_pairs`, or the numbers of atoms in all pairs, the
+            same on all ranks.
         exclusion_factors : (n,) tensor, optional
             Factors that scale the energies of these pairs; zero by default.
         compute_forces, compute_virial : bool, optional

@@ -17,16 +17,13 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import described, of_atoms
 from nvalchemiops.torch.distributed.collectives import group_of
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
-from nvalchemiops.torch.interactions.pair.exclusions import (
-    ExclusionRows,
-    check_factors,
-    check_same_system,
-    exclusion_rows,
-)
+from nvalchemiops.torch.distributed.pairs import OwnedPairs, among
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import may_read
@@ -38,7 +35,7 @@ def ghosts_of(domain: Domain | None, batch_idx: torch.Tensor | None) -> tuple[An
     if domain is None:
         return ()
     halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
-    return systems, halo.rows, halo.send, halo.receive, halo.group
+    return systems, halo.rows, halo.partners, halo.send, halo.receive, halo.group
 
 
 def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -48,9 +45,11 @@ def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
     system_of_all : (n_owned + n_ghosts,) int32 tensor, optional
     sent : (n_sent,) int64 tensor
-        Owned atoms whose values are sent, those for rank 0 first.
+        Owned atoms whose values are sent, those for the first partner first.
+    partners : sequence of int
+        Ranks that see owned atoms, or own ghosts.
     send, receive : sequence of int
-        How many values go to each rank, and how many ghosts come from each rank.
+        How many values go to each partner, and how many ghosts come from each.
     group : int
         Number of the process group, from `nvalchemiops.torch.distributed.collectives.number_of`.
     """
@@ -58,7 +57,8 @@ def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     axes = {name: int(name.startswith("direction_")) for name in names if given[name] is not None}
     owned = [given[name].movedim(axis, 0) for name, axis in axes.items()]
     columns = [values.index_select(0, given["sent"]).unsqueeze(-1).flatten(1) for values in owned]
-    arrived = swap_rows(torch.cat(columns, 1), given["send"], given["receive"], group_of(given["group"]))
+    ranks = group_of(given["group"]), given["partners"]
+    arrived = swap_rows(torch.cat(columns, 1), given["send"], given["receive"], *ranks)
     found = {**given, "batch_idx": given["system_of_all"]}
     for (name, axis), values, part in zip(axes.items(), owned, arrived.split([c.shape[1] for c in columns], 1)):
         ghosts = part.reshape(part.shape[0], *values.shape[1:]).movedim(0, axis)
@@ -149,12 +149,18 @@ def together(domain: Domain | None) -> Any:
 
 
 def exclusions_of_share(
-    domain: Domain | None, exclusions: Any, factors: Any, positions: torch.Tensor, batch_idx: torch.Tensor | None = None
+    domain: Domain | None,
+    exclusions: Any,
+    factors: Any,
+    positions: torch.Tensor,
+    batch_idx: torch.Tensor | None = None,
+    at_any_distance: bool = False,
 ) -> ExclusionRows | None:
     """Rows of the excluded pairs; raise unless both atoms of each pair belong to one system.
 
-    With a domain, rows are among owned atoms and ghosts, and ``exclusions`` are pairs of indices in the whole system,
-    the same on all ranks.
+    With a domain, rows are among owned atoms and ghosts. ``exclusions`` are then `OwnedPairs`, or pairs of indices in
+    the whole system, the same on all ranks. Pairs farther apart than a rank sees are left out, which is an error if
+    they count ``at_any_distance``.
     """
     if exclusions is None or domain is None:
         rows = exclusion_rows(exclusions, factors, positions)
@@ -163,34 +169,49 @@ def exclusions_of_share(
         return rows
     with domain._together() as agreement:
         agreement.must_be_same(exclusions=exclusions, exclusion_factors=factors)
-        pairs, chosen = _excluded_here(domain, exclusions, factors, positions)
-        factors = None if factors is None else factors.index_select(0, chosen)
-        rows = exclusion_rows(pairs, factors, positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3))
+        if isinstance(exclusions, OwnedPairs):
+            if factors is not None:
+                raise ValueError("`exclusion_factors` of distributed pairs: give them to `domain.distribute_pairs`")
+            exclusions.check(domain, "exclusions")
+            own, factors = exclusions, exclusions.factors
+        else:
+            own, chosen = _excluded_here(domain, exclusions, factors)
+            factors = None if factors is None else factors.index_select(0, chosen)
+        if at_any_distance and len(own.near) < own.pairs.shape[1]:
+            raise ValueError(
+                f"`exclusions` joins atoms that are farther apart than ranks see, {domain.reach}: make the `domain` "
+                "with a larger cutoff"
+            )
+        factors = None if factors is None else factors.index_select(0, own.near)
+        everywhere = positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3)
+        rows = exclusion_rows(own.local, factors, everywhere)
         assert rows is not None
         check_same_system(rows, domain.batch_idx_with_ghosts)
     return rows
 
 
-def _excluded_here(
-    domain: Domain, exclusions: Any, factors: Any, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The excluded pairs with an owned atom, as `Domain._pairs_here`, kept with the domain while they are the same.
+def _excluded_here(domain: Domain, exclusions: Any, factors: Any) -> tuple[OwnedPairs, torch.Tensor]:
+    """Those of the same pairs on all ranks that have an owned atom, and their indices.
 
-    To find them among the pairs of all atoms, and to check these, takes longer than a sum over the pairs of a rank.
+    They are kept with the domain while the pairs are the same: to find them among the pairs of all atoms, and to check
+    these, takes longer than a sum over the pairs of a rank.
     """
+    if factors is not None:
+        checks.check_tensor("exclusions", exclusions)
+        checks.check_factors("exclusion_factors", factors, exclusions.shape[-1], domain.global_index)
     can_compare = isinstance(exclusions, torch.Tensor) and may_read(exclusions)
     if can_compare and (kept := domain.kept.get("exclusions")) is not None:
-        given, found = kept
+        given, own, chosen = kept
         if given.dtype is exclusions.dtype and torch.equal(given, exclusions):
-            if factors is not None:
-                check_factors(factors, exclusions.shape[1], positions)
-            return found
-    exclusion_rows(exclusions, factors, positions.new_empty((1, 3)).expand(domain.n_atoms, 3))  # raises if invalid
+            return own, chosen
+    checks.check_pairs("exclusions", exclusions, domain.n_atoms, domain.global_index)
     with torch.inference_mode(False), outside_of_transforms():
-        found = domain._pairs_here(exclusions)
+        pairs = exclusions.long()
+        chosen = among(domain, pairs)
+        own = OwnedPairs.of(domain, pairs.index_select(1, chosen))
         if can_compare:
-            domain.kept["exclusions"] = exclusions.clone(), found
-    return found
+            domain.kept["exclusions"] = exclusions.clone(), own, chosen
+    return own, chosen
 
 
 def must_be_same(domain: Domain | None, **values: Any) -> None:

@@ -1,0 +1,78 @@
+"""Messages with several ranks as one piece of work, for which the host can wait with a timeout.
+
+Gloo does not tell whether a message between two ranks has arrived, and a wait that ends by a timeout closes all of its
+connections. So on a CPU a thread waits for such messages, as a thread of gloo does for the messages of all ranks.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from nvalchemiops.locks import after_fork
+
+
+class Works:
+    """Several works of torch.distributed, which begin at once, as one.
+
+    Parameters
+    ----------
+    works : sequence of torch.distributed.Work
+    on_host : bool
+        Whether they are those of tensors on a CPU. The stream of a GPU waits for the others, and not the host.
+    """
+
+    def __init__(self, works: Sequence[Any], on_host: bool) -> None:
+        self._works, self._on_host = works, on_host
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        if on_host and works:
+            (_idle.pop() if _idle else _new_thread()).put(self)
+        elif on_host:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        """Whether all are done, or one has failed; of tensors on a CPU."""
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for all. Raises a RuntimeError if one has failed, or on a CPU after the timeout."""
+        if not self._on_host:
+            for work in self._works:
+                work.wait()
+        elif not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError(f"no messages in {timeout}")
+        elif self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+
+    def finish(self, tasks: "Tasks") -> None:
+        """Wait in a thread, which has these tasks and is then free for others."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._works = ()  # frees what was sent
+        _idle.append(tasks)
+        self._done.set()
+
+
+Tasks = queue.SimpleQueue[Works]
+
+_idle: list[Tasks] = []
+"""The tasks of threads that have none. A thread whose messages never come waits until the timeout of their group."""
+
+
+def _new_thread() -> Tasks:
+    tasks: Tasks = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(tasks,), name="nvalchemiops messages", daemon=True).start()
+    return tasks
+
+
+def _serve(tasks: Tasks) -> None:
+    while True:
+        tasks.get().finish(tasks)
+
+
+after_fork(_idle.clear)  # a child process has no threads
