@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvalchemiops.torch.distributed.bricks import ONE, Bricks, Frames, make_bricks, shape_of
-from nvalchemiops.torch.distributed.transform import division_of, partners_of
 
 F64 = torch.float64
 LENGTH = 70.0
@@ -172,22 +171,6 @@ def test_few_atoms_are_seen_in_vain():
         low, high = (ends[this].clip(0.0, 1.0) for ends in bricks.boxes())
         volume = np.minimum(high - low + 2.0 * 5.0 / LENGTH, 1.0).prod() - (high - low).prod()
         assert abs(found / (volume * len(x)) - 1.0) < 0.1
-
-
-@pytest.mark.parametrize("n_ranks", [5, 64])
-def test_windows_and_slabs_have_the_same_partners(n_ranks):
-    """What a rank sends of its window, the rank with the slab expects: the sizes of both ranks agree."""
-    mesh = (30, 8, 9)
-    random = np.random.default_rng(n_ranks)
-    starts = random.integers(-9, 30, (n_ranks, 3))
-    sizes = np.minimum(random.integers(1, 12, (n_ranks, 3)), mesh)
-    told = [partners_of(rank, mesh, starts, sizes) for rank in range(n_ranks)]
-    divisions = [division_of(mesh, windows, n_ranks) for windows in told]
-    sent, received = (np.array(s) for s in zip(*(division.sizes(1) for division in divisions)))
-    assert (sent == received.T).all()
-    kept = [math.prod(division.here.shape) for division in divisions]
-    assert (sent.sum(1) + kept == sizes.prod(1)).all(), "each point of a window once"
-    assert np.mean([len(windows) / 7 for windows in told]) < 0.7 * n_ranks
 
 
 def test_the_tree_names_each_rank_once():
