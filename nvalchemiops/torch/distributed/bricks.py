@@ -33,7 +33,11 @@ NARROW = 1e-9
 """The smallest width in coordinates of the bins of a part, where all atoms are at one place."""
 
 LATER_AXIS = 0.06
-"""By how much fewer ghosts a cut along the next axis must make: a mesh is divided along the first or second axis."""
+"""By how much fewer ghosts a cut along the next axis must make: a mesh is divided along the first axis first."""
+
+LAST_AXIS = 1.0
+"""How many ghosts for each atom a cut along the last axis must save. A mesh is not cut along it, and what is sent of the
+mesh for bricks that are has the bytes of two to three ghosts for each atom."""
 
 ONE = 2**20
 """The largest weight as an integer. Sums of integers do not depend on which rank holds an atom."""
@@ -481,7 +485,7 @@ def _axes(up_to: np.ndarray, wanted: np.ndarray, extent: np.ndarray, far: tuple[
 
     near = ghosts(at(place + reach) - at(place - reach))
     near += is_round * ghosts(at(reach - lower) + whole - at(upper - reach))
-    return (near * (1.0 + LATER_AXIS * np.arange(3))).argmin(1)
+    return (near * (1.0 + LATER_AXIS * np.arange(3)) + LAST_AXIS * np.array([0.0, 0.0, 1.0])).argmin(1)
 
 
 def _places(edges: np.ndarray, up_to: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -45,13 +45,16 @@ def parts_of(n: int, n_parts: int) -> tuple[Ends, ...]:
     return tuple(itertools.pairwise(n * part // n_parts for part in range(n_parts + 1)))
 
 
-def seconds_of(mesh: Sequence[int], window: Sequence[float], rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def seconds_of(
+    mesh: Sequence[int], window: Sequence[float], n_ranks: int, rows: np.ndarray, columns: np.ndarray
+) -> np.ndarray:
     """The time of two transforms, there and back, by the model of messages, for the rank with the largest parts.
 
     Parameters
     ----------
     mesh, window : (int, int, int)
         Points of the mesh, and on average of a window. Windows are taken to lie where the pencils are.
+    n_ranks : int
     rows, columns : (n,) int arrays
         Grids.
     """
@@ -59,12 +62,15 @@ def seconds_of(mesh: Sequence[int], window: Sequence[float], rows: np.ndarray, c
     x, y, z = (np.ceil(n / parts) for n, parts in ((n_x, rows), (n_y, columns), (half, columns)))
     y_after = np.ceil(n_y / rows)
     pencil, turned, twice_turned = x * y * n_z, x * n_y * z, n_x * y_after * z
-    across = [window[0] / x + 1.0, window[1] / y + 1.0]
-    partners = np.minimum(across[0], rows) * np.minimum(across[1], columns) - 1.0
+    # pencils that overlap a window, and windows that overlap a pencil
+    of_window = np.minimum(window[0] / x + 1.0, rows) * np.minimum(window[1] / y + 1.0, columns)
+    of_pencil = n_ranks * np.minimum((window[0] + x) / n_x, 1.0) * np.minimum((window[1] + y) / n_y, 1.0)
+    partners = np.maximum(of_window, of_pencil) - 1.0
+    of_windows = math.prod(window) * np.maximum(n_ranks / (rows * columns), 1.0)
     kept = np.minimum(x, window[0]) * np.minimum(y, window[1]) * window[2]
     in_rows = np.maximum(x * y * half, turned) * (1.0 - 1.0 / columns)
     in_columns = np.maximum(turned, twice_turned) * (1.0 - 1.0 / rows)
-    sent = 8.0 * (np.maximum(math.prod(window), pencil) - kept) + 16.0 * (in_rows + in_columns)
+    sent = 8.0 * (np.maximum(of_windows, pencil) - kept) + 16.0 * (in_rows + in_columns)
     calls = 1.0 + (columns > 1) + (rows > 1)
     work = (pencil + 2.0 * turned + 2.0 * twice_turned) / 3.0
     return 2.0 * (sent / BANDWIDTH + START * calls + PARTNER * (partners + rows + columns - 2.0) + POINT * work)
@@ -73,7 +79,7 @@ def seconds_of(mesh: Sequence[int], window: Sequence[float], rows: np.ndarray, c
 def grid_for(mesh: Sequence[int], window: Sequence[float], n_ranks: int) -> Grid:
     """The grid with the shortest time by `seconds_of`; it may leave ranks out, as for a large prime number of them."""
     rows = np.arange(1, n_ranks + 1)
-    best = int(seconds_of(mesh, window, rows, n_ranks // rows).argmin())
+    best = int(seconds_of(mesh, window, n_ranks, rows, n_ranks // rows).argmin())
     return best + 1, n_ranks // (best + 1)
 
 
