@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvalchemiops.torch.distributed import transform
-from nvalchemiops.torch.distributed.pencils import division_of, grid_for, ranks_on, seconds_of, told_to
+from nvalchemiops.torch.distributed.pencils import division_of, told_to
 
 F64 = torch.float64
 

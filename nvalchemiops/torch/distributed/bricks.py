@@ -36,8 +36,8 @@ LATER_AXIS = 0.06
 """By how much fewer ghosts a cut along the next axis must make: a mesh is divided along the first axis first."""
 
 LAST_AXIS = 1.0
-"""How many ghosts for each atom a cut along the last axis must save. A mesh is not cut along it, and what is sent of the
-mesh for bricks that are has the bytes of two to three ghosts for each atom."""
+"""How many ghosts for each atom a cut along the last axis must save. A mesh is not cut along it, so for bricks that are
+cut along it half of the mesh and more is sent twice, the bytes of two to three ghosts for each atom."""
 
 ONE = 2**20
 """The largest weight as an integer. Sums of integers do not depend on which rank holds an atom."""

@@ -138,8 +138,10 @@ class Overlap(NamedTuple):
         return tuple(sum(run.size for run in runs) for runs in self)
 
     def boxes(self, a: torch.Tensor, in_a: str, b: torch.Tensor, in_b: str) -> Iterator[Sequence[torch.Tensor]]:
-        """Pairs of boxes with the same points, in two tensors (n_meshes, n_x, n_y, n_z); their kinds are names of
-        places in `Run`."""
+        """Pairs of boxes with the same points in two tensors (n_meshes, n_x, n_y, n_z).
+
+        Each tensor is said to be a window, a message or a pencil by the name of a place in `Run`.
+        """
         for runs in itertools.product(*self):
             pair = [a, b]
             for k, place in enumerate((in_a, in_b)):
@@ -238,7 +240,8 @@ def told_to(
             meets &= (((first - start) % n < size) | ((start - first) % n < end - first)) & (end > first)
         meets[rank] = False
         windows += meets.nonzero()[0].tolist()
-    met = [[k for k, ends in enumerate(parts[a]) if _runs(starts[rank, a], sizes[rank, a], mesh[a], ends)] for a in (0, 1)]
+    own = [(int(starts[rank, axis]), int(sizes[rank, axis]), mesh[axis]) for axis in range(2)]
+    met = [[k for k, ends in enumerate(of_axis) if _runs(*here, ends)] for here, of_axis in zip(own, parts)]
     owners = [(r * n_columns + c, int(ranks[r, c])) for r, c in itertools.product(*met) if ranks[r, c] != rank]
     of_windows = [(other, *starts[other].tolist(), *sizes[other].tolist()) for other in windows]
     return [n_rows, n_columns, place, *members, len(owners), *itertools.chain(*owners, *of_windows)]
@@ -290,9 +293,8 @@ def _division(mesh: Numbers, told: Numbers, n_ranks: int) -> Division:
     )
     turns = (of_row if n_columns > 1 else None, of_column if n_rows > 1 else None)
     ends = [*ends_of(place)[:2], (0, half)]
-    for turn in turns:
-        for axis, part in () if turn is None else ((turn.joins.axis, (0, turn.joins.n)), (turn.cuts.axis, turn.cuts.ours)):
-            ends[axis - 1] = part
+    for turn in filter(None, turns):
+        ends[turn.joins.axis - 1], ends[turn.cuts.axis - 1] = (0, turn.joins.n), turn.cuts.ours
     # as early as possible: with one column the second axis is whole from the beginning
     x, y = 0 if n_rows == 1 else 2, 0 if n_columns == 1 else 1
     before, between, after = (tuple(axis for axis, at in ((1, x), (2, y), (3, 0)) if at == k) for k in range(3))

@@ -26,8 +26,8 @@ def _swapped(
     values: torch.Tensor, send: dict[int, int], receive: dict[int, int], division: Division, group: Any
 ) -> torch.Tensor:
     """Send rows to other ranks, in ascending order, and return the rows from others; the numbers of rows by rank."""
-    of_all = ([rows.get(rank, 0) for rank in range(division.n_ranks)] for rows in (send, receive))
-    return swap_rows(values, *of_all, group)
+    to_all, from_all = ([rows.get(rank, 0) for rank in range(division.n_ranks)] for rows in (send, receive))
+    return swap_rows(values, to_all, from_all, group)
 
 
 # -- windows and pencils --------------------------------------------------------------------------

@@ -257,6 +257,8 @@ class MeshSum(NamedTuple):
         if self.spline_order < lowest and lowest > 3:
             name = "dipoles" if lowest == 4 else "quadrupoles"
             raise ValueError(f"`spline_order` must be at least {lowest} with `{name}`, got {self.spline_order}")
+        if system.domain is not None:
+            division_of(system.domain, self.mesh, self.spline_order)  # made here, on the stream of the caller
         return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence, self.axes)
 
 
@@ -358,9 +360,7 @@ def _all_planes(mesh: tuple[int, int, int]) -> Planes:
     return (0, mesh[1]), (0, mesh[2] // 2 + 1)
 
 
-def _axes_of(
-    mesh: tuple[int, int, int], planes: Planes, order: int, device: torch.device
-) -> tuple[torch.Tensor, ...]:
+def _axes_of(mesh: tuple[int, int, int], planes: Planes, order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Tensors that depend on the mesh alone, kept from call to call; see `_axes`."""
     others = (mesh, planes, order)
     return cached_on_device("mesh axes", device, others, lambda: _axes(mesh, planes, order, device))
