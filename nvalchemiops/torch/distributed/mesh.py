@@ -33,6 +33,8 @@ class MeshDivision:
     mesh : (int, int, int)
     window : (int, int, int)
         Points of the window of this rank.
+    grid : (int, int)
+        Rows and columns of the grid of ranks.
     planes : two (int, int)
         First and end of the planes of this rank along the second and the third axis, in Fourier space.
     """
@@ -43,6 +45,7 @@ class MeshDivision:
         self.mesh = mesh
         starts, sizes = self._all_windows(domain, order)
         self._told = told_to(domain.rank, mesh, starts, sizes)
+        self.grid = (self._told[0], self._told[1])
         division = division_of(mesh, self._told, self._n_ranks)
         start, self.window, self.planes = starts[domain.rank], division.window, division.planes
         with (

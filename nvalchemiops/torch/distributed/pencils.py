@@ -37,6 +37,9 @@ POINT = 6e-11
 """Seconds for a point of the mesh in a transform along three axes, on the same device: it is read and written three
 times at half of the bandwidth of the memory of an H100."""
 
+COMPARED = 8
+"""Grids, the best if windows were where the pencils are, for which it is counted where they are."""
+
 # -- the grid of ranks ----------------------------------------------------------------------------
 
 
@@ -45,42 +48,65 @@ def parts_of(n: int, n_parts: int) -> tuple[Ends, ...]:
     return tuple(itertools.pairwise(n * part // n_parts for part in range(n_parts + 1)))
 
 
-def seconds_of(
-    mesh: Sequence[int], window: Sequence[float], n_ranks: int, rows: np.ndarray, columns: np.ndarray
-) -> np.ndarray:
-    """The time of two transforms, there and back, by the model of messages, for the rank with the largest parts.
+class Load(NamedTuple):
+    """What the rank with the largest parts has to do for one transform, there or back; arrays of one or many grids.
+
+    Attributes
+    ----------
+    sent : bytes, of numbers of eight bytes
+    calls : collective calls
+    partners : ranks with which it exchanges values, in all these calls
+    points : points of the mesh that it transforms, in the mean of three axes
+    """
+
+    sent: np.ndarray
+    calls: np.ndarray
+    partners: np.ndarray
+    points: np.ndarray
+
+    @property
+    def of_messages(self) -> np.ndarray:
+        """Seconds in messages."""
+        return self.sent / BANDWIDTH + START * self.calls + PARTNER * self.partners
+
+
+def load_of(
+    mesh: Sequence[int],
+    window: Sequence[float],
+    n_ranks: int,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    kept: np.ndarray | None = None,
+) -> Load:
+    """The load by a model in which all windows have one size.
 
     Parameters
     ----------
     mesh, window : (int, int, int)
-        Points of the mesh, and on average of a window. Windows are taken to lie where the pencils are.
+        Points of the mesh, and on average of a window.
     n_ranks : int
     rows, columns : (n,) int arrays
         Grids.
+    kept : (n,) array, optional
+        Points of a window that a rank keeps, by default as if windows were where the pencils are.
     """
     (n_x, n_y, n_z), half = mesh, mesh[2] // 2 + 1
     x, y, z = (np.ceil(n / parts) for n, parts in ((n_x, rows), (n_y, columns), (half, columns)))
-    y_after = np.ceil(n_y / rows)
-    pencil, turned, twice_turned = x * y * n_z, x * n_y * z, n_x * y_after * z
+    pencil, turned, twice_turned = x * y * n_z, x * n_y * z, n_x * np.ceil(n_y / rows) * z
     # pencils that overlap a window, and windows that overlap a pencil
     of_window = np.minimum(window[0] / x + 1.0, rows) * np.minimum(window[1] / y + 1.0, columns)
     of_pencil = n_ranks * np.minimum((window[0] + x) / n_x, 1.0) * np.minimum((window[1] + y) / n_y, 1.0)
-    partners = np.maximum(of_window, of_pencil) - 1.0
     of_windows = math.prod(window) * np.maximum(n_ranks / (rows * columns), 1.0)
-    kept = np.minimum(x, window[0]) * np.minimum(y, window[1]) * window[2]
+    if kept is None:
+        kept = np.minimum(x, window[0]) * np.minimum(y, window[1]) * window[2]
     in_rows = np.maximum(x * y * half, turned) * (1.0 - 1.0 / columns)
     in_columns = np.maximum(turned, twice_turned) * (1.0 - 1.0 / rows)
-    sent = 8.0 * (np.maximum(of_windows, pencil) - kept) + 16.0 * (in_rows + in_columns)
-    calls = 1.0 + (columns > 1) + (rows > 1)
-    work = (pencil + 2.0 * turned + 2.0 * twice_turned) / 3.0
-    return 2.0 * (sent / BANDWIDTH + START * calls + PARTNER * (partners + rows + columns - 2.0) + POINT * work)
-
-
-def grid_for(mesh: Sequence[int], window: Sequence[float], n_ranks: int) -> Grid:
-    """The grid with the shortest time by `seconds_of`; it may leave ranks out, as for a large prime number of them."""
-    rows = np.arange(1, n_ranks + 1)
-    best = int(seconds_of(mesh, window, n_ranks, rows, n_ranks // rows).argmin())
-    return best + 1, n_ranks // (best + 1)
+    return Load(
+        8.0 * (np.maximum(of_windows, pencil) - kept) + 16.0 * (in_rows + in_columns),
+        1.0 + (columns > 1) + (rows > 1),
+        np.maximum(of_window, of_pencil) + rows + columns - 3.0,
+        (pencil + 2.0 * turned + 2.0 * twice_turned) / 3.0,
+    )
 
 
 def ranks_on(grid: Grid, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -100,6 +126,38 @@ def ranks_on(grid: Grid, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     first = len(x) * np.arange(n_rows) // n_rows
     rows = by_rows[first[:, None] + np.arange(n_columns)]
     return np.take_along_axis(rows, np.lexsort((z[rows], y[rows]), axis=1), 1)
+
+
+def kept_on(grid: Grid, mesh: Sequence[int], starts: np.ndarray, sizes: np.ndarray) -> float:
+    """The points of a window that are in the pencil of the same rank, in the mean of all ranks on a grid."""
+    ranks = ranks_on(grid, starts, sizes)
+    kept = sizes[ranks, 2].astype(float)
+    for axis, n_parts in enumerate(grid):
+        n, part = mesh[axis], np.arange(n_parts + 1) * mesh[axis] // n_parts
+        first, end = (np.expand_dims(ends, 1 - axis) for ends in (part[:-1], part[1:]))
+        start = starts[ranks, axis] % n
+        last = start + sizes[ranks, axis]
+        ends_of_turns = [(np.maximum(start, first + turn), np.minimum(last, end + turn)) for turn in (0, n)]
+        kept *= sum(np.maximum(high - low, 0) for low, high in ends_of_turns)
+    return float(kept.mean())
+
+
+def grid_for(mesh: Sequence[int], starts: np.ndarray, sizes: np.ndarray) -> Grid:
+    """The grid that takes the shortest time; it may leave ranks out, as for a large prime number of them.
+
+    Arguments are those of `told_to`.
+    """
+    n_ranks, window = len(starts), sizes.mean(0).tolist()
+    rows = np.arange(1, n_ranks + 1)
+
+    def seconds(rows: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
+        load = load_of(mesh, window, n_ranks, rows, n_ranks // rows, kept)
+        return load.of_messages + POINT * load.points
+
+    few = np.sort(seconds(rows).argsort(kind="stable")[:COMPARED]) + 1
+    kept = np.array([kept_on((n, n_ranks // n), mesh, starts, sizes) for n in few.tolist()])
+    best = int(few[seconds(few, kept).argmin()])
+    return best, n_ranks // best
 
 
 # -- windows and pencils --------------------------------------------------------------------------
@@ -226,7 +284,7 @@ def told_to(
     grid : (int, int), optional
         By default that of `grid_for`.
     """
-    n_rows, n_columns = grid = grid or grid_for(mesh, sizes.mean(0), len(starts))
+    n_rows, n_columns = grid = grid or grid_for(mesh, starts, sizes)
     ranks = ranks_on(grid, starts, sizes)
     parts = [parts_of(n, n_parts) for n, n_parts in zip(mesh, grid)]
     found = np.argwhere(ranks == rank)

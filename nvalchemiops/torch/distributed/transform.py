@@ -26,7 +26,10 @@ def _swapped(
     values: torch.Tensor, send: dict[int, int], receive: dict[int, int], division: Division, group: Any
 ) -> torch.Tensor:
     """Send rows to other ranks, in ascending order, and return the rows from others; the numbers of rows by rank."""
-    to_all, from_all = ([rows.get(rank, 0) for rank in range(division.n_ranks)] for rows in (send, receive))
+    to_all, from_all = [0] * division.n_ranks, [0] * division.n_ranks
+    for sizes, rows in ((to_all, send), (from_all, receive)):
+        for rank, n_rows in rows.items():
+            sizes[rank] = n_rows
     return swap_rows(values, to_all, from_all, group)
 
 
