@@ -329,7 +329,7 @@ def _division(mesh: Numbers, told: Numbers, n_ranks: int) -> Division:
 
     def ends_of(at: int) -> tuple[Ends, ...]:
         if at == NOWHERE:
-            return ((0, 0 if n_rows > 1 else mesh[0]), (0, 0), (0, mesh[2]))
+            return ((0, mesh[0]), (0, 0), (0, mesh[2]))
         row, column = divmod(at, n_columns)
         return (parts_of(mesh[0], n_rows)[row], parts_of(mesh[1], n_columns)[column], (0, mesh[2]))
 
