@@ -2,7 +2,8 @@
 
 Space is cut in two, and each part again, until there are as many parts as ranks: orthogonal recursive bisection. The
 cuts form a binary tree. A cut divides the work of its part in the ratio of the numbers of ranks on its two sides, along
-the axis that makes the fewest ghosts, with a preference for axes along which meshes are cut, too. Which atoms are in a brick, or close to it, is found by descent of the tree.
+the axis that makes the fewest ghosts, with a preference for axes along which meshes are cut, too. Which atoms are in a
+brick, or close to it, is found by descent of the tree.
 
 Coordinates are fractional along periodic axes, and lengths along open axes. All systems of a batch have the same cuts
 in these coordinates: only the work in all systems together is balanced. The outer bricks along open axes are unbounded.
