@@ -7,7 +7,7 @@ transform along the second axis the ranks of a column do so for the first axis. 
 only the second exchange is left. The real transform comes first, so half as many complex numbers are sent. It is along
 the third axis also because the frequency of its last plane is n/2 there, but -n/2 on the other axes.
 
-Each rank knows a *window* of the mesh, the points around its brick, and sends it to the pencils. The grid is chosen by
+Each rank has a *window* of the mesh, the points around its brick, and sends it to the pencils. The grid is chosen by
 a model of messages, and ranks have places on it close to their bricks, so that they keep most of their windows if
 bricks are not cut along the third axis.
 
@@ -33,9 +33,9 @@ BANDWIDTH, START, PARTNER = 50e9, 5e-6, 1e-6
 """The model of messages: bytes a second in and out of each rank, seconds for a collective call to start, and seconds
 for each rank with which another one exchanges values."""
 
-POINT = 6e-11
-"""Seconds for a point of the mesh in a transform along three axes, on the same device: it is read and written three
-times at half of the bandwidth of the memory of an H100."""
+POINT = 3e-11
+"""Seconds for a point of the mesh in a transform along three axes, on the same device: its eight bytes are read and
+written three times, at half of the bandwidth of the memory of an H100."""
 
 COMPARED = 8
 """Grids, the best if windows were where the pencils are, for which it is counted where they are."""
