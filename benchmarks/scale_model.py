@@ -2,30 +2,41 @@
 
 No measurement: operations and bytes by the counts below, on devices and a network with the figures below. The counts of
 bytes and messages are those that ``benchmarks/scale.py`` measures at 2 ranks, where the model gives its values, too
-(``--check``).
+(``--check``). With ``--simulate`` they are counted for more ranks: one rank of many transforms its part of the mesh by
+the library's code, with bricks that the library cuts, and a stand-in for the messages of the others.
 
 - *Liquid*: molten salt, a cutoff of 9 angstrom, a mesh spacing of 1.25 angstrom, splines of order 5, a skin of 1.
 - *Device*: the roofline of an H100 in float64; kernels that reach a half of it. Host time of a call in eager mode:
   measured, 1.2 ms.
 - *Network*: 50 GB/s in and out of each device at once, 5 µs for a collective call to start, 1 µs for each other rank
-  in an all-to-all, which sends to all of them.
+  with which it exchanges values.
 - *Pairs*: rows of owned atoms; bricks by recursive bisection, with ghosts around them as far as cutoff and skin.
-- *Mesh*: windows to slabs and back, and one exchange of slabs each way; at most as many slabs as planes.
+- *Mesh*: windows to pencils and back, and one exchange in the rows and one in the columns of the grid of ranks, each
+  way (`nvalchemiops.torch.distributed.pencils`).
+- *In turn*: messages and kernels wait for each other. *Beside*: the messages of the mesh travel while pairs are summed.
+- *Eager*: Python of a call, during which the device waits if it has less to do. Without it a step is a recorded one.
 
-Run: ``python benchmarks/scale_model.py [--check]``.
+Run: ``python benchmarks/scale_model.py [--check] [--simulate]``.
 """
 
 import argparse
 import math
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from nvalchemiops.interactions.electrostatics.costs import Costs
+from nvalchemiops.torch.distributed import transform
+from nvalchemiops.torch.distributed.bricks import LAST_AXIS, LATER_AXIS, Frames, make_bricks, shape_of
+from nvalchemiops.torch.distributed.mesh import MeshDivision
+from nvalchemiops.torch.distributed.pencils import BANDWIDTH, PARTNER, START, Load, grid_for, kept_on, load_of
 
 DENSITY, CUTOFF, SKIN, SPACING, ORDER = 1.0 / 22.4, 9.0, 1.0, 1.25, 5
 EFFICIENCY = 0.5  # of the roofline
 HOST = 1.2e-3  # s a call
-BANDWIDTH, START, PARTNER = 50e9, 5e-6, 1e-6
-COLLECTIVES = 7  # in a call, five of them all-to-all
+SUMS = 2  # over all ranks in a call, with a partner for each doubling of their number
 LIST = 16  # bytes of a pair: its number and its image
 
 
@@ -97,87 +108,162 @@ class Step(NamedTuple):
 
     pairs: float
     mesh: float
-    network: float
-    partners: float
-    host: float
+    of_mesh: float  # its messages
+    others: float  # messages of ghosts and sums
     ghosts: float  # for each owned atom
     sent: float  # bytes for each owned atom
     memory: float
+    grid: tuple[int, int]
+
+    @property
+    def in_turn(self) -> float:
+        """If messages and kernels wait for each other."""
+        return self.pairs + self.mesh + self.of_mesh + self.others
 
     @property
     def seconds(self) -> float:
-        """Kernels and network wait for each other; the host runs ahead of them, and is seen where it takes longer."""
-        return max(self.pairs + self.mesh + self.network + self.partners, self.host)
+        """If the messages of the mesh travel while pairs are summed."""
+        return max(self.pairs, self.of_mesh) + self.mesh + self.others
 
 
-def bricks(n_ranks: int, sides: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> list[tuple[float, float, float]]:
-    """The sides of all bricks of a liquid, in a cell with these sides: each part is cut with the least surface."""
+Place = tuple[float, float, float]
+
+
+def bricks(
+    n_ranks: int, length: float, low: Place = (0.0, 0.0, 0.0), sides: Place = (1.0, 1.0, 1.0)
+) -> list[tuple[Place, Place]]:
+    """Lower ends and sides of all bricks of a liquid, in a cell with these: each part is cut with the fewest ghosts."""
     if n_ranks == 1:
-        return [sides]
-    # the first cut along an axis makes two surfaces; axes that come first are preferred
-    surface = [(2.0 if side == 1.0 else 1.0) * (1.0 + 0.06 * axis) / side for axis, side in enumerate(sides)]
-    cut, half = surface.index(min(surface)), n_ranks // 2
+        return [(low, sides)]
+    reach = 2.0 * (CUTOFF + SKIN) / length
+    # the first cut along an axis makes two surfaces; the first axes are preferred, as in `bricks._axes`
+    near = [
+        (2.0 if side == 1.0 else 1.0) * reach / side * (1.0 + LATER_AXIS * axis) + LAST_AXIS * (axis == 2)
+        for axis, side in enumerate(sides)
+    ]
+    cut, half = near.index(min(near)), n_ranks // 2
     found = []
-    for n in (half, n_ranks - half):
-        x, y, z = (side * n / n_ranks if axis == cut else side for axis, side in enumerate(sides))
-        found += bricks(n, (x, y, z))
+    for first, n in ((0, half), (half, n_ranks - half)):
+        start, size = list(low), list(sides)
+        start[cut] += sides[cut] * first / n_ranks
+        size[cut] *= n / n_ranks
+        found += bricks(n, length, (start[0], start[1], start[2]), (size[0], size[1], size[2]))
     return found
+
+
+def mesh_of(n_atoms: float) -> tuple[int, int, int]:
+    """Points of the mesh."""
+    return (int((n_atoms / DENSITY) ** (1 / 3) / SPACING),) * 3
 
 
 def step(n_atoms: float, n_ranks: int) -> Step:
     """The model."""
-    costs, own = modelled(H100), n_atoms / n_ranks
-    sides, length = bricks(n_ranks), (n_atoms / DENSITY) ** (1 / 3)
-
-    def mean_volume(margin: float) -> float:
-        """The mean volume of bricks with a margin, as a share of the cell."""
-        volumes = [math.prod(min(side + margin, 1.0) for side in brick) for brick in sides]
-        return sum(volumes) / n_ranks
-
+    costs, own, length = modelled(H100), n_atoms / n_ranks, (n_atoms / DENSITY) ** (1 / 3)
+    low, sides = np.array(bricks(n_ranks, length)).swapaxes(0, 1)
     neighbors = 4.0 / 3.0 * math.pi * CUTOFF**3 * DENSITY
     listed = neighbors * ((CUTOFF + SKIN) / CUTOFF) ** 3
-    ghosts = mean_volume(2.0 * (CUTOFF + SKIN) / length) * n_ranks - 1.0
+    reach = (CUTOFF + SKIN) / length
+    is_cut = sides < 1.0
+    ghosts = float(np.minimum(sides + 2.0 * reach, 1.0).prod(1).mean()) * n_ranks - 1.0
+    partners = (
+        float(np.where(is_cut, np.minimum(1.0 + 2.0 * np.ceil(reach / sides), 1.0 / sides), 1.0).prod(1).mean()) - 1.0
+    )
     pairs = own * neighbors * costs.pair * 1e-9 / EFFICIENCY
 
-    n = length / SPACING
-    slabs = min(n_ranks, int(n))
-    uneven = math.ceil(int(n) / slabs) / (n / slabs)
-    mesh = n**3 / slabs * uneven * costs.mesh * 1e-9 / EFFICIENCY
+    mesh = mesh_of(n_atoms)
     margin = ORDER + SKIN / SPACING  # points of a window beyond those of its brick
-    window = mean_volume(margin / n) * n**3
-    # a rank keeps what belongs to its own slab
-    thickness = min(n * sum(side for side, _, _ in sides) / n_ranks + margin, n)
-    kept = window * min(n / slabs / thickness, 1.0)
-    swapped = n**3 / slabs * (1.0 - 1.0 / slabs)
-    sent = own * 32.0 * ghosts + 2.0 * 8.0 * ((window - kept) + swapped)
-    partners = 0.0 if n_ranks == 1 else COLLECTIVES * START + 5 * (n_ranks - 1) * PARTNER
-    memory = own * (listed * LIST + (1.0 + ghosts) * 100.0) + 8.0 * (window + 4.0 * n**3 / slabs)
-    return Step(pairs, mesh, sent / BANDWIDTH, partners, HOST, ghosts, sent / own, memory)
+    sizes = np.minimum(sides * mesh + margin * is_cut, mesh)
+    starts = low * mesh - 0.5 * margin * is_cut
+    grid, window = grid_for(mesh, starts, sizes), sizes.mean(0).tolist()
+    kept = np.array([kept_on(grid, mesh, starts, sizes)])
+    load = Load(*(float(value[0]) for value in load_of(mesh, window, n_ranks, *(np.array([n]) for n in grid), kept)))
+    of_ghosts = own * 32.0 * ghosts
+    others = of_messages = 0.0
+    if n_ranks > 1:
+        of_messages = 2.0 * float(load.of_messages)
+        of_sums = SUMS * (START + math.log2(n_ranks) * PARTNER)
+        others = of_ghosts / BANDWIDTH + START + PARTNER * partners + of_sums
+    sent = of_ghosts + 2.0 * load.sent
+    memory = own * (listed * LIST + (1.0 + ghosts) * 100.0) + 8.0 * (math.prod(window) + 4.0 * load.points)
+    # what is sent is read and written before, and where it arrives
+    kernels = load.points * costs.mesh * 1e-9 + 4.0 * (sent if n_ranks > 1 else 0.0) / H100.bandwidth
+    return Step(pairs, kernels / EFFICIENCY, of_messages, others, ghosts, sent / own, memory, grid)
+
+
+# -- counts of one rank ---------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    """What one rank sends in a transform there and back, and the grid of ranks."""
+
+    sent: float  # bytes
+    messages: int
+    partners: int
+    grid: tuple[int, int]
+
+
+def simulated(n_atoms: float, n_ranks: int, rank: int, sample: int = 2000) -> Counted:
+    """Counts of one rank, with bricks that are cut for ``sample`` atoms for each rank at random places."""
+    length = (n_atoms / DENSITY) ** (1 / 3)
+    frames = Frames.of(length * np.eye(3)[None], np.ones((1, 3), dtype=bool))
+    places = torch.rand(sample * n_ranks, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shape = shape_of(n_ranks, None)
+    cut = make_bricks(frames, places, None, None, CUTOFF + SKIN, shape, lambda alone: alone, lambda alone: alone)
+    domain: Any = SimpleNamespace(
+        n_ranks=n_ranks, number=0, bricks=cut, rank=rank, skin=SKIN, cells_left=places[:1], device=places.device
+    )
+    sent: list[dict[int, int]] = []
+
+    def swap_rows(values: torch.Tensor, send: Any, receive: Any, group: Any, ranks: Any) -> torch.Tensor:
+        sent.append({other: 8 * values[:1].numel() * n for other, n in zip(ranks, send)})
+        return values.new_zeros((sum(receive), *values.shape[1:]))
+
+    transform.swap_rows, transform.group_of = swap_rows, lambda number: number
+    division = MeshDivision(domain, mesh_of(n_atoms), ORDER)
+    values = division.values(division.spectrum(torch.zeros(1, 1, *division.window, dtype=torch.float64)))
+    assert values.shape[2:] == division.window
+    others = [n for sizes in sent for other, n in sizes.items() if other != rank and n > 0]
+    return Counted(sum(others), len(sent), len(others), division.grid)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="the values at 2 ranks that scale.py measures")
+    parser.add_argument("--simulate", action="store_true", help="counts of one rank of many beside the model")
     options = parser.parse_args()
     if options.check:
         found = step(46**3, 2)
         print(f"97,336 ions, 2 ranks: {found.ghosts:.2f} ghosts and {found.sent:.0f} bytes an owned ion")
         return
-    head = "devices       ms  speed-up  efficiency   pairs    mesh  network  partners   ghosts  bytes an ion   GiB"
-    for title, atoms in (
-        ("strong scaling of 10^6 ions", lambda _: 1e6),
-        ("weak scaling, 10^6 ions a device", lambda p: 1e6 * p),
-    ):
+    kinds = (("strong scaling of 10^6 ions", lambda _: 1e6), ("weak scaling, 10^6 ions a device", lambda p: 1e6 * p))
+    if options.simulate:
+        for title, atoms in kinds:
+            print(f"{title}, transforms\ndevices      grid   messages   partners and MB of one rank   by the model")
+            for n_ranks in (2, 7, 8, 64, 512, 1000):
+                n = atoms(n_ranks)
+                found, model = simulated(n, n_ranks, n_ranks // 2), step(n, n_ranks)
+                sent = (model.sent * n / n_ranks - 32.0 * model.ghosts * n / n_ranks) / 1e6
+                print(
+                    f"{n_ranks:7} {' x '.join(map(str, found.grid)):>9} {found.messages:10} {found.partners:10} "
+                    f"{found.sent / 1e6:16.2f} {sent:14.2f}"
+                )
+        return
+    head = (
+        "devices      grid       ms  efficiency   in turn  efficiency   eager   pairs    mesh  its messages  others"
+        "   ghosts  bytes an ion   GiB"
+    )
+    for title, atoms in kinds:
         print(f"{title}\n{head}")
         one = step(atoms(1), 1)
-        for n_ranks in (1, 2, 4, 8, 16, 64, 256, 1000):
+        for n_ranks in (1, 2, 4, 8, 16, 64, 256, 1000, 4096):
             found = step(atoms(n_ranks), n_ranks)
-            gain = atoms(n_ranks) / atoms(1) * one.seconds / found.seconds
-            parts = (found.pairs, found.mesh, found.network, found.partners)
+            best, in_turn, eager = found.seconds, found.in_turn, max(found.seconds, HOST)
+            gain = atoms(n_ranks) / atoms(1) * one.seconds / n_ranks
             print(
-                f"{n_ranks:7} {1e3 * found.seconds:8.2f} {gain:9.1f} {gain / n_ranks:11.2f}"
-                + "".join(f"{1e3 * part:8.2f}" for part in parts)
-                + f"   {found.ghosts:9.2f} {found.sent:11.0f} {found.memory / 2**30:9.2f}"
+                f"{n_ranks:7} {' x '.join(map(str, found.grid)):>9} {1e3 * best:8.2f} {gain / best:11.2f} "
+                f"{1e3 * in_turn:9.2f} {gain / in_turn:11.2f} {gain / eager:7.2f} {1e3 * found.pairs:7.2f} "
+                f"{1e3 * found.mesh:7.2f} {1e3 * found.of_mesh:13.2f} {1e3 * found.others:7.2f} {found.ghosts:8.2f} "
+                f"{found.sent:13.0f} {found.memory / 2**30:5.2f}"
             )
 
 

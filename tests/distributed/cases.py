@@ -14,7 +14,8 @@ from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.distributed import Domain, collectives
 from nvalchemiops.torch.distributed.bricks import ONE, Frames, make_bricks, shape_of
 from nvalchemiops.torch.distributed.domain import OF_ATOM
-from nvalchemiops.torch.distributed.transform import division_of, partners_of, window_spectrum, window_values
+from nvalchemiops.torch.distributed.pencils import division_of, told_to
+from nvalchemiops.torch.distributed.transform import window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
     coulomb_energy,
@@ -28,7 +29,7 @@ from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import build_rows
-from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, compare, rows_of_owned
+from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, compare, on_grid, rows_of_owned
 from tests.support.molecules import parameters as d3_parameters
 
 PAIRS = PairPotential(
@@ -339,28 +340,29 @@ def ops_are_as_they_say(group: Any) -> None:
             others = (None, 1, *rows, None, 0, None, None, None, 4.0, 0.0, None, torch.arange(0), [0], [0], [0], number)
             arguments = (DSF.text, "wrcpg", "rcpgw", *given, *directions, *others)
             torch.library.opcheck(pair_sum.op.overload, arguments)
-            mesh, window = (6, 5, 4), (0, -1, 0, 0, 5, 5, 4)
-            values = torch.randn(2, 1, *window[4:], dtype=F64, requires_grad=True)
-            torch.library.opcheck(window_spectrum.op.overload, (values, mesh, window, 1, number))
+            mesh, window = (6, 5, 4), (5, 5, 4)
+            told = told_to(0, mesh, np.array([[-1, 0, 0]]), np.array([window]))
+            values = torch.randn(2, 1, *window, dtype=F64, requires_grad=True)
+            torch.library.opcheck(window_spectrum.op.overload, (values, mesh, told, 1, number))
             spectrum = torch.randn(2, 1, 6, 5, 3, 2, dtype=F64, requires_grad=True)
-            torch.library.opcheck(window_values.op.overload, (spectrum, mesh, window, 1, number))
+            torch.library.opcheck(window_values.op.overload, (spectrum, mesh, told, 1, number))
 
 
-@case(1, 2, 3)
+@case(1, 2, 4)
 def windows_are_transformed_as_one_mesh(group: Any) -> None:
     """Windows that overlap, wrap around and leave planes out, of several meshes at once; and the transpose.
 
-    The last meshes have fewer planes along an axis than there are ranks.
+    By slabs along either axis, by pencils with one rank left out, and by the grid that is chosen; the last meshes have
+    fewer planes along an axis than there are ranks. More grids and meshes are in `test_pencils`, in one process.
     """
     rank, size, number = dist.get_rank(group), dist.get_world_size(group), collectives.number_of(group)
     generator = torch.Generator().manual_seed(3)
     few = max(size - 1, 1)
-    others = (((7, 6, 5), (2, 1)), ((4, 9, 8), (1, 3)), ((7, 4, 4), (1, 1)))
-    for mesh, n_meshes in (*others, ((few, 5, 4), (1, 2)), ((8, few, 4), (1, 2))):
+    meshes = (((7, 6, 5), (2, 1)), ((4, 9, 8), (1, 3)), ((few, 5, 4), (1, 2)), ((8, few, 4), (1, 1)))
+    grids = ((size, 1), (1, size), (max(size // 2, 1), min(size, 2)), (few, 1), None)
+    for (mesh, n_meshes), grid in itertools.product(meshes, grids):
         starts = [(r * mesh[0] // size - 2, -1 - r, 3 * r) for r in range(size)]
         sizes = [(min(mesh[0] // size + 3, mesh[0]), max(mesh[1] - (r == 1), 1), mesh[2] - 1) for r in range(size)]
-        if n_meshes == (1, 1):  # slabs without a margin
-            starts, sizes = [(r * mesh[0] // size, 0, 0) for r in range(size)], [(mesh[0] // size, 4, 4)] * size
         windows = [torch.randn(*n_meshes, *shape, generator=generator, dtype=F64) for shape in sizes]
         whole = torch.zeros(*n_meshes, *mesh, dtype=F64)
         places = [
@@ -369,25 +371,25 @@ def windows_are_transformed_as_one_mesh(group: Any) -> None:
         ]
         for values, place in zip(windows, places):
             whole[(slice(None), slice(None), *place)] += values
-        told = partners_of(rank, mesh, np.array(starts), np.array(sizes))
-        first, end = division_of(mesh, told, size).columns[rank]
+        told = told_to(rank, mesh, np.array(starts), np.array(sizes), grid)
+        of_y, of_z = (slice(*ends) for ends in division_of(mesh, told, size).planes)
         here = windows[rank].requires_grad_()
         spectrum = window_spectrum(here, mesh, told, size, number)
         expected = torch.view_as_real(torch.fft.rfftn(whole, dim=(-3, -2, -1)))
-        assert_equal(spectrum.detach(), expected[:, :, :, first:end].detach(), (mesh, "spectrum"))
+        assert_equal(spectrum.detach(), expected[:, :, :, of_y, of_z].detach(), (mesh, grid, "spectrum"))
         factor = torch.randn(expected.shape, generator=generator, dtype=F64)
         complex_values = torch.view_as_complex(expected * factor)
         back = torch.fft.irfftn(complex_values, s=mesh, dim=(-3, -2, -1), norm="forward")
-        values = window_values(spectrum * factor[:, :, :, first:end], mesh, told, size, number)
-        assert_equal(values.detach(), back[(slice(None), slice(None), *places[rank])], (mesh, "values"))
+        values = window_values(spectrum * factor[:, :, :, of_y, of_z], mesh, told, size, number)
+        assert_equal(values.detach(), back[(slice(None), slice(None), *places[rank])], (mesh, grid, "values"))
         # the derivative of both is the transpose of both, and so is that of the transpose
         other = torch.randn(values.shape, dtype=F64, requires_grad=True)
         (slope,) = torch.autograd.grad(values, here, other, create_graph=True)
         (second,) = torch.autograd.grad(slope, other, here.detach())
-        assert_equal(second, values.detach(), (mesh, "transpose"))
+        assert_equal(second, values.detach(), (mesh, grid, "transpose"))
         products = torch.stack([(other * values).sum(), (slope * here).sum()]).detach()
         dist.all_reduce(products, group=group)
-        assert_equal(products[:1], products[1:], (mesh, "inner product"))
+        assert_equal(products[:1], products[1:], (mesh, grid, "inner product"))
 
 
 @case(2)
@@ -492,8 +494,11 @@ def _long_range(group: Any, call: Callable[..., Any], **options: Any) -> None:
     slab = {"slab_correction": True, "pbc": torch.tensor([True, True, False])}
     kinds: list[tuple[bool, dict[str, Any]]] = [(False, {"exclusions": EXCLUDED}), (True, {}), (False, slab)]
     kinds.append((False, {"surface_dielectric": 2.0}))
-    for batch, more in kinds:
-        _compare_long_range(group, Atoms(batch), functools.partial(call, cutoff=CUTOFF, **options, **more))
+    size = dist.get_world_size(group)
+    grids = ((size, 1), (max(size // 2, 1), min(size, 2)), (1, size), (max(size - 1, 1), 1))
+    for (batch, more), grid in zip(kinds, grids, strict=True):
+        with on_grid(grid):
+            _compare_long_range(group, Atoms(batch), functools.partial(call, cutoff=CUTOFF, **options, **more))
 
 
 def _compare_long_range(group: Any, atoms: Atoms, call: Callable[..., Any]) -> None:
@@ -538,9 +543,9 @@ def ewald_sums(group: Any) -> None:
     _long_range(group, ewald_summation, k_cutoff=4.0)
 
 
-@case(1, 3)
+@case(1, 4)
 def particle_mesh_sums(group: Any) -> None:
-    _long_range(group, particle_mesh_ewald, mesh_dimensions=(18, 24, 20), spline_order=6)
+    _long_range(group, particle_mesh_ewald, mesh_dimensions=(18, 25, 21), spline_order=6)
 
 
 @case(2)

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.torch.distributed import Domain
+from nvalchemiops.torch.distributed import Domain, pencils
 
 F64 = torch.float64
 CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
@@ -143,6 +144,11 @@ def compare(
     for order, (ours, theirs) in enumerate(((gradients, first), (higher, second)), 1):
         for k, (a, b) in enumerate(zip(ours, held(theirs))):
             assert_equal(a, b, f"derivative {order} by argument {k}")
+
+
+def on_grid(grid: tuple[int, int]) -> Any:
+    """A context in which meshes are divided on this grid of ranks."""
+    return mock.patch.object(pencils, "grid_for", lambda *_: grid)
 
 
 def rows_of_owned(domain: Domain, positions: torch.Tensor, cutoff: float) -> list[tuple[int, ...]]:

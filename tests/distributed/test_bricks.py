@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvalchemiops.torch.distributed.bricks import ONE, Bricks, Frames, make_bricks, shape_of
-from nvalchemiops.torch.distributed.transform import division_of, partners_of
 
 F64 = torch.float64
 LENGTH = 70.0
@@ -77,9 +76,10 @@ def test_cuts_avoid_atoms_where_they_can():
     of_first = bricks.seen_by(inside[bricks.ranks_of(inside) == 0], None, 3.0, 0)[1]
     assert of_first.tolist() == [0, 0, 0]
     assert cut(places("slab"), LENGTH * np.eye(3), 64)[0].cuts_along[2] == 0
-    # slabs, as a mesh has them, until cuts across them make fewer ghosts
-    bulk = [cut(places("bulk"), LENGTH * np.eye(3), n)[0].cuts_along.tolist() for n in (2, 4, 8, 64)]
-    assert bulk == [[1, 0, 0], [3, 0, 0], [3, 4, 0], [3, 12, 48]]
+    # slabs, until cuts across them make fewer ghosts; then pencils, as a mesh has them, until these are thin
+    bulk = [cut(places("bulk"), LENGTH * np.eye(3), n)[0].cuts_along.tolist() for n in (2, 4, 8, 16)]
+    assert bulk == [[1, 0, 0], [3, 0, 0], [3, 4, 0], [3, 12, 0]]
+    assert cut(places("bulk"), LENGTH * np.eye(3), 512)[0].cuts_along[2] > 0
     long = places("bulk") * torch.tensor([1.0, 10.0, 1.0])
     assert cut(long, np.diag([LENGTH, 10.0 * LENGTH, LENGTH]), 8)[0].cuts_along.tolist() == [0, 7, 0]
 
@@ -172,22 +172,6 @@ def test_few_atoms_are_seen_in_vain():
         low, high = (ends[this].clip(0.0, 1.0) for ends in bricks.boxes())
         volume = np.minimum(high - low + 2.0 * 5.0 / LENGTH, 1.0).prod() - (high - low).prod()
         assert abs(found / (volume * len(x)) - 1.0) < 0.1
-
-
-@pytest.mark.parametrize("n_ranks", [5, 64])
-def test_windows_and_slabs_have_the_same_partners(n_ranks):
-    """What a rank sends of its window, the rank with the slab expects: the sizes of both ranks agree."""
-    mesh = (30, 8, 9)
-    random = np.random.default_rng(n_ranks)
-    starts = random.integers(-9, 30, (n_ranks, 3))
-    sizes = np.minimum(random.integers(1, 12, (n_ranks, 3)), mesh)
-    told = [partners_of(rank, mesh, starts, sizes) for rank in range(n_ranks)]
-    divisions = [division_of(mesh, windows, n_ranks) for windows in told]
-    sent, received = (np.array(s) for s in zip(*(division.sizes(1) for division in divisions)))
-    assert (sent == received.T).all()
-    kept = [math.prod(division.here.shape) for division in divisions]
-    assert (sent.sum(1) + kept == sizes.prod(1)).all(), "each point of a window once"
-    assert np.mean([len(windows) / 7 for windows in told]) < 0.7 * n_ranks
 
 
 def test_the_tree_names_each_rank_once():

@@ -2,7 +2,8 @@
 
 Space is cut in two, and each part again, until there are as many parts as ranks: orthogonal recursive bisection. The
 cuts form a binary tree. A cut divides the work of its part in the ratio of the numbers of ranks on its two sides, along
-the axis that makes the fewest ghosts. Which atoms are in a brick, or close to it, is found by descent of the tree.
+the axis that makes the fewest ghosts, with a preference for axes along which meshes are cut, too. Which atoms are in a
+brick, or close to it, is found by descent of the tree.
 
 Coordinates are fractional along periodic axes, and lengths along open axes. All systems of a batch have the same cuts
 in these coordinates: only the work in all systems together is balanced. The outer bricks along open axes are unbounded.
@@ -33,7 +34,11 @@ NARROW = 1e-9
 """The smallest width in coordinates of the bins of a part, where all atoms are at one place."""
 
 LATER_AXIS = 0.06
-"""By how much fewer ghosts a cut along the next axis must make: a mesh is divided along the first or second axis."""
+"""By how much fewer ghosts a cut along the next axis must make: a mesh is divided along the first axis first."""
+
+LAST_AXIS = 1.0
+"""How many ghosts for each atom a cut along the last axis must save. A mesh is not cut along it, so for bricks that are
+cut along it half of the mesh and more is sent twice, the bytes of two to three ghosts for each atom."""
 
 ONE = 2**20
 """The largest weight as an integer. Sums of integers do not depend on which rank holds an atom."""
@@ -481,7 +486,7 @@ def _axes(up_to: np.ndarray, wanted: np.ndarray, extent: np.ndarray, far: tuple[
 
     near = ghosts(at(place + reach) - at(place - reach))
     near += is_round * ghosts(at(reach - lower) + whole - at(upper - reach))
-    return (near * (1.0 + LATER_AXIS * np.arange(3))).argmin(1)
+    return (near * (1.0 + LATER_AXIS * np.arange(3)) + LAST_AXIS * np.array([0.0, 0.0, 1.0])).argmin(1)
 
 
 def _places(edges: np.ndarray, up_to: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -289,16 +289,15 @@ def swap_rows(
     send: Sequence[int],
     receive: Sequence[int],
     group: Any,
-    partners: Sequence[int] | None = None,
+    partners: Sequence[int],
 ) -> torch.Tensor:
-    """Send rows to some ranks, by default to all, and return rows from them; see `collectives.rows_from_partners`.
+    """Send rows to some ranks and return rows from them; see `collectives.rows_from_partners`.
 
     One message goes to each rank that gets rows: nothing is sent where there are none. All ranks of the group take
     part, also those without partners.
     """
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
-    ranks = range(len(send)) if partners is None else partners
-    parts = list(zip(ranks, values.contiguous().split(list(send)), rows.split(list(receive)), strict=True))
+    parts = list(zip(partners, values.contiguous().split(list(send)), rows.split(list(receive)), strict=True))
     _take_part("rows", functools.partial(_swap, parts), values, group)
     return rows
 

@@ -82,7 +82,8 @@ class Domain:
         The ranks. All by default.
     grid : (int, int, int), optional
         Bricks along each axis: slices of equal work along the first axis, each cut on its own along the second, and so
-        on. By default each part is cut in two along the axis with the fewest ghosts.
+        on. By default each part is cut in two along the axis with the fewest ghosts, but along the third axis only if
+        that saves one ghost for each atom: meshes are not cut along it.
     weights : (n,) tensor, optional
         The work that each atom makes, in any unit: positive numbers. Either all ranks give it, or none. By default all
         atoms make the same work, and after that, in domains made by `follow`, as much as their neighbors say.

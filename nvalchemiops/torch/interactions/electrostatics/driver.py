@@ -315,12 +315,12 @@ def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     splitting = nan_unless(long_range.valid, splitting)
-    terms = [long_range.term(system, potential, splitting)]
+    terms: list[Term] = []
     if has_moments and not keeps_all:
         terms += _own_terms(system, splitting, keeps_gaussians)
     elif not keeps_all:
         terms.append(self_term(potential, system, splitting))
-    return terms, system
+    return [*terms, long_range.term(system, potential, splitting)], system
 
 
 def short_range_part(asked: EwaldSum) -> Tensors:

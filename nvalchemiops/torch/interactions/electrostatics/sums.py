@@ -20,6 +20,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime.streams import beside
 from nvalchemiops.torch.systems import System
 
 
@@ -94,7 +95,7 @@ def body_of(
             asked.charge_gradients or any(by_sources),
             asked.virial or by_cell,
         )
-        contributions = [term.evaluate(here, computed) for term in terms]
+        contributions = _contributions(terms, here, computed)
         found: Any = total(contributions, here, request.energy_reduction)
 
         def one_channel(values: torch.Tensor) -> torch.Tensor:
@@ -124,6 +125,22 @@ def body_of(
         return tuple(results)
 
     return body
+
+
+def _contributions(terms: Sequence[Term], system: ChargedSystem, derivatives: Derivatives) -> Sequence[Contribution]:
+    """The contributions of terms. On several ranks with GPUs messages of the last term travel while pairs are summed.
+
+    The last term is the one with long messages, of a mesh or of structure factors.
+    """
+    if system.domain is None or len(terms) == 1:
+        return [term.evaluate(system, derivatives) for term in terms]
+    *others, last = terms
+    found, of_last = beside(
+        lambda: [term.evaluate(system, derivatives) for term in others],
+        lambda: last.evaluate(system, derivatives),
+        system.positions.device,
+    )
+    return [*found, of_last]
 
 
 def _of_given(given: System, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

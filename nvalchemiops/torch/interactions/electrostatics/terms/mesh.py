@@ -142,6 +142,9 @@ class Precomputed(NamedTuple):
 MOST_MESHES = 64
 """Number of chosen meshes that are kept, with their `MeshSum.axes`."""
 
+Planes = tuple[tuple[int, int], tuple[int, int]]
+"""First and end of the planes of the half mesh along its second and its third axis."""
+
 _meshes: Kept[tuple[tuple[int, int, int], torch.Tensor | None]] = Kept(MOST_MESHES)
 
 
@@ -254,6 +257,8 @@ class MeshSum(NamedTuple):
         if self.spline_order < lowest and lowest > 3:
             name = "dipoles" if lowest == 4 else "quadrupoles"
             raise ValueError(f"`spline_order` must be at least {lowest} with `{name}`, got {self.spline_order}")
+        if system.domain is not None:
+            division_of(system.domain, self.mesh, self.spline_order)  # made here, on the stream of the caller
         return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence, self.axes)
 
 
@@ -278,9 +283,7 @@ class MeshTerm(NamedTuple):
         dtype, batch_idx, n_systems = system.moments.dtype, system.batch_idx, system.n_systems
         with_virial = derivatives.virial
         division = None if system.domain is None else division_of(system.domain, mesh, spline_order)
-        if division is not None:
-            system, mesh, prepared = system._replace(cell=system.cell[:, division.axes]), division.mesh, None
-        planes = (0, mesh[1]) if division is None else division.planes
+        planes = _all_planes(mesh) if division is None else division.planes
         *_, powers_of_z, dyads, n, identity = _axes_of(mesh, planes, spline_order, alpha.device)
         lattice = system.lattice()
         in_spacings = lattice._replace(frame=lattice.frame * n)
@@ -292,7 +295,7 @@ class MeshTerm(NamedTuple):
         frames = frames_of(system, in_spacings, dtype, n)
         spread = mesh_spread(frames.moments.to(dtype), coordinates, *plan, frames.highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
-        if prepared is None:
+        if prepared is None or division is not None:
             value, derivative = cached_by_value(
                 "influence",
                 (system.cell, alpha),
@@ -325,10 +328,10 @@ def influence(
     mesh: tuple[int, int, int],
     order: int,
     with_derivative: bool,
-    planes: tuple[int, int] | None = None,
+    planes: Planes | None = None,
 ) -> Influence:
-    """The influence function of the mesh, or of a half-open range of its planes along y."""
-    planes = (0, mesh[1]) if planes is None else planes
+    """The influence function of the half mesh, or of some of its planes."""
+    planes = _all_planes(mesh) if planes is None else planes
     xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, planes, order, alpha.device)
     m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
     # k² as a sum of functions of two indices
@@ -353,16 +356,18 @@ def division_of(domain: "Domain", mesh: tuple[int, int, int], spline_order: int)
     return domain.kept[key]
 
 
-def _axes_of(
-    mesh: tuple[int, int, int], planes: tuple[int, int], order: int, device: torch.device
-) -> tuple[torch.Tensor, ...]:
+def _all_planes(mesh: tuple[int, int, int]) -> Planes:
+    return (0, mesh[1]), (0, mesh[2] // 2 + 1)
+
+
+def _axes_of(mesh: tuple[int, int, int], planes: Planes, order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Tensors that depend on the mesh alone, kept from call to call; see `_axes`."""
     others = (mesh, planes, order)
     return cached_on_device("mesh axes", device, others, lambda: _axes(mesh, planes, order, device))
 
 
-def _axes(mesh: Sequence[int], planes: tuple[int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Functions of one or two frequencies of the half mesh, or of some of its planes along y, in float64.
+def _axes(mesh: Sequence[int], planes: Planes, order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Functions of one or two frequencies of the half mesh, or of some of its planes, in float64.
 
     Returned in this order: the products x x, 2 x y, y y, 2 y z, z z, 2 z x, of which k² is a sum with the metric as
     weights; ``1 / b²`` for x and y, and for z, both in shapes that broadcast to the half mesh; the multiplicity of each
@@ -375,7 +380,8 @@ def _axes(mesh: Sequence[int], planes: tuple[int, int], order: int, device: torc
         shape = [-1 if a == axis else 1 for a in range(3)]
         axes.append(mesh_frequencies(n, axis == 2, device).reshape(shape))
         deconvolution.append(spline_transform(n, order, axis == 2, device).pow(-2).reshape(shape))
-    axes[1], deconvolution[1] = (t[1][:, slice(*planes)] for t in (axes, deconvolution))
+    for t in (axes, deconvolution):
+        t[1], t[2] = t[1][:, slice(*planes[0])], t[2][..., slice(*planes[1])]
     x, y, z = axes
     products = (x * x, 2.0 * x * y, y * y, 2.0 * y * z, z * z, 2.0 * z * x)
     # planes that are their own mirror images
