@@ -14,7 +14,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
 
 chosen = {"which": "some"}
 
-SPARE = 7
+SPARE = 14
 """Groups of each size beside the one that all cases share."""
 
 spare: dict[int, list[Any]] = {}

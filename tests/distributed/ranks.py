@@ -20,7 +20,7 @@ FEW = {
 TIMEOUT = 300
 
 
-TOPICS = ("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics")
+TOPICS = ("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics", "faults")
 """Files with cases."""
 
 

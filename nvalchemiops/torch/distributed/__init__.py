@@ -2,5 +2,6 @@
 
 from nvalchemiops.torch.distributed.communication import OtherRankError
 from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.distributed.faults import fail_together
 
-__all__ = ["Domain", "OtherRankError"]
+__all__ = ["Domain", "OtherRankError", "fail_together"]

@@ -107,7 +107,7 @@ class Agreement:
                 f"ranks are out of step: this is {self._tell_counts()}. One of them was interrupted, or has left out a "
                 "backward pass: results since the call before may be wrong. From here on they are in step"
             )
-        self.largest = highest[5:]
+        self.largest, here.left = highest[5:], ""
         if highest[0]:
             texts = self._tell(None if error is None else f"{type(error).__name__}: {error}")
             if error is not None:

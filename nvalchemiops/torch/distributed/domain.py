@@ -37,6 +37,7 @@ from nvalchemiops.torch.distributed.bricks import (
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum
 from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
+from nvalchemiops.torch.distributed.faults import in_call
 from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
@@ -176,7 +177,7 @@ class Domain:
         if self.is_batch:  # a rank without atoms may have left `batch_idx` out
             here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
             here = here.to(self.device, torch.int32)
-        with torch.inference_mode(False):  # tensors made in inference mode could not be used outside of it later
+        with in_call(self.group), torch.inference_mode(False):  # tensors made in inference mode could not be used outside of it later
             self.pbc = torch.as_tensor(periodic, device=self.device)
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
             work = None
@@ -363,7 +364,8 @@ class Domain:
                 check_rows(values, n_rows)
                 told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
                 agreement.same["`values`"] = told
-        return carried(move, values)
+        with in_call(self.group):
+            return carried(move, values)
 
     @overload
     def distribute(self, values: torch.Tensor) -> torch.Tensor: ...

@@ -14,7 +14,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
-from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.systems import System
 
 ASK_EVERY = 10
@@ -201,7 +201,7 @@ def relax(
     known: _Record | None = None
     results: _Record | None = None
     count = 0
-    with _bar(n, progress and (domain is None or domain.rank == 0)) as show:
+    with whole_call(domain), _bar(n, progress and (domain is None or domain.rank == 0)) as show:
         while True:
             chart, move = chart.followed(x)
             if move is not None:

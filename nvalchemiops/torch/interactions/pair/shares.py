@@ -21,6 +21,7 @@ from nvalchemiops.torch.distributed.agreement import described, of_atoms
 from nvalchemiops.torch.distributed.collectives import group_of
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.distributed.faults import in_call
 from nvalchemiops.torch.interactions.pair.exclusions import (
     ExclusionRows,
     check_factors,
@@ -146,6 +147,11 @@ def together(domain: Domain | None) -> Any:
     if not isinstance(domain, Domain):
         raise TypeError(f"`domain` must be a Domain, got {type(domain).__name__}")
     return domain._together()
+
+
+def whole_call(domain: Domain | None) -> contextlib.AbstractContextManager[Any]:
+    """A context for a whole call: if one rank raises between messages, the ranks that wait for it raise, too."""
+    return in_call(domain.group) if isinstance(domain, Domain) else contextlib.nullcontext()
 
 
 def exclusions_of_share(
