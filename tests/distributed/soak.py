@@ -93,7 +93,6 @@ def run(n_steps: int, new_group: Callable[[], Any]) -> dict[str, int]:
             assert found is error and rank == victim, found
             how = "failed"
         assert time.monotonic() - begin < SOON, (number, at, name, time.monotonic() - begin)
-        print(number, has_fault, victim, name, after, repr(error), how, round(time.monotonic() - begin, 2), flush=True)
         ends[how] += 1
         hows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hows, how)
