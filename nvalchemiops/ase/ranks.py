@@ -28,8 +28,8 @@ def on_ranks(
     """Call ``main(calculator)`` on rank 0, with a calculator whose terms are computed by all ranks.
 
     A collective call. The other ranks compute until ``main`` returns; if it raises or is interrupted, they raise, too.
-    They receive elements, charges and cell
-    when these change, and positions at each call. Atoms are divided again when one has moved by half of the skin.
+    They receive elements, charges and cell when these change, and positions at each call. Atoms are divided again when
+    one has moved by half of the skin.
 
     Parameters
     ----------
@@ -79,7 +79,8 @@ def _run(main: Callable[[Calculator], Result], calculator: "RankCalculator") -> 
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the error of `main` is more informative
             calculator.end(f"{type(error).__name__}: {error}")
-            messages_of(calculator.group).show(calculator.group)  # if `main` ended in the middle of a call, other ranks wait in it
+            # if `main` ended in the middle of a call, other ranks wait in it
+            messages_of(calculator.group).show(calculator.group)
         raise
     calculator.end(None)
     return result

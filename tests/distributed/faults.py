@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nvalchemiops.ase import Electrostatics, on_ranks
 from nvalchemiops.torch import System
-from nvalchemiops.torch.distributed import Domain, OtherRankError, communication, domain, fail_together
+from nvalchemiops.torch.distributed import Domain, communication, domain, fail_together
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate
 from nvalchemiops.torch.interactions.electrostatics import coulomb, dsf_coulomb
 from nvalchemiops.torch.interactions.pair import lennard_jones, shares
@@ -109,7 +109,7 @@ def an_interrupt_of_dynamics_or_of_a_relaxation(group: Any) -> None:
 
 @case(2)
 def failures_of_a_calculator_on_ranks(group: Any) -> None:
-    """An interrupt of rank 0 is an error on the others; those of others are errors on rank 0, also between two calls."""
+    """An interrupt of rank 0 is an error on the others; an error of these, also between two calls, is one on rank 0."""
     rank, kept = dist.get_rank(group), []
     crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6)
 

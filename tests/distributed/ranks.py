@@ -20,7 +20,19 @@ FEW = {
 TIMEOUT = 300
 
 
-TOPICS = ("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics", "faults")
+TOPICS = (
+    "cases",
+    "modules",
+    "agreement",
+    "steps",
+    "sources",
+    "response",
+    "lifetimes",
+    "random_systems",
+    "dynamics",
+    "faults",
+    "deferred",
+)
 """Files with cases."""
 
 

@@ -59,7 +59,11 @@ class Agreement:
         By name, descriptions of values that must be the same on all ranks.
     is_over : bool
         Whether the part has ended.
+    is_deferred : bool
+        Whether ranks compare later; see `nvalchemiops.torch.distributed.ledger`.
     """
+
+    is_deferred = False
 
     def __init__(self, group: Any, device: torch.device, skin: float = math.inf) -> None:
         self.largest = [-float("inf")] * N_NUMBERS
@@ -84,7 +88,7 @@ class Agreement:
         self.is_over = True
         # an interrupt must reach its rank, whatever other ranks report
         quiet = () if error is None or isinstance(error, Exception) else (OtherRankError,)
-        with contextlib.suppress(*quiet), _untransformed():
+        with contextlib.suppress(*quiet), untransformed():
             self._conclude(error)
 
     def _conclude(self, error: BaseException | None) -> None:
@@ -115,7 +119,7 @@ class Agreement:
             rank = next(rank for rank, text in enumerate(texts) if text is not None)
             raise OtherRankError(f"{self._rank(rank)} failed: {texts[rank]}")
         if highest[3] != lowest[3]:
-            self._raise_difference()
+            self.raise_difference("a value")
         if highest[4] != lowest[4] and (highest[4], lowest[4]) not in here.places:
             here.places.add((highest[4], lowest[4]))
             places = ", ".join(f"{place} on {self._rank(rank)}" for rank, place in enumerate(self._tell(here.place)))
@@ -140,9 +144,12 @@ class Agreement:
             for rank, (calls, count, place) in enumerate(told)
         )
 
-    def _raise_difference(self) -> None:
+    def raise_difference(self, otherwise: str) -> None:
+        """Raise with the first difference of ``same``, on all ranks; if there is none, with other words for it."""
         told: list[dict[str, str]] = self._tell(self.same)
-        rank = next(rank for rank, same in enumerate(told) if same != told[0])
+        rank = next((rank for rank, same in enumerate(told) if same != told[0]), 0)
+        if rank == 0:
+            raise ValueError(f"{otherwise} must be the same on all ranks, but differs")
         first, other = (f"on {self._rank(r)}" for r in (0, rank))
         if told[0].keys() != told[rank].keys():
             one, another = (", ".join(told[r]) or "nothing" for r in (0, rank))
@@ -159,7 +166,7 @@ class Agreement:
         return f"rank {dist.get_global_rank(self._group, rank)}"
 
 
-def _untransformed() -> contextlib.AbstractContextManager[Any]:
+def untransformed() -> contextlib.AbstractContextManager[Any]:
     """A context that keeps messages between ranks out of ``torch.func`` transforms."""
     return internals.without_transforms() if internals.transforms_active() else contextlib.nullcontext()
 
@@ -197,7 +204,7 @@ def described(value: Any) -> str:
 
 def check_sum(tensor: torch.Tensor) -> int:
     """A checksum of the values of a tensor on the host."""
-    with _untransformed():
+    with untransformed():
         plain = values_of(tensor).resolve_conj().resolve_neg().contiguous()
         return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)
 

@@ -19,7 +19,7 @@ import pickle
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,8 +44,8 @@ RECENT = 16
 wait."""
 
 _AT, _APART, _LEFT = "nvalchemiops/at", "nvalchemiops/out of step", "nvalchemiops/left"
-"""Keys in the store of a group: recent messages of a rank (its number follows), why ranks are out of step, and the scope
-that a rank has last left by an error."""
+"""Keys in the store of a group: recent messages of a rank (its number follows), why ranks are out of step, and the last
+scope that a rank has left by an error."""
 
 
 class OtherRankError(RuntimeError):
@@ -244,8 +244,15 @@ def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, g
     """
     messages = messages_of(group)
     messages.begin(kind)
-    try:
+    with _named_failures(kind, group, messages):
         _wait(operation(tensor, group=group, async_op=True, **options), tensor, group, messages)
+
+
+@contextlib.contextmanager
+def _named_failures(kind: str, group: Any, messages: Messages) -> Iterator[None]:
+    """Errors of a message name the ranks that are gone; other ranks learn of an interrupt."""
+    try:
+        yield
     except OtherRankError:
         raise
     except RuntimeError as error:
@@ -263,14 +270,57 @@ def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, g
 
 def add(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Replace the tensor in place with the sum of the tensors of all ranks, and return it."""
-    _take_part("a sum", dist.all_reduce, tensor, group)
+    _take_part(f"a sum of {tensor.numel()} numbers", dist.all_reduce, tensor, group)
     return tensor
 
 
 def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Replace the tensor in place with the elementwise maximum of the tensors of all ranks, and return it."""
-    _take_part("a maximum", dist.all_reduce, tensor, group, op=dist.ReduceOp.MAX)
+    _take_part(f"a maximum of {tensor.numel()} numbers", dist.all_reduce, tensor, group, op=dist.ReduceOp.MAX)
     return tensor
+
+
+def begin_maximum(tensor: torch.Tensor, group: Any) -> Callable[[], list[Any]]:
+    """Begin a maximum over all ranks, for which nobody waits; return a function that reads it on the host later.
+
+    On a GPU the result is copied to the host behind the message. Who reads it waits for this copy only, and looks for
+    failures of others meanwhile.
+    """
+    kind, messages = "a maximum to be read later", messages_of(group)
+    messages.begin(kind)
+    with _named_failures(kind, group, messages):
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    copy, done = tensor, None
+    if tensor.device.type != "cpu":
+        work.wait()  # the stream waits, not the host
+        copy, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+
+    def read() -> list[Any]:
+        with _named_failures(kind, group, messages):
+            if done is None:
+                _wait(work, tensor, group, messages)
+            else:
+                _wait_for(done, group, messages)
+        return copy.tolist()
+
+    return read
+
+
+def _wait_for(done: torch.cuda.Event, group: Any, messages: Messages) -> None:
+    """Wait for an event of a GPU."""
+    looked = time.monotonic()
+    while not done.query():
+        time.sleep(0.0)
+        if time.monotonic() - looked > LOOK.total_seconds():
+            messages.look(group)
+            looked = time.monotonic()
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Integers as an int64 tensor on a device, for which the host does not wait."""
+    here = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
 
 
 def extremes(numbers: Sequence[float], group: Any, device: torch.device) -> tuple[list[float], list[float]]:

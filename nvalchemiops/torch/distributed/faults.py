@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nvalchemiops.torch.distributed.communication import messages_of
 
 
-class fail_together(contextlib.ContextDecorator):  # noqa: N801  # it reads as a statement
+class fail_together(contextlib.ContextDecorator):  # it reads as a statement
     """If one rank leaves this block by an error, ranks that wait in it raise `OtherRankError` within seconds.
 
     A context manager or decorator, which all ranks enter the same number of times. It sends no message. The functions
@@ -58,4 +58,3 @@ class fail_together(contextlib.ContextDecorator):  # noqa: N801  # it reads as a
 def in_call(group: Any) -> contextlib.AbstractContextManager[None]:
     """The block in a function of this library; in compiled code there is none."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else fail_together(group)
-

@@ -150,7 +150,7 @@ def simulate(
         return state, found
 
     domain = (start.system if isinstance(start, State) else start).domain
-    with together(domain):
+    with together(domain, now=True):
         must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
         must_be_same(domain, checkpoint_every=checkpoint_every, gradients=gradients, record=list(measures))
     bars = _bar(steps, progress and (domain is None or domain.rank == 0))
@@ -174,6 +174,8 @@ def simulate(
             else:
                 state, found = run_segment(functools.partial(run, first=first, last=last), state, parameters)
             kept += found
+        if state.system.domain is not None:
+            state.system.domain.settle()
     records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
     begin = int(first_step)
     return Simulation(state, records, [begin + n * every for n in range(len(kept))])

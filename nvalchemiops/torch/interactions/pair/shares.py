@@ -140,13 +140,13 @@ def found_rows(domain: Domain, cutoff: float) -> Rows:
     return domain._found_rows(cutoff).alone
 
 
-def together(domain: Domain | None) -> Any:
-    """A context for a part of a call in which one rank may raise: then all ranks raise."""
+def together(domain: Domain | None, now: bool = False) -> Any:
+    """A context for a part of a call in which one rank may raise: then all ranks raise, at once if ``now`` is set."""
     if domain is None:
         return contextlib.nullcontext()
     if not isinstance(domain, Domain):
         raise TypeError(f"`domain` must be a Domain, got {type(domain).__name__}")
-    return domain._together()
+    return domain._together(now)
 
 
 def whole_call(domain: Domain | None) -> contextlib.AbstractContextManager[Any]:
