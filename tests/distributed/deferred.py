@@ -15,7 +15,7 @@ from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch import System
 from nvalchemiops.torch.distributed import Domain, ledger
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, simulate
-from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
+from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.distributed.agreement import messages
 from tests.distributed.common import F64, Atoms, assert_equal, case
@@ -136,9 +136,9 @@ def what_ranks_do_differently_is_named_later(group: Any) -> None:
             lambda atoms=atoms, cell=cell: dsf_coulomb(atoms.x, atoms.q, 3.0, 0.2, cell, domain=atoms.domain),
             "values of a tensor on the device",
         )
-    # sizes that differ cannot wait
-    atoms = Divided(group_like(group), check="never")
-    soon(lambda: atoms.domain.sum(torch.zeros(1 + there)), "a sum of 1 numbers", "a sum of 2 numbers", "deferred.py")
+    if dist.get_world_size(group) == 2:  # sizes that differ: two ranks wait for each other, more may add what they get
+        atoms = Divided(group_like(group), check="never")
+        soon(lambda: atoms.domain.sum(torch.zeros(1 + there)), "a sum of 1 numbers", "a sum of 2 numbers")
     with pytest.raises(ValueError, match="`check` must be the same on all ranks, but is 'later' on rank 0"):
         Divided(group, check="never" if there else "later")
     for wrong in ("soon", 0, -1):
@@ -176,18 +176,9 @@ def told(what: Any, group: Any) -> list[Any]:
 @case(2)
 def the_host_reads_nothing_in_a_step(group: Any) -> None:
     """Where it would wait for a device: with "never" nothing, with "later" messages of the call before."""
-    atoms = Divided(group)
-    vectors = {"k_vectors": torch.tensor([[0.5, 0.1, 0.0], [0.0, 0.7, 0.2]], dtype=F64)}
-
-    def ewald(atoms: Divided) -> Any:
-        return ewald_summation(
-            atoms.x, atoms.q, atoms.atoms.cell, 0.7, cutoff=3.0, **vectors, compute_forces=True, domain=atoms.domain
-        )
-
     steps: dict[str, Callable[[Divided], Any]] = {
         "DSF": lambda atoms: atoms.dsf(compute_forces=True),
         "PME with two derivatives": lambda atoms: atoms.gradients(atoms.pme),
-        "Ewald": ewald,
         "values": lambda atoms: atoms.domain.sum(atoms.domain.with_ghosts(atoms.x).sum()),
     }
     follows = {"follow": lambda atoms: atoms.domain.follow(atoms.x, atoms.q, cell=atoms.atoms.cell)}
@@ -199,7 +190,7 @@ def the_host_reads_nothing_in_a_step(group: Any) -> None:
                     step(atoms)
                 with host_reads() as found:
                     step(atoms)
-                elsewhere = [place for place in found if not (check == "later" and "begin_maximum" in str(place))]
+                elsewhere = [place for place in found if not (check == "later" and "communication.py" in place[-1])]
                 assert not elsewhere, (check, name, elsewhere)
                 assert bool(found) == (check == "later" and name != "values"), (check, name, found)
         with host_reads() as found:
@@ -248,7 +239,8 @@ def calls_can_be_captured_if_ranks_never_compare(group: Any) -> None:
     # as by two replays
     for _ in range(2):
         atoms.domain._ledger.add(torch.tensor(0.4, dtype=F64), SKIN)
-    assert atoms.domain.settle(raises=False) == ledger.Found(4, 3, 2, 0.3 * 3.0**0.5)
+    found = atoms.domain.settle(raises=False)
+    assert found[:3] == (4, 3, 2) and abs(found.largest - 0.3 * 3.0**0.5) < 1e-12, found
 
 
 @case(2)

@@ -658,7 +658,7 @@ class Domain:
     def _note_cell(self, cell: torch.Tensor | None, agreement: Agreement) -> None:
         """Note a cell that must be the same on all ranks; its values if they are not those known to be the same."""
         told = "None" if cell is None else kind_of(cell)
-        if isinstance(agreement, Entry):
+        if cell is not None and isinstance(agreement, Entry):
             agreement.must_have_same_values(cell)
         elif cell is not None and (changed := self._changed(cell)) is not None:
             told += f", now {described(changed.cpu())}"
