@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed.communication import OtherRankError, extremes, messages_of, tell
+from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
@@ -81,6 +82,18 @@ class Agreement:
         """Note values that must be the same on all ranks, by argument name; their `described` texts are compared."""
         for name, value in values.items():
             self.same[f"`{name}`"] = described(value)
+
+    def note_cell(self, reference: Reference, cell: torch.Tensor | None) -> None:
+        """Note a cell that must be the same on all ranks; its values if they are not those known to be the same."""
+        told = "None" if cell is None else kind_of(cell)
+        if cell is not None and (changed := reference.changed(cell)) is not None:
+            told += f", now {described(changed.cpu())}"
+        self.same["`cell`"] = told
+
+    def note_moved(self, reference: Reference, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
+        """Note how far atoms have moved. At the end all ranks raise if that is too far."""
+        if self.largest[0] < 0.0:  # not noted yet
+            self.largest[0] = reference.moved(positions, cell)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -216,7 +216,7 @@ class Domain:
     def _barrier(self, counts: bool = True) -> Agreement:
         """A new error barrier; one that ranks pass later if ``check`` says so, and no rank has just failed."""
         if self._ledger is None or messages_of(self.group).left:
-            return Agreement(self.group, self.device, self.skin)
+            return Agreement(self.group, self.device, self.skin if counts else math.inf)
         return Entry(self._ledger, self.skin, counts)
 
     def _cut(
@@ -321,18 +321,17 @@ class Domain:
         self, positions: torch.Tensor, values: Sequence[torch.Tensor], cell: torch.Tensor | None
     ) -> tuple["Domain", Callable[[torch.Tensor], torch.Tensor]]:
         """The domain that `follow` returns, and a function that brings values of atoms to their owners in it."""
-        ledger = self._ledger if self._ledger is not None and self._ledger.every else None
-        agreement = Agreement(self.group, self.device) if ledger is None else self._barrier(counts=False)
-        with agreement:
+        later = self._ledger if self._ledger is not None and self._ledger.every else None
+        with Agreement(self.group, self.device) if later is None else self._barrier(counts=False) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
                 agreement.same[f"`{name}`"] = of_atoms(value)
-            self._note_cell(cell, agreement)
+            agreement.note_cell(self._reference, cell)
             if not agreement.is_deferred:
-                agreement.largest[0] = self._reference.moved(positions, cell)
-        if ledger is not None and agreement.is_deferred:
-            is_far = ledger.must_divide(self._reference.moved_on_device(positions, cell))
+                agreement.note_moved(self._reference, positions, cell)
+        if later is not None and agreement.is_deferred:
+            is_far = later.must_divide(self._reference.moved_on_device(positions, cell))
         else:
             is_far = not 2.0 * agreement.largest[0] <= self.skin
         if not is_far:
@@ -340,8 +339,8 @@ class Domain:
         self.settle()
         options = self._options if cell is None else {**self._options, "cell": cell.detach().clone()}
         new = Domain(positions, batch_idx=self.batch_idx, **options)
-        if ledger is not None and new._ledger is not None:
-            new._ledger.goes_on(ledger)
+        if later is not None and new._ledger is not None:
+            new._ledger.goes_on(later)
         move = new._to_owners.apply
         with torch.inference_mode(False):
             new.global_index = move(self.global_index)
@@ -434,7 +433,9 @@ class Domain:
                 raise ValueError("`cell` of the system must be that of the `domain`")
             if atoms.cell is not None:
                 pbc = torch.as_tensor(True if atoms.pbc is None else atoms.pbc, device=self.device)
-                if self._changed(atoms.cell) is not None or not torch.equal(pbc.expand_as(self.pbc), self.pbc):
+                if self._reference.changed(atoms.cell) is not None or not torch.equal(
+                    pbc.expand_as(self.pbc), self.pbc
+                ):
                     raise ValueError("`cell` and `pbc` of the system must be those of the `domain`")
             given = atoms.batch_idx
             if given is not None and (numbers is None or not torch.equal(given.to(numbers.dtype), numbers)):
@@ -653,20 +654,7 @@ class Domain:
             for name in PER_ATOM:
                 same[f"`{name}`"] = of_atoms(getattr(atoms, name))
             same["`pbc`"] = described(atoms.pbc)
-            self._note_cell(atoms.cell, agreement)
-
-    def _note_cell(self, cell: torch.Tensor | None, agreement: Agreement) -> None:
-        """Note a cell that must be the same on all ranks; its values if they are not those known to be the same."""
-        told = "None" if cell is None else kind_of(cell)
-        if cell is not None and isinstance(agreement, Entry):
-            agreement.must_have_same_values(cell)
-        elif cell is not None and (changed := self._changed(cell)) is not None:
-            told += f", now {described(changed.cpu())}"
-        agreement.same["`cell`"] = told
-
-    def _changed(self, cell: torch.Tensor | None) -> torch.Tensor | None:
-        """The cells (n_systems, 3, 3), in float64, if they differ from those with which the domain was made."""
-        return self._reference.changed(cell)
+            agreement.note_cell(self._reference, atoms.cell)
 
     def _alone(self, atoms: System) -> System:
         """The atoms as a system without a domain, for a sum that is periodic along all axes."""
@@ -681,19 +669,15 @@ class Domain:
         """The weights (n_systems,), if all ranks with atoms of a system have the same weight for it; otherwise None."""
         if self._ledger is not None:  # the host would wait
             return None
-        n, n_systems = self.n_owned, self.n_systems
-        found = torch.full((2, n_systems), -torch.inf, dtype=torch.float64, device=self.device)
-        if weights is None and n:
+        found = torch.full((2, self.n_systems), -torch.inf, dtype=torch.float64, device=self.device)
+        if weights is None and self.n_owned:
             found.fill_(torch.inf)
         elif weights is not None:
             here = slice(None) if batch_idx is None else torch.unique(batch_idx.long())
             found[0, here], found[1, here] = weights[here], -weights[here]
-        maximum(found, self.group)
-        highest, lowest = found[0], -found[1]
+        highest, lowest = maximum(found, self.group) * found.new_tensor([[1.0], [-1.0]])
         empty = highest == -torch.inf
-        if not bool((empty | (highest == lowest)).all()):
-            return None
-        return torch.where(empty, 0.0, highest)
+        return torch.where(empty, 0.0, highest) if bool((empty | (highest == lowest)).all()) else None
 
     def displacement(self, positions: torch.Tensor, cell: torch.Tensor | None = None) -> float:
         """Return the largest displacement of an atom on any rank since the domain was made. A collective call.
@@ -716,25 +700,20 @@ class Domain:
         return float(maximum(most, self.group))
 
     def settle(self, *, raises: bool = True) -> Found:
-        """Read what calls have found that nobody has read yet, unless ``check="each"``. A collective call.
+        """Read what calls have found that nobody has read yet, if they do not compare at once. A collective call.
 
         Call it before you use results of the last calls, and after captured calls were replayed.
-
-        Parameters
-        ----------
-        raises : bool, default=True
-            Raise if a call was wrong.
 
         Returns
         -------
         Found
-            The number of ``calls`` since the last message that was read, how many were ``wrong``, which was the
-            ``first``, and the ``largest`` displacement.
+            The number of ``calls`` that nobody had read, how many were ``wrong``, which was the ``first``, and the
+            ``largest`` displacement.
 
         Raises
         ------
         ValueError
-            Atoms had moved too far in a call, or an argument was not the same on all ranks. All ranks raise.
+            Atoms had moved too far in a call, unless ``raises`` is False, or an argument was not the same on all ranks.
         """
         return Found(0, 0, 0, 0.0) if self._ledger is None else self._ledger.settle(raises)
 
@@ -791,11 +770,7 @@ class Domain:
     def _must_be_near(self, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
         """Note how far atoms have moved. At the end of the part in `_together`, all ranks raise if that is too far."""
         with self._together() as agreement:
-            if isinstance(agreement, Entry):
-                if not agreement.has_moved():
-                    agreement.note_moved(self._reference.moved_on_device(positions, cell))
-            elif agreement.largest[0] < 0.0:  # not noted yet
-                agreement.largest[0] = self._reference.moved(positions, cell)
+            agreement.note_moved(self._reference, positions, cell)
 
     def _search(self, cutoff: float) -> OwnedRows:
         n, system, everywhere = self.n_owned, self.batch_idx_with_ghosts, self._known_positions

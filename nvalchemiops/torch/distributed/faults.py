@@ -39,12 +39,12 @@ class fail_together(contextlib.ContextDecorator):  # it reads as a statement
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._given, self._group = group, None
+        self._given = group
 
     def __enter__(self) -> None:
-        self._group = self._given
-        if self._group is None and dist.is_initialized():  # otherwise this is the only process
-            self._group = dist.group.WORLD
+        # without groups this is the only process
+        is_default = self._given is None and dist.is_initialized()
+        self._group = dist.group.WORLD if is_default else self._given
         if self._group is not None:
             messages_of(self._group).enter()
 

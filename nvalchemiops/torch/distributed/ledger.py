@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.distributed.agreement import Agreement, untransformed
+from nvalchemiops.torch.distributed.agreement import Agreement, kind_of, untransformed
 from nvalchemiops.torch.distributed.communication import (
     RECENT,
     OtherRankError,
@@ -27,6 +27,7 @@ from nvalchemiops.torch.distributed.communication import (
     messages_of,
     on_device,
 )
+from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.runtime.context import is_capturing, values_of
 
 NEVER = 0
@@ -231,17 +232,17 @@ class Entry(Agreement):
         self._values: list[torch.Tensor] = []
         self._moved: torch.Tensor | None = None
 
-    def must_have_same_values(self, values: torch.Tensor) -> None:
-        """Note a tensor whose values must be the same on all ranks, without a look at them."""
-        self._values.append(values)
+    def note_cell(self, reference: Reference, cell: torch.Tensor | None) -> None:
+        """Note a cell that must be the same on all ranks, without a look at its values."""
+        self.same["`cell`"] = "None" if cell is None else kind_of(cell)
+        if cell is not None and reference.cell is not None:
+            reference.expanded(cell)  # raises for other shapes
+            self._values.append(cell)
 
-    def note_moved(self, moved: torch.Tensor) -> None:
-        """Note how far atoms have moved (), in float64."""
-        self._moved = moved
-
-    def has_moved(self) -> bool:
-        """Whether that has been noted."""
-        return self._moved is not None
+    def note_moved(self, reference: Reference, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
+        """Note how far atoms have moved, without a look at it."""
+        if self._moved is None:
+            self._moved = reference.moved_on_device(positions, cell)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
