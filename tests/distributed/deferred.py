@@ -179,6 +179,9 @@ def the_host_reads_nothing_in_a_step(group: Any) -> None:
     steps: dict[str, Callable[[Divided], Any]] = {
         "DSF": lambda atoms: atoms.dsf(compute_forces=True),
         "PME with two derivatives": lambda atoms: atoms.gradients(atoms.pme),
+        "PME with a backward pass": lambda atoms: atoms.domain.sum(
+            atoms.pme(atoms.x.clone().requires_grad_(), atoms.atoms.cell).sum()
+        ).backward(),
         "values": lambda atoms: atoms.domain.sum(atoms.domain.with_ghosts(atoms.x).sum()),
     }
     follows = {"follow": lambda atoms: atoms.domain.follow(atoms.x, atoms.q, cell=atoms.atoms.cell)}
@@ -260,6 +263,7 @@ def dynamics_with_ranks_that_compare_later(group: Any) -> None:
         )
         n_divided.append(len({id(domain) for domain in domains}))
         found = run.state.system
+        assert check == "each" or not found.domain._ledger._sent, "all is read at the end"
         return found.domain.gather(found.positions), run.records["conserved"]
 
     expected = run("each")

@@ -15,6 +15,8 @@ SIZES = (1, 2, 3, 4, 7)
 FEW = {
     *("exchanges_are_transposes", "neighbors_are_those_of_one_process", "what_ranks_do_differently_is_named"),
     *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion", "trajectories_are_those_of_one_process"),
+    *("no_memory_in_the_middle_of_a_call", "atoms_that_have_moved_too_far_are_told_later"),
+    *("the_host_reads_nothing_in_a_step", "what_ranks_do_differently_is_named_later"),
 }
 """Cases of every day, for two ranks."""
 TIMEOUT = 300
