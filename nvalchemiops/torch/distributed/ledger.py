@@ -229,7 +229,7 @@ class Entry(Agreement):
     def __init__(self, ledger: Ledger, skin: float, counts: bool = True) -> None:
         super().__init__(ledger.group, ledger.device, skin)
         self._ledger, self._counts = ledger, counts
-        self._values: list[torch.Tensor] = []
+        self._compared: list[torch.Tensor] = []
         self._moved: torch.Tensor | None = None
 
     def note_cell(self, reference: Reference, cell: torch.Tensor | None) -> None:
@@ -237,7 +237,7 @@ class Entry(Agreement):
         self.same["`cell`"] = "None" if cell is None else kind_of(cell)
         if cell is not None and reference.cell is not None:
             reference.expanded(cell)  # raises for other shapes
-            self._values.append(cell)
+            self._compared.append(cell)
 
     def note_moved(self, reference: Reference, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
         """Note how far atoms have moved, without a look at it."""
@@ -250,7 +250,7 @@ class Entry(Agreement):
         self.is_over = True
         if error is None:
             with untransformed(), torch.no_grad():
-                self._ledger.compare(self.same, self._values)
+                self._ledger.compare(self.same, self._compared)
                 if self._counts:
                     self._ledger.add(None if self._moved is None else values_of(self._moved), self._skin)
 
