@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nvalchemiops.ase.calculator import Calculator
 from nvalchemiops.ase.system import Contribution, Periodicity, System, Term, periodicity
-from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.distributed import Domain, OtherRankError, fail_together
 from nvalchemiops.torch.distributed.communication import messages_of, tell_from
 
 Result = TypeVar("Result")
@@ -27,8 +27,9 @@ def on_ranks(
 ) -> Result | None:
     """Call ``main(calculator)`` on rank 0, with a calculator whose terms are computed by all ranks.
 
-    A collective call. The other ranks compute until ``main`` returns or raises. They receive elements, charges and cell
-    when these change, and positions at each call. Atoms are divided again when one has moved by half of the skin.
+    A collective call. The other ranks compute until ``main`` returns; if it raises or is interrupted, they raise, too.
+    They receive elements, charges and cell when these change, and positions at each call. Atoms are divided again when
+    one has moved by half of the skin.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ def on_ranks(
     RuntimeError
         torch.distributed has not been initialised.
     OtherRankError
-        A rank has ended.
+        A rank has failed: rank 0 in ``main``, or another one in a calculation, or it has ended.
 
     Notes
     -----
@@ -65,17 +66,23 @@ def on_ranks(
         raise RuntimeError("`on_ranks` needs torch.distributed: start ranks by torchrun, and call init_process_group")
     group = dist.group.WORLD if group is None else group
     calculator = RankCalculator(*terms, skin=skin, device=device, group=group)
-    if dist.get_rank(group) != 0:
+    with fail_together(group):
+        return _run(main, calculator)
+
+
+def _run(main: Callable[[Calculator], Result], calculator: "RankCalculator") -> Result | None:
+    if dist.get_rank(calculator.group) != 0:
         calculator.serve()
         return None
     try:
         result = main(calculator)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the error of `main` is more informative
-            calculator.tell(None)
-            messages_of(group).show(group)  # if `main` ended in the middle of a call, other ranks wait in it
+            calculator.end(f"{type(error).__name__}: {error}")
+            # if `main` ended in the middle of a call, other ranks wait in it
+            messages_of(calculator.group).show(calculator.group)
         raise
-    calculator.tell(None)
+    calculator.end(None)
     return result
 
 
@@ -95,19 +102,27 @@ class RankCalculator(Calculator):
         self._told: dict[str, Any] = {}
         self._atoms = ase.Atoms()
         self._searches = 0
+        self._has_ended = False
 
     @property
     def searches(self) -> int:
         """Number of times that atoms were divided and neighbors searched for."""
         return self._searches
 
-    def tell(self, what: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Send the message of rank 0 to all ranks: the changed data, or None at the end."""
+    def tell(self, what: dict[str, Any] | str | None) -> Any:
+        """Send the message of rank 0 to all ranks: the changed data; at the end its error, or None."""
         return tell_from(self._first, what, self.group, self.device)
+
+    def end(self, error: str | None) -> None:
+        """Report the end of `on_ranks` from rank 0, with the error that has ended it."""
+        self._has_ended = True
+        self.tell(error)
 
     def serve(self) -> None:
         """Compute with rank 0 until it reports the end."""
         while (told := self.tell(None)) is not None:
+            if isinstance(told, str):
+                raise OtherRankError(f"rank {self._first} failed: {told}")
             try:
                 with torch.no_grad():
                     self._share(told, None)
@@ -115,6 +130,11 @@ class RankCalculator(Calculator):
                 continue
 
     def _evaluate(self, atoms: ase.Atoms, wants_virial: bool) -> list[Contribution]:
+        if self._has_ended:
+            raise RuntimeError(
+                "the calculator belongs to `on_ranks`, which has returned: the other ranks no longer compute with it. "
+                "Use it inside of `main`, or make a Calculator, which works without other ranks"
+            )
         now = {"numbers": atoms.numbers, "cell": atoms.cell.array, "pbc": atoms.pbc}
         now["charges"] = atoms.get_initial_charges() if atoms.has("initial_charges") else None
         known = self._told

@@ -19,9 +19,9 @@ of a tile, each lane two. It visits the atoms of its own tile and of the tiles b
 eight tiles, in each of which it has a quarter of the points. Weights are stored by their distance from the first point
 of the atom's tile, which is the same for all atoms of a tile.
 
-**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, four or eight lanes of a warp share an atom, and each has
-the points of the stencil with one z: weights are computed once for several atoms, in single precision for meshes of
-single precision.
+**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, four or eight lanes of a warp share an atom, and each
+has the points of the stencil with one z: weights are computed once for several atoms, in single precision for meshes
+of single precision.
 """
 
 import math

@@ -19,7 +19,7 @@ chosen = {"which": "some"}
 groups: dict[int, Any] = {}
 """The groups that all cases share, by size; each is made of the first ranks."""
 
-SPARE = 7
+SPARE = 14
 """Groups of each size beside the one that all cases share."""
 
 spare: dict[int, list[Any]] = {}

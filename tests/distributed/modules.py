@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.torch.distributed import Domain
+from nvalchemiops.torch.distributed import Domain, OtherRankError
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
@@ -202,8 +202,10 @@ def a_calculator_on_ranks(group: Any) -> None:
         on_ranks(fails, *terms, group=group)
     except KeyError:
         assert dist.get_rank(group) == 0
+    except OtherRankError as error:
+        assert dist.get_rank(group) > 0 and "rank 0 failed: KeyError: 'mine'" in str(error), error
     else:
-        assert dist.get_rank(group) > 0
+        raise AssertionError("an error on all ranks")
 
 
 @case(2)

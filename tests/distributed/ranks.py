@@ -17,6 +17,8 @@ FEW = {
     *("rows_go_to_partners_only", "exclusions_of_owners"),
     *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion", "trajectories_are_those_of_one_process"),
     *("networks_are_those_of_one_process", "runs_go_on_with_other_numbers_of_ranks"),
+    *("no_memory_in_the_middle_of_a_call", "atoms_that_have_moved_too_far_are_told_later"),
+    *("the_host_reads_nothing_in_a_step", "what_ranks_do_differently_is_named_later"),
 }
 """Cases of every day, for two ranks."""
 TIMEOUT = 300
@@ -24,7 +26,7 @@ TIMEOUT = 300
 
 TOPICS = (
     *("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics"),
-    *("networks", "restarts", "pairs"),
+    *("networks", "restarts", "pairs", "faults", "deferred"),
 )
 """Files with cases."""
 

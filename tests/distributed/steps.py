@@ -103,8 +103,10 @@ def an_interrupt_between_two_messages(group: Any) -> None:
             with interrupted(transform, name, first):
                 steps(1)
         else:
-            raises(lambda steps=steps: steps(1), "out of step", "on rank 1", "new_group")
-        raises(lambda steps=steps: steps(2), "out of step", "on rank 1", "new_group")
+            raises(
+                lambda steps=steps: steps(1), "out of step", "rank 1 failed in call", "KeyboardInterrupt", "new_group"
+            )
+        raises(lambda steps=steps: steps(2), "out of step", "rank 1 failed in call", "new_group")
     steps = Steps(group_like(group))
     steps.check(3, steps(3))
 
@@ -131,7 +133,7 @@ def a_backward_pass_that_one_rank_leaves_out(group: Any) -> None:
             loss.backward()
         steps.domain.sum(loss.detach())
 
-    raises(step, "out of step", "a maximum in call", "what ranks agree on in call")
+    raises(step, "out of step", "a maximum of ", "what ranks agree on in call")
 
 
 @case(2)

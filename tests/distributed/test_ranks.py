@@ -1,5 +1,6 @@
 """Systems divided among ranks, in processes of their own: the cases are in the files that `ranks` names."""
 
+import ast
 import os
 import re
 import subprocess
@@ -43,6 +44,15 @@ def test_on_groups_of_all_sizes(tmp_path):
 def test_a_rank_that_is_gone_is_named(tmp_path):
     said = run("tests.distributed.gone", tmp_path, 2, ignore=(1,))
     assert said[0].count("rank 1 is gone or late") == 2, said[0]  # of a sum, and of a calculator
+
+
+@pytest.mark.slow  # a minute or two
+def test_a_soak_with_random_faults(tmp_path):
+    """500 steps: no rank waits for one that has failed, and what is computed after that is right."""
+    said = run("tests.distributed.soak", tmp_path, 3, "500", seconds=1200)
+    ends = [ast.literal_eval(re.search(r"\{.*\}", text)[0]) for text in said]
+    assert all(end["new groups"] > 50 and end["failed"] > 10 and end["right"] > 300 for end in ends), ends
+    assert len({sum(end.values()) for end in ends}) == 1
 
 
 def printed(name, *options):

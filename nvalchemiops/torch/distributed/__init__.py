@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from nvalchemiops.torch.distributed.communication import OtherRankError
 from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.distributed.faults import fail_together
 from nvalchemiops.torch.distributed.pairs import OwnedPairs
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.division import divide as divide
 
-__all__ = ["Domain", "OtherRankError", "OwnedPairs", "divide"]
+__all__ = ["Domain", "OtherRankError", "OwnedPairs", "divide", "fail_together"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed.communication import OtherRankError, extremes, messages_of, tell
+from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
@@ -59,7 +60,11 @@ class Agreement:
         By name, descriptions of values that must be the same on all ranks.
     is_over : bool
         Whether the part has ended.
+    is_deferred : bool
+        Whether ranks compare later; see `nvalchemiops.torch.distributed.ledger`.
     """
+
+    is_deferred = False
 
     def __init__(self, group: Any, device: torch.device, skin: float = math.inf) -> None:
         self.largest = [-float("inf")] * N_NUMBERS
@@ -78,13 +83,25 @@ class Agreement:
         for name, value in values.items():
             self.same[f"`{name}`"] = described(value)
 
+    def note_cell(self, reference: Reference, cell: torch.Tensor | None) -> None:
+        """Note a cell that must be the same on all ranks; its values if they are not those known to be the same."""
+        told = "None" if cell is None else kind_of(cell)
+        if cell is not None and (changed := reference.changed(cell)) is not None:
+            told += f", now {described(changed.cpu())}"
+        self.same["`cell`"] = told
+
+    def note_moved(self, reference: Reference, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
+        """Note how far atoms have moved. At the end all ranks raise if that is too far."""
+        if self.largest[0] < 0.0:  # not noted yet
+            self.largest[0] = reference.moved(positions, cell)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_over = True
         # an interrupt must reach its rank, whatever other ranks report
         quiet = () if error is None or isinstance(error, Exception) else (OtherRankError,)
-        with contextlib.suppress(*quiet), _untransformed():
+        with contextlib.suppress(*quiet), untransformed():
             self._conclude(error)
 
     def _conclude(self, error: BaseException | None) -> None:
@@ -107,7 +124,7 @@ class Agreement:
                 f"ranks are out of step: this is {self._tell_counts()}. One of them was interrupted, or has left out a "
                 "backward pass: results since the call before may be wrong. From here on they are in step"
             )
-        self.largest = highest[5:]
+        self.largest, here.left = highest[5:], ""
         if highest[0]:
             texts = self._tell(None if error is None else f"{type(error).__name__}: {error}")
             if error is not None:
@@ -115,7 +132,7 @@ class Agreement:
             rank = next(rank for rank, text in enumerate(texts) if text is not None)
             raise OtherRankError(f"{self._rank(rank)} failed: {texts[rank]}")
         if highest[3] != lowest[3]:
-            self._raise_difference()
+            self.raise_difference("a value")
         if highest[4] != lowest[4] and (highest[4], lowest[4]) not in here.places:
             here.places.add((highest[4], lowest[4]))
             places = ", ".join(f"{place} on {self._rank(rank)}" for rank, place in enumerate(self._tell(here.place)))
@@ -140,9 +157,12 @@ class Agreement:
             for rank, (calls, count, place) in enumerate(told)
         )
 
-    def _raise_difference(self) -> None:
+    def raise_difference(self, otherwise: str) -> None:
+        """Raise with the first difference of ``same``, on all ranks; if there is none, with other words for it."""
         told: list[dict[str, str]] = self._tell(self.same)
-        rank = next(rank for rank, same in enumerate(told) if same != told[0])
+        rank = next((rank for rank, same in enumerate(told) if same != told[0]), 0)
+        if rank == 0:
+            raise ValueError(f"{otherwise} must be the same on all ranks, but differs")
         first, other = (f"on {self._rank(r)}" for r in (0, rank))
         if told[0].keys() != told[rank].keys():
             one, another = (", ".join(told[r]) or "nothing" for r in (0, rank))
@@ -159,7 +179,7 @@ class Agreement:
         return f"rank {dist.get_global_rank(self._group, rank)}"
 
 
-def _untransformed() -> contextlib.AbstractContextManager[Any]:
+def untransformed() -> contextlib.AbstractContextManager[Any]:
     """A context that keeps messages between ranks out of ``torch.func`` transforms."""
     return internals.without_transforms() if internals.transforms_active() else contextlib.nullcontext()
 
@@ -197,7 +217,7 @@ def described(value: Any) -> str:
 
 def check_sum(tensor: torch.Tensor) -> int:
     """A checksum of the values of a tensor on the host."""
-    with _untransformed():
+    with untransformed():
         plain = values_of(tensor).resolve_conj().resolve_neg().contiguous()
         return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)
 

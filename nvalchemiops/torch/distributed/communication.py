@@ -1,12 +1,13 @@
 """Communication between ranks with torch.distributed.
 
-If one rank fails, the others must not wait for it forever. There are three cases:
+If one rank fails, the others must not wait for it forever. There are four cases:
 
 - A rank raises: `nvalchemiops.torch.distributed.agreement` passes the error on to the others.
 - A rank is gone, or does not answer within the timeout of the group (an argument of ``init_process_group``): the error
   of the others names it.
 - Ranks wait in different places, because one of them was interrupted or has left out a call: they detect this through
   the store of the group.
+- A rank raises between two messages, and others wait for it: see `nvalchemiops.torch.distributed.faults`.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import pickle
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,8 +47,9 @@ wait."""
 LARGEST_TAG = 2**31 - 1
 """Tags of messages are 32-bit integers."""
 
-_AT, _APART = "nvalchemiops/at", "nvalchemiops/out of step"
-"""Keys in the store of a group: recent messages of a rank (its number follows), and why ranks are out of step."""
+_AT, _APART, _LEFT = "nvalchemiops/at", "nvalchemiops/out of step", "nvalchemiops/left"
+"""Keys in the store of a group: recent messages of a rank (its number follows), why ranks are out of step, and the last
+scope that a rank has left by an error."""
 
 
 class OtherRankError(RuntimeError):
@@ -70,6 +72,10 @@ class Messages:
         Where its last call was made.
     out_of_step : str
         Why the group can exchange no more messages; empty while it can.
+    scope : int
+        Number of the last outermost block in which ranks fail together.
+    left : str
+        Why this rank has left it, if by an error, until all ranks have agreed again.
     places : set of (float, float)
         Pairs of different places from which ranks have made the same call, and about which they were warned.
     answers : list of int
@@ -80,6 +86,7 @@ class Messages:
         self.calls, self.count, self.place, self.out_of_step = 0, 0, "", ""
         self.places: set[tuple[float, float]] = set()
         self.answers: list[int] = []
+        self.scope, self.left, self._depth, self._found = 0, "", 0, 0.0
         self._recent: deque[tuple[int, str, int, str]] = deque(maxlen=RECENT)
 
     def begin(self, kind: str) -> None:
@@ -101,6 +108,32 @@ class Messages:
             group.get_group_store().set(_APART, text)
         self._end(group, text)
 
+    def enter(self) -> None:
+        """Enter a block in which ranks fail together."""
+        if self._depth == 0:
+            self.scope, self._found = self.scope + 1, 0.0
+        self._depth += 1
+
+    def exit(self, group: Any, error: BaseException | None) -> None:
+        """Leave such a block. Ranks that wait in the outermost one learn of an ``error`` at their next `look`."""
+        self._depth -= 1
+        if self._depth or error is None or self.out_of_step:
+            return
+        where = f"call {self.calls} ({self.place}) after {self.count} messages"
+        self.left = f"rank {dist.get_rank()} failed in {where}: {type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError, AttributeError):  # the process with the store is gone
+            group.get_group_store().set(_LEFT, json.dumps([dist.get_rank(group), self.scope, self.count, self.left]))
+
+    def _who_left(self, group: Any, store: Any) -> str:
+        """Why another rank has left this scope, so that it takes no part in this message; empty if none has."""
+        if not self._depth or not store.check([_LEFT]):
+            return ""
+        rank, scope, count, why = json.loads(store.get(_LEFT))
+        if scope != self.scope or count >= self.count or rank == dist.get_rank(group):
+            return ""
+        self._found = self._found or time.monotonic()
+        return str(why)
+
     def _end(self, group: Any, why: str) -> None:
         if not self.out_of_step:
             # threads of the group wait until its timeout for messages that never come, and destroying the group waits
@@ -116,20 +149,26 @@ class Messages:
         """Compare messages with other waiting ranks; raise if a message of theirs differs from this rank's message."""
         try:
             store, rank, n_ranks = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
+            left = ""
             if store.check([_APART]):
                 self._end(group, store.get(_APART).decode())
             else:
                 self.show(group)
+                left = self._who_left(group, store)
+            # it may come back in the next call, with which ranks are in step again
+            if left and time.monotonic() - self._found >= PATIENCE:
+                self.leave(group, left)
             # if any two ranks differ, so do two adjacent ranks
             for other in {(rank + 1) % n_ranks, (rank - 1) % n_ranks} - {rank}:
                 if not self.out_of_step and store.check([f"{_AT}/{other}"]):
-                    self._compare(group, other, json.loads(store.get(f"{_AT}/{other}")))
+                    self._compare(group, other, json.loads(store.get(f"{_AT}/{other}")), left)
         except (RuntimeError, AttributeError):  # the process with the store is gone
             return
         if self.out_of_step:
             raise OtherRankError(self.out_of_step)
 
-    def _compare(self, group: Any, other: int, theirs: list[tuple[int, str, int, str]]) -> None:
+    def _compare(self, group: Any, other: int, theirs: list[tuple[int, str, int, str]], left: str) -> None:
+        """End the messages if a message of another rank differs; because a rank has ``left``, if one has."""
         ours = {number: what for number, *what in self._recent}
         for number, *what in theirs:
             if number in ours and ours[number][:2] != what[:2]:
@@ -138,7 +177,8 @@ class Messages:
                     f"{kind} in call {call} ({place}) on rank {dist.get_global_rank(group, rank)}"
                     for rank, (kind, call, place) in ranks
                 )
-                self.leave(group, f"the same message is {told}. One of them was interrupted, or has left out a call")
+                told = f"the same message is {told}. One of them was interrupted, or has left out a call"
+                self.leave(group, left or self.left or told)
                 return
 
 
@@ -208,8 +248,15 @@ def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, g
     """
     messages = messages_of(group)
     messages.begin(kind)
-    try:
+    with _named_failures(kind, group, messages):
         _wait(operation(tensor, group=group, async_op=True, **options), tensor, group, messages)
+
+
+@contextlib.contextmanager
+def _named_failures(kind: str, group: Any, messages: Messages) -> Iterator[None]:
+    """Errors of a message name the ranks that are gone; other ranks learn of an interrupt."""
+    try:
+        yield
     except OtherRankError:
         raise
     except RuntimeError as error:
@@ -227,14 +274,57 @@ def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, g
 
 def add(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Replace the tensor in place with the sum of the tensors of all ranks, and return it."""
-    _take_part("a sum", dist.all_reduce, tensor, group)
+    _take_part(f"a sum of {tensor.numel()} numbers", dist.all_reduce, tensor, group)
     return tensor
 
 
 def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Replace the tensor in place with the elementwise maximum of the tensors of all ranks, and return it."""
-    _take_part("a maximum", dist.all_reduce, tensor, group, op=dist.ReduceOp.MAX)
+    _take_part(f"a maximum of {tensor.numel()} numbers", dist.all_reduce, tensor, group, op=dist.ReduceOp.MAX)
     return tensor
+
+
+def begin_maximum(tensor: torch.Tensor, group: Any) -> Callable[[], list[Any]]:
+    """Begin a maximum over all ranks, for which nobody waits; return a function that reads it on the host later.
+
+    On a GPU the result is copied to the host behind the message. Who reads it waits for this copy only, and looks for
+    failures of others meanwhile.
+    """
+    kind, messages = "a maximum to be read later", messages_of(group)
+    messages.begin(kind)
+    with _named_failures(kind, group, messages):
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    copy, done = tensor, None
+    if tensor.device.type != "cpu":
+        work.wait()  # the stream waits, not the host
+        copy, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+
+    def read() -> list[Any]:
+        with _named_failures(kind, group, messages):
+            if done is None:
+                _wait(work, tensor, group, messages)
+            else:
+                _wait_for(done, group, messages)
+        return copy.tolist()
+
+    return read
+
+
+def _wait_for(done: torch.cuda.Event, group: Any, messages: Messages) -> None:
+    """Wait for an event of a GPU."""
+    looked = time.monotonic()
+    while not done.query():
+        time.sleep(0.0)
+        if time.monotonic() - looked > LOOK.total_seconds():
+            messages.look(group)
+            looked = time.monotonic()
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Integers as an int64 tensor on a device, for which the host does not wait."""
+    here = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
 
 
 def extremes(numbers: Sequence[float], group: Any, device: torch.device) -> tuple[list[float], list[float]]:

@@ -14,7 +14,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -35,14 +35,16 @@ from nvalchemiops.torch.distributed.bricks import (
     shape_of,
 )
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
-from nvalchemiops.torch.distributed.communication import add, maximum
+from nvalchemiops.torch.distributed.communication import add, maximum, messages_of
 from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
+from nvalchemiops.torch.distributed.faults import in_call
+from nvalchemiops.torch.distributed.ledger import Entry, Found, Ledger, interval_of
 from nvalchemiops.torch.distributed.modules import with_replicated_parameters
+from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.distributed.neighbors import OwnedRows
 from nvalchemiops.torch.distributed.pairs import OwnedPairs, owned_pairs
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
-from nvalchemiops.torch.neighbors.verlet import displacements, inverse_of_periodic, strain_between, taken_by_strain
 from nvalchemiops.torch.operators.noise import places_in_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.systems import PER_ATOM, System, of_each_atom
@@ -89,6 +91,10 @@ class Domain:
         atoms make the same work, and after that, in domains made by `follow`, as much as their neighbors say.
     cuts : Bricks, optional
         Attribute ``bricks`` of an earlier domain of these ranks, whose cuts are kept while the work is balanced.
+    check : {"each", "later", "never"} or int, default="each"
+        When ranks compare arguments, and the host learns whether atoms have moved too far: in each call before it goes
+        on; "later", in the next call (or every so many calls), so that the host does not wait; or "never" but in
+        `settle`. A mistake then is an error of a later call, or of `settle`, which names the call that was wrong.
 
     Attributes
     ----------
@@ -124,6 +130,7 @@ class Domain:
         grid: tuple[int, int, int] | None = None,
         weights: torch.Tensor | None = None,
         cuts: Bricks | None = None,
+        check: Literal["each", "later", "never"] | int = "each",
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("a Domain needs torch.distributed: start ranks by torchrun, and call init_process_group")
@@ -131,7 +138,7 @@ class Domain:
         self.rank, self.n_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.number = number_of(self.group)
         self.device = positions.device if isinstance(positions, torch.Tensor) else torch.device("cpu")
-        self._options: dict[str, Any] = {"cutoff": cutoff, "skin": skin, "group": group, "grid": grid}
+        self._options: dict[str, Any] = {"cutoff": cutoff, "skin": skin, "group": group, "grid": grid, "check": check}
         for name, value in (("cell", cell), ("pbc", pbc)):
             self._options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         self._agreement: weakref.ref[Agreement] | None = None
@@ -146,7 +153,8 @@ class Domain:
             found = 1 if batch_idx is None else int(batch_idx.max()) + 1 if batch_idx.numel() else 0
             if batch_idx is not None and batch_idx.numel() and int(batch_idx.min()) < 0:
                 raise ValueError("`batch_idx` must hold non-negative numbers")
-            agreement.must_be_same(num_systems=num_systems, weights=weights is None, cuts=cuts is None)
+            agreement.must_be_same(num_systems=num_systems, weights=weights is None, cuts=cuts is None, check=check)
+            every = interval_of(check)
             agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
         of_shapes, of_caller, of_numbers = map(int, agreement.largest[:3])
         self.is_batch = bool(agreement.largest[3])
@@ -181,19 +189,23 @@ class Domain:
         if self.is_batch:  # a rank without atoms may have left `batch_idx` out
             here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
             here = here.to(self.device, torch.int32)
-        with torch.inference_mode(False):  # tensors made in inference mode could not be used outside of it later
-            self.pbc = torch.as_tensor(periodic, device=self.device)
+        with (
+            in_call(self.group),
+            torch.inference_mode(False),
+        ):  # tensors made in inference mode could not be used outside of it later
+            self.pbc, self._is_periodic = torch.as_tensor(periodic, device=self.device), bool(periodic.all())
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
             work = None
             if weights is not None:  # integers, whose sums do not depend on their order
                 work = weights.detach().to(self.device).double() * (ONE / agreement.largest[0])
                 work.round_().clamp_(min=1.0)
             self._divide(positions.detach(), here, work, shape_of(self.n_ranks, grid), cuts)
+        self._ledger = None if every is None else Ledger(self.group, self.device, self.skin, every)
 
     # -- making it --------------------------------------------------------------------------------
 
-    def _together(self) -> contextlib.AbstractContextManager[Agreement]:
-        """An error barrier around a part of a collective call; see `Agreement`.
+    def _together(self, now: bool = False) -> contextlib.AbstractContextManager[Agreement]:
+        """An error barrier around a part of a collective call; see `Agreement`. ``now``: whatever ``check`` says.
 
         Nested barriers join the outer one and send no message. At the end all ranks raise if atoms on one of them have
         moved too far.
@@ -202,9 +214,15 @@ class Domain:
         agreement = None if self._agreement is None else self._agreement()
         if agreement is not None and not agreement.is_over:
             return contextlib.nullcontext(agreement)
-        agreement = Agreement(self.group, self.device, self.skin)
+        agreement = Agreement(self.group, self.device, self.skin) if now else self._barrier()
         self._agreement = weakref.ref(agreement)
         return agreement
+
+    def _barrier(self, counts: bool = True) -> Agreement:
+        """A new error barrier; one that ranks pass later if ``check`` says so, and no rank has just failed."""
+        if self._ledger is None or messages_of(self.group).left:
+            return Agreement(self.group, self.device, self.skin if counts else math.inf)
+        return Entry(self._ledger, self.skin, counts)
 
     def _cut(
         self,
@@ -269,9 +287,10 @@ class Domain:
         self._options |= {"weights": self.weights, "cuts": self.bricks}  # for the domains that `follow` makes
         known = self._with_ghosts(found)
         self._known_positions, self._known_numbers = known[:, :3].to(positions.dtype).contiguous(), known[:, 3].long()
+        first = self._known_positions[: self.n_owned]
+        self._reference = Reference(first, self.cell, self.pbc, self.batch_idx, self.reach)
         self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
         self._rows: dict[float, OwnedRows] = {}
-        self._inverse: torch.Tensor | None = None  # of the cells, once a cell changes
         self._to_first: Exchange | None = None  # for `collect`
         self.kept: dict[Any, Any] = {}
 
@@ -306,17 +325,26 @@ class Domain:
         self, positions: torch.Tensor, values: Sequence[torch.Tensor], cell: torch.Tensor | None
     ) -> tuple["Domain", Callable[[torch.Tensor], torch.Tensor]]:
         """The domain that `follow` returns, and a function that brings values of atoms to their owners in it."""
-        with Agreement(self.group, self.device) as agreement:
+        later = self._ledger if self._ledger is not None and self._ledger.every else None
+        with Agreement(self.group, self.device) if later is None else self._barrier(counts=False) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
                 agreement.same[f"`{name}`"] = of_atoms(value)
-            self._note_cell(cell, agreement)
-            agreement.largest[0] = self._moved(positions, cell)
-        if 2.0 * agreement.largest[0] <= self.skin:
+            agreement.note_cell(self._reference, cell)
+            if not agreement.is_deferred:
+                agreement.note_moved(self._reference, positions, cell)
+        if later is not None and agreement.is_deferred:
+            is_far = later.must_divide(self._reference.moved_on_device(positions, cell))
+        else:
+            is_far = not 2.0 * agreement.largest[0] <= self.skin
+        if not is_far:
             return self, lambda value: value
+        self.settle()
         options = self._options if cell is None else {**self._options, "cell": cell.detach().clone()}
         new = Domain(positions, batch_idx=self.batch_idx, **options)
+        if later is not None and new._ledger is not None:
+            new._ledger.goes_on(later)
         move = new._to_owners.apply
         with torch.inference_mode(False):
             new.global_index = move(self.global_index)
@@ -330,8 +358,11 @@ class Domain:
         if ("units", length) not in self.kept:
             other = copy.copy(self)
             with torch.inference_mode(False), outside_of_transforms():
-                other.cell, other._inverse = None if self.cell is None else self.cell / length, None
-                other._known_positions = self._known_positions / length
+                other.cell = None if self.cell is None else self.cell / length
+                other._known_positions, other._reference = (
+                    self._known_positions / length,
+                    self._reference.in_units(length),
+                )
             other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
             other._frames = self._frames._replace(vectors=self._frames.vectors / length)
             other.bricks = self.bricks._replace(frames=other._frames)
@@ -358,14 +389,15 @@ class Domain:
         different sizes would end the process, or deliver rows of other atoms. In compiled code, and where the host
         would wait for a GPU, ranks do not compare: each checks its own rows.
         """
-        if torch.compiler.is_compiling() or not layout(self.device.type).reads:
-            check_rows(values, n_rows)
-        else:
-            with Agreement(self.group, self.device) as agreement:
+        with in_call(self.group):
+            if torch.compiler.is_compiling() or (self._ledger is None and not layout(self.device.type).reads):
                 check_rows(values, n_rows)
-                told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
-                agreement.same["`values`"] = told
-        return carried(move, values)
+            else:
+                with self._barrier(counts=False) as agreement:
+                    check_rows(values, n_rows)
+                    told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
+                    agreement.same["`values`"] = told
+            return carried(move, values)
 
     def distribute(self, values: OfAtoms) -> OfAtoms:
         """Bring values of atoms to the ranks that own them. A collective call, differentiable to any order.
@@ -397,7 +429,9 @@ class Domain:
                 raise ValueError("`cell` of the system must be that of the `domain`")
             if atoms.cell is not None:
                 pbc = torch.as_tensor(True if atoms.pbc is None else atoms.pbc, device=self.device)
-                if self._changed(atoms.cell) is not None or not torch.equal(pbc.expand_as(self.pbc), self.pbc):
+                if self._reference.changed(atoms.cell) is not None or not torch.equal(
+                    pbc.expand_as(self.pbc), self.pbc
+                ):
                     raise ValueError("`cell` and `pbc` of the system must be those of the `domain`")
             given = atoms.batch_idx
             if given is not None and (numbers is None or not torch.equal(given.to(numbers.dtype), numbers)):
@@ -586,7 +620,8 @@ class Domain:
             The pairs with an atom that this rank owns, for the argument ``exclusions`` of calls with this domain.
             ``followed(domain)`` brings them to the owners in a later domain.
         """
-        return owned_pairs(self, pairs, factors)
+        with in_call(self.group):
+            return owned_pairs(self, pairs, factors)
 
     def _maximum(self, values: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum of the values over all ranks, without gradients. A collective call."""
@@ -622,31 +657,11 @@ class Domain:
             for name in PER_ATOM:
                 same[f"`{name}`"] = of_atoms(getattr(atoms, name))
             same["`pbc`"] = described(atoms.pbc)
-            self._note_cell(atoms.cell, agreement)
-
-    def _note_cell(self, cell: torch.Tensor | None, agreement: Agreement) -> None:
-        """Note a cell that must be the same on all ranks; its values if they are not those known to be the same."""
-        told = "None" if cell is None else kind_of(cell)
-        if cell is not None and (changed := self._changed(cell)) is not None:
-            told += f", now {described(changed.cpu())}"
-        agreement.same["`cell`"] = told
-
-    def _changed(self, cell: torch.Tensor | None) -> torch.Tensor | None:
-        """The cells (n_systems, 3, 3), in float64, if they differ from those with which the domain was made."""
-        if cell is None or self.cell is None:
-            return None
-        lattice = cell.detach().double().reshape(-1, 3, 3)
-        if lattice.shape[0] not in (1, self.n_systems):
-            raise ValueError(
-                f"`cell` must have shape (3, 3) or (n_systems, 3, 3) = ({self.n_systems}, 3, 3), got "
-                f"{tuple(cell.shape)}"
-            )
-        lattice = lattice.expand(self.n_systems, 3, 3)
-        return None if torch.equal(lattice, self.cell.expand_as(lattice)) else lattice
+            agreement.note_cell(self._reference, atoms.cell)
 
     def _alone(self, atoms: System) -> System:
         """The atoms as a system without a domain, for a sum that is periodic along all axes."""
-        if not bool(self.pbc.all()):
+        if not self._is_periodic:
             raise ValueError(
                 "`domain` has open axes, but this sum is periodic along all three: make it without `pbc`; for a slab "
                 "give `pbc` to the sum"
@@ -655,19 +670,17 @@ class Domain:
 
     def _agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
         """The weights (n_systems,), if all ranks with atoms of a system have the same weight for it; otherwise None."""
-        n, n_systems = self.n_owned, self.n_systems
-        found = torch.full((2, n_systems), -torch.inf, dtype=torch.float64, device=self.device)
-        if weights is None and n:
+        if self._ledger is not None:  # the host would wait
+            return None
+        found = torch.full((2, self.n_systems), -torch.inf, dtype=torch.float64, device=self.device)
+        if weights is None and self.n_owned:
             found.fill_(torch.inf)
         elif weights is not None:
             here = slice(None) if batch_idx is None else torch.unique(batch_idx.long())
             found[0, here], found[1, here] = weights[here], -weights[here]
-        maximum(found, self.group)
-        highest, lowest = found[0], -found[1]
+        highest, lowest = maximum(found, self.group) * found.new_tensor([[1.0], [-1.0]])
         empty = highest == -torch.inf
-        if not bool((empty | (highest == lowest)).all()):
-            return None
-        return torch.where(empty, 0.0, highest)
+        return torch.where(empty, 0.0, highest) if bool((empty | (highest == lowest)).all()) else None
 
     def displacement(self, positions: torch.Tensor, cell: torch.Tensor | None = None) -> float:
         """Return the largest displacement of an atom on any rank since the domain was made. A collective call.
@@ -686,25 +699,26 @@ class Domain:
         float
             Infinite if a position is NaN.
         """
-        most = torch.tensor(self._moved(positions, cell), dtype=torch.float64, device=self.device)
+        most = torch.tensor(self._reference.moved(positions, cell), dtype=torch.float64, device=self.device)
         return float(maximum(most, self.group))
 
-    def _moved(self, positions: torch.Tensor, cell: torch.Tensor | None) -> float:
-        """The largest displacement of an atom of this rank, as for `displacement`; infinite if one is NaN."""
-        reference, now = self._known_positions[: self.n_owned], self._changed(cell)
-        if now is None or self.cell is None:
-            x, y, z = (positions.detach() - reference).double().square_().unbind(1)
-            # a sum along rows of three takes four times as long
-            return math.sqrt(float((x + y + z).amax().nan_to_num(nan=torch.inf))) if len(x) else 0.0
-        before = self.cell.expand_as(now)
-        if self._inverse is None:
-            with torch.inference_mode(False):
-                self._inverse = inverse_of_periodic(before, self.pbc)
-        strain = strain_between(before, now, self.pbc, self._inverse)
-        system, taken = self.batch_idx, 0.5 * taken_by_strain(strain, self.reach)
-        moved = displacements(positions.detach(), reference, strain, system)
-        by_atoms = moved + (taken if system is None else taken.index_select(0, system))
-        return float(torch.cat([by_atoms, taken]).amax().nan_to_num(nan=torch.inf))
+    def settle(self, *, raises: bool = True) -> Found:
+        """Read what calls have found that nobody has read yet, if they do not compare at once. A collective call.
+
+        Call it before you use results of the last calls, and after captured calls were replayed.
+
+        Returns
+        -------
+        Found
+            The number of ``calls`` that nobody had read, how many were ``wrong``, which was the ``first``, and the
+            ``largest`` displacement.
+
+        Raises
+        ------
+        ValueError
+            Atoms had moved too far in a call, unless ``raises`` is False, or an argument was not the same on all ranks.
+        """
+        return Found(0, 0, 0, 0.0) if self._ledger is None else self._ledger.settle(raises)
 
     def neighbors(self, positions: torch.Tensor, cutoff: float, cell: torch.Tensor | None = None) -> Rows:
         """Return the neighbors of owned atoms, and the owned neighbors of ghosts, up to ``cutoff`` plus the skin.
@@ -759,8 +773,7 @@ class Domain:
     def _must_be_near(self, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
         """Note how far atoms have moved. At the end of the part in `_together`, all ranks raise if that is too far."""
         with self._together() as agreement:
-            if agreement.largest[0] < 0.0:  # not noted yet
-                agreement.largest[0] = self._moved(positions, cell)
+            agreement.note_moved(self._reference, positions, cell)
 
     def _search(self, cutoff: float) -> OwnedRows:
         n, system, everywhere = self.n_owned, self.batch_idx_with_ghosts, self._known_positions

@@ -14,7 +14,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
-from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.systems import System
 
 ASK_EVERY = 10
@@ -183,7 +183,7 @@ def relax(
     if compact_every is not None and checks.check_count("compact_every", compact_every) == 0:
         raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
     domain = system.domain if isinstance(system, System) else None
-    with together(domain):
+    with together(domain, now=True):
         name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
         must_be_same(domain, optimizer=name, fmax=fmax, smax=smax, max_steps=max_steps, cell=cell)
         if domain is not None:
@@ -201,7 +201,7 @@ def relax(
     known: _Record | None = None
     results: _Record | None = None
     count = 0
-    with _bar(n, progress and (domain is None or domain.rank == 0)) as show:
+    with whole_call(domain), _bar(n, progress and (domain is None or domain.rank == 0)) as show:
         while True:
             chart, move = chart.followed(x)
             if move is not None:
@@ -231,6 +231,8 @@ def relax(
                 n_active = int(known.active.sum())
                 show(n - n_active)
                 if n_active == 0:
+                    if chart.system.domain is not None:
+                        chart.system.domain.settle()
                     break
                 if compacts and n_active < chart.n_systems:
                     results = known.put_into(results, places)

@@ -13,7 +13,7 @@ from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, 
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
-from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.systems import System
 
 Hook = Callable[[State], State | None]
@@ -150,11 +150,12 @@ def simulate(
         return state, found
 
     domain = (start.system if isinstance(start, State) else start).domain
-    with together(domain):
+    with together(domain, now=True):
         must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
         must_be_same(domain, checkpoint_every=checkpoint_every, gradients=gradients, record=list(measures))
     bars = _bar(steps, progress and (domain is None or domain.rank == 0))
-    with torch.enable_grad() if gradients else torch.no_grad(), bars as bar, writer:
+    grad = torch.enable_grad() if gradients else torch.no_grad()
+    with whole_call(domain), grad, bars as bar, writer:
         if isinstance(start, State):
             if options:
                 raise TypeError(f"`{next(iter(options))}` goes with a System; the State has it")
@@ -173,6 +174,8 @@ def simulate(
             else:
                 state, found = run_segment(functools.partial(run, first=first, last=last), state, parameters)
             kept += found
+        if state.system.domain is not None:
+            state.system.domain.settle()
     records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
     begin = int(first_step)
     return Simulation(state, records, [begin + n * every for n in range(len(kept))])

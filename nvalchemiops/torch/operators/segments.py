@@ -70,7 +70,7 @@ def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
 
 
 def largest_system(batch_idx: torch.Tensor) -> int:
-    """The largest entry, read on the host, for which a GPU is waited: once for a tensor, so a captured graph can follow.
+    """The largest entry, read on the host. It waits for a GPU once for a tensor, so that a captured graph can follow.
 
     Raises
     ------

@@ -29,8 +29,8 @@ MOST_ATOMS = 2048
 """Largest number of atoms for which calls have plans. In larger calls the Python between kernels costs little."""
 
 MOST_ATOMS_ON_GPU = 2**20
-"""The same on a GPU, where a launch takes as long for many atoms as for few. A call of 262,144 ions that starts on an idle
-device waits 1.6 ms for its launches, beside 2.3 ms of kernels (measured on an H100)."""
+"""The same on a GPU, where a launch takes as long for many atoms as for few. A call of 262,144 ions that starts on an
+idle device waits 1.6 ms for its launches, beside 2.3 ms of kernels (measured on an H100)."""
 
 SMALL = 256
 """Largest number of elements of a tensor whose values are part of a key. Larger tensors, which hold prepared data, are

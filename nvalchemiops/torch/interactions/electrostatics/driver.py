@@ -42,7 +42,8 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
         if asked.request.hybrid:
             fixed = atoms._replace(positions=atoms.positions.detach(), cell=atoms.cell.detach())
             asked = asked._replace(atoms=fixed)
-    return one_or_several(_ewald_sum(asked))
+    with shares.whole_call(atoms.domain):
+        return one_or_several(_ewald_sum(asked))
 
 
 @compiled.whole(EwaldSum.shapes, EwaldSum.along)
@@ -84,8 +85,9 @@ def _sum(name: str, terms_of: Terms, asked: EwaldSum, along: bool) -> tuple[torc
     call = _described(name, prepare, asked, along)
     if call is not None:
         return engine.run(call)
-    terms, system, *_ = terms_of(asked)
-    return evaluate(terms, system, asked.request, along)
+    with shares.whole_call(asked.atoms.domain):
+        terms, system, *_ = terms_of(asked)
+        return evaluate(terms, system, asked.request, along)
 
 
 SOURCES = ("charges", "dipoles", "quadrupoles")

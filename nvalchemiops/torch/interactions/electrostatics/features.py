@@ -215,7 +215,8 @@ def _of_one_kind(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
         known = "ranks share it"
     elif asked.neighbors.neighbor_list is None and asked.neighbors.neighbor_matrix is None:
         known = "it searches for neighbors"
-    return _run("potential at atoms", evaluate, atoms, asked.neighbors, known, alpha=options.alpha)
+    with shares.whole_call(atoms.domain):
+        return _run("potential at atoms", evaluate, atoms, asked.neighbors, known, alpha=options.alpha)
 
 
 def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[torch.Tensor, ...]:

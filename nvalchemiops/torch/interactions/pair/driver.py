@@ -10,7 +10,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
-from nvalchemiops.torch.interactions.pair.shares import beside_ghosts, ghosts_of
+from nvalchemiops.torch.interactions.pair.shares import beside_ghosts, ghosts_of, whole_call
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, fits_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.operators.segments import system_sums
@@ -87,7 +87,8 @@ def run(
         fixed["cell"] = cell
     else:  # no value of the cell will be read: one plan serves all cells
         moving = {**moving, "cell": cell}
-    return engine.run_function(name, evaluate, {"positions": atoms.positions, **moving}, near, fixed, ways)
+    with whole_call(atoms.domain):
+        return engine.run_function(name, evaluate, {"positions": atoms.positions, **moving}, near, fixed, ways)
 
 
 def sum_pairs(

@@ -22,6 +22,7 @@ from nvalchemiops.torch.distributed.agreement import described, of_atoms
 from nvalchemiops.torch.distributed.collectives import group_of
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.distributed.faults import in_call
 from nvalchemiops.torch.distributed.pairs import OwnedPairs, among
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
@@ -139,13 +140,18 @@ def found_rows(domain: Domain, cutoff: float) -> Rows:
     return domain._found_rows(cutoff).alone
 
 
-def together(domain: Domain | None) -> Any:
-    """A context for a part of a call in which one rank may raise: then all ranks raise."""
+def together(domain: Domain | None, now: bool = False) -> Any:
+    """A context for a part of a call in which one rank may raise: then all ranks raise, at once if ``now`` is set."""
     if domain is None:
         return contextlib.nullcontext()
     if not isinstance(domain, Domain):
         raise TypeError(f"`domain` must be a Domain, got {type(domain).__name__}")
-    return domain._together()
+    return domain._together(now)
+
+
+def whole_call(domain: Domain | None) -> contextlib.AbstractContextManager[Any]:
+    """A context for a whole call: if one rank raises between messages, the ranks that wait for it raise, too."""
+    return in_call(domain.group) if isinstance(domain, Domain) else contextlib.nullcontext()
 
 
 def exclusions_of_share(

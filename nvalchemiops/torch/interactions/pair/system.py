@@ -150,7 +150,7 @@ def _batch(
             raise ValueError("`batch_idx` is needed: `cell`, `pbc` or `num_systems` describe several systems")
         return cell, None, 1
     checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
-    batch_idx = checks.as_int32(batch_idx)
+    of_caller, batch_idx = batch_idx, checks.as_int32(batch_idx)
     if num_systems is None:
         if cell is not None and cell.shape[0] != 1:
             num_systems = cell.shape[0]
@@ -161,7 +161,7 @@ def _batch(
         elif not may_read():
             raise ValuesNeededError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
         else:
-            num_systems = largest_system(atoms.batch_idx) + 1 if n_atoms else 1
+            num_systems = largest_system(of_caller) + 1 if n_atoms else 1
     if cell is not None and cell.shape[0] != num_systems:
         if cell.shape[0] != 1:
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")

@@ -155,16 +155,17 @@ def induced_moments(
     """
     given = dict(zip(OWN, (hardness, electronegativity, total_charge, polarizabilities, external_field)))
     batch = _Batch(batch_idx, n_systems)
-    if domain is not None:
-        batch = _batch_of_domain(domain, batch, given, parameters)
-    with shares.together(domain):
-        problem, tensors = _check(energy, parameters, given, batch, tolerance, max_iterations)
-    if domain is not None:
-        problem = problem._replace(returns_atoms=returns_atoms(problem, tensors))
-    start = None if initial is None else problem.deviations(initial[:2], tensors)
-    v, energies, residuals, iterations = _Minimum.apply(problem, start, *tensors)
-    charges, dipoles = problem.sources(problem.polarized(v, tensors), tensors)
-    energies = _MinimalEnergy.apply(problem, energies, v, *tensors)
+    with shares.whole_call(domain):
+        if domain is not None:
+            batch = _batch_of_domain(domain, batch, given, parameters)
+        with shares.together(domain):
+            problem, tensors = _check(energy, parameters, given, batch, tolerance, max_iterations)
+        if domain is not None:
+            problem = problem._replace(returns_atoms=returns_atoms(problem, tensors))
+        start = None if initial is None else problem.deviations(initial[:2], tensors)
+        v, energies, residuals, iterations = _Minimum.apply(problem, start, *tensors)
+        charges, dipoles = problem.sources(problem.polarized(v, tensors), tensors)
+        energies = _MinimalEnergy.apply(problem, energies, v, *tensors)
     return InducedMoments(charges, dipoles, energies, residuals, int(iterations))
 
 

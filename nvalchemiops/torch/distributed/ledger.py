@@ -1,0 +1,265 @@
+"""What ranks have to agree on, kept on the device, and read by the host later or on demand.
+
+With ``check="each"`` a domain compares what ranks have found in each call, before the call goes on
+(`nvalchemiops.torch.distributed.agreement`): the host waits for one message, and reads how far atoms have moved. With
+the other choices a call only adds to a ledger, a few integers on the device: how many calls there were, in how many of
+them atoms had moved too far, in which one first, by how much at most, and a checksum of values that must be the same on
+all ranks. The host keeps a checksum of all that it knows by itself. A message compares both after some calls, and is
+read one call later; or it is sent when somebody asks.
+"""
+
+import collections
+import math
+import struct
+import zlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.agreement import Agreement, kind_of, untransformed
+from nvalchemiops.torch.distributed.communication import (
+    RECENT,
+    OtherRankError,
+    begin_maximum,
+    messages_of,
+    on_device,
+)
+from nvalchemiops.torch.distributed.movement import Reference
+from nvalchemiops.torch.runtime.context import is_capturing, values_of
+
+NEVER = 0
+"""In the place of the number of calls after which ranks compare."""
+
+BEYOND = 2**40
+"""More than there are calls. What counts down from it is largest for the first call."""
+
+TINY = 1e-300
+
+MASK = 2**62 - 1
+"""Checksums are non-negative, so that their negatives are numbers, too."""
+
+FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""Of checksums: odd, so that no bit is lost."""
+
+
+class Found(NamedTuple):
+    """What the calls of a ledger have found, on all ranks.
+
+    Attributes
+    ----------
+    calls, wrong, first : int
+        The number of calls, of those in which atoms had moved too far (of the rank with the most of them), and the
+        first of these, from one; zero if there is none.
+    largest : float
+        How far an atom had moved at most, with the part of a strained cell.
+    """
+
+    calls: int
+    wrong: int
+    first: int
+    largest: float
+
+
+class _Sent(NamedTuple):
+    """A message that has not been read yet, and the calls that it covers: number, place and what they compared."""
+
+    read: Callable[[], list[Any]]
+    calls: tuple[tuple[int, str, dict[str, str]], ...]
+
+
+def interval_of(check: Any) -> int | None:
+    """After how many calls ranks compare; None for "each", where they compare before the call goes on."""
+    if isinstance(check, str):
+        checks.check_choice("check", check, ("each", "later", "never"))
+        return {"each": None, "later": 1, "never": NEVER}[check]
+    if checks.check_count("check", check) < 1:
+        raise ValueError(f"`check` must be 'each', 'later', 'never', or a positive number of calls, got {check}")
+    return int(check)
+
+
+class Ledger:
+    """What the calls of a domain have found on this rank since ranks last compared.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+    device : torch.device
+    skin : float
+        Atoms have moved too far if it is by more than half of the skin.
+    every : int
+        From `interval_of`.
+    """
+
+    def __init__(self, group: Any, device: torch.device, skin: float, every: int) -> None:
+        self.group, self.device, self.skin, self.every = group, device, skin, every
+        with torch.inference_mode(False):
+            # calls; wrong ones; `BEYOND` less the first of these, or zero; the largest displacement in halves of the
+            # skin, by its bits; the checksum
+            self._state = torch.zeros(5, dtype=torch.int64, device=device)
+        self._sums: list[torch.Tensor] = []
+        self._host_sum = 0
+        self._calls: collections.deque[tuple[int, str, dict[str, str]]] = collections.deque(maxlen=RECENT)
+        self._n_calls = 0
+        self._sent: collections.deque[_Sent] = collections.deque()
+        self._before = self.growth = math.nan
+        self._follow: Callable[[], list[Any]] | None = None
+
+    # -- what calls find --------------------------------------------------------------------------
+
+    def compare(self, same: dict[str, str], values: list[torch.Tensor]) -> None:
+        """Note descriptions and values of tensors that must be the same on all ranks. Sends nothing, reads nothing."""
+        here = messages_of(self.group)
+        self._host_sum = zlib.crc32(repr(sorted(same.items())).encode(), self._host_sum)
+        self._calls.append((here.calls, here.place, same))
+        for value in values:
+            self._state[4].mul_(FACTOR).add_(_checksum(value)).bitwise_and_(MASK)
+
+    def add(self, moved: torch.Tensor | None, skin: float) -> None:
+        """Count a call, with the displacement () that it has found, and the skin in its unit."""
+        calls, wrong, first, largest, _ = self._state.unbind()
+        calls.add_(1)
+        if moved is not None:
+            part = 2.0 * moved / max(skin, TINY)
+            is_wrong = part > 1.0
+            wrong.add_(is_wrong)
+            first.copy_(torch.where(is_wrong & (first == 0), BEYOND - calls, first))
+            # bits of numbers that are not negative have the order of the numbers
+            torch.maximum(largest, part.view(torch.int64), out=largest)
+        self._n_calls += 1
+        if self.every == NEVER:
+            return
+        if is_capturing():
+            raise ValueError('`check` of the `domain` must be "never" for a call that is captured, since others read')
+        if self._n_calls >= self.every:
+            self.send()
+        while len(self._sent) > 1:
+            self.read()
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Send what has been found since the last message, and forget it. A collective call; nobody waits."""
+        here = messages_of(self.group)
+        known = on_device([here.calls, here.count, self._host_sum], self.device)
+        both = torch.cat([known, self._state])
+        self._state.zero_()
+        self._sent.append(_Sent(begin_maximum(torch.cat([both, -both]), self.group), tuple(self._calls)))
+        self._n_calls, self._host_sum = 0, 0
+        self._calls.clear()
+
+    def read(self, raises: bool = True) -> Found:
+        """Read the oldest message; with ``raises``, raise on all ranks if a call was wrong."""
+        sent = self._sent.popleft()
+        numbers = sent.read()
+        highest, lowest = numbers[:8], [-number for number in numbers[8:]]
+        if highest[:2] != lowest[:2]:
+            counts = " and ".join(f"call {calls} after {count} messages" for calls, count in (lowest[:2], highest[:2]))
+            why = f"ranks have compared what is {counts}"
+            messages_of(self.group).leave(self.group, why)
+            raise OtherRankError(messages_of(self.group).out_of_step)
+        if highest[2] != lowest[2] or highest[7] != lowest[7]:
+            self._raise_difference(sent)
+        calls, wrong, first = highest[3], highest[4], BEYOND - highest[5] if highest[5] else 0
+        largest = 0.5 * max(self.skin, TINY) * struct.unpack("d", struct.pack("q", highest[6]))[0]
+        if wrong and raises:
+            where = f"{wrong} of {calls} calls or more, first in number {first} of them"
+            if len(sent.calls) == calls:
+                number, place, _ = sent.calls[first - 1]
+                where = f"call {number} ({place})" + (f", and in {wrong - 1} later ones" if wrong > 1 else "")
+            raise ValueError(
+                f"atoms had moved by {largest:g}, with the part of a strained cell, more than half of the skin of the "
+                f"`domain`, {self.skin}, in {where}, whose results are wrong: go on from a state before, with a larger "
+                'skin, more frequent `Domain.follow`, or check="each"'
+            )
+        return Found(calls, wrong, first, largest)
+
+    def _raise_difference(self, sent: _Sent) -> None:
+        told = Agreement(self.group, self.device)
+        for number, place, same in sent.calls:
+            told.same |= {f"{name} in call {number} ({place})": value for name, value in same.items()}
+        told.raise_difference("values of a tensor on the device, such as `cell`,")
+
+    def settle(self, raises: bool = True) -> Found:
+        """Read all that has been found, as `read`. A collective call."""
+        found = []
+        self.send()
+        while self._sent:
+            found.append(self.read(raises))
+        calls, wrong, largest = sum(f.calls for f in found), sum(f.wrong for f in found), max(f.largest for f in found)
+        first, before = 0, 0
+        for part in found:
+            first, before = first or (before + part.first if part.first else 0), before + part.calls
+        return Found(calls, wrong, first, largest)
+
+    # -- following --------------------------------------------------------------------------------
+
+    def must_divide(self, moved: torch.Tensor) -> bool:
+        """Whether atoms must be divided again, judged from how far they were at the last call and how fast they move.
+
+        A collective call that reads the message of the last one. Atoms that have moved farther than was expected are
+        found by the calls that use them.
+        """
+        sent = begin_maximum(moved.reshape(1).clone(), self.group)
+        if math.isnan(self._before):  # for the first time
+            (self._before,) = (self.growth,) = sent()
+            return 2.0 * self._before > self.skin
+        if self._follow is not None:
+            (now,) = self._follow()
+            self.growth, self._before = max(now - self._before, 0.0), now
+        self._follow = sent
+        return 2.0 * (self._before + 2.0 * self.growth) > self.skin
+
+    def goes_on(self, old: "Ledger") -> None:
+        """Expect atoms to move as fast as they did with the ledger of the domain before."""
+        self._before, self.growth = 0.0, old.growth
+
+
+class Entry(Agreement):
+    """In the place of an `Agreement`, a part of a call that adds to a ledger.
+
+    It counts as a call unless ``counts`` is False. If a rank raises inside, the others learn it when they wait for its
+    next message.
+    """
+
+    is_deferred = True
+
+    def __init__(self, ledger: Ledger, skin: float, counts: bool = True) -> None:
+        super().__init__(ledger.group, ledger.device, skin)
+        self._ledger, self._counts = ledger, counts
+        self._compared: list[torch.Tensor] = []
+        self._moved: torch.Tensor | None = None
+
+    def note_cell(self, reference: Reference, cell: torch.Tensor | None) -> None:
+        """Note a cell that must be the same on all ranks, without a look at its values."""
+        self.same["`cell`"] = "None" if cell is None else kind_of(cell)
+        if cell is not None and reference.cell is not None:
+            reference.expanded(cell)  # raises for other shapes
+            self._compared.append(cell)
+
+    def note_moved(self, reference: Reference, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
+        """Note how far atoms have moved, without a look at it."""
+        if self._moved is None:
+            self._moved = reference.moved_on_device(positions, cell)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_over = True
+        if error is None:
+            with untransformed(), torch.no_grad():
+                self._ledger.compare(self.same, self._compared)
+                if self._counts:
+                    self._ledger.add(None if self._moved is None else values_of(self._moved), self._skin)
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    """A checksum () of the values of a tensor, in int64."""
+    plain = values_of(values).resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    bits = plain.double().view(torch.int64) if plain.is_floating_point() else plain.long()
+    odd = 2 * torch.arange(bits.numel(), device=bits.device) + 1
+    return ((bits.flatten() ^ (bits.flatten() >> 31)) * (odd * FACTOR)).sum()

@@ -1,0 +1,152 @@
+"""Cases for several ranks of which one fails where nobody asks it: between messages, calls or steps. See `ranks.py`."""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import ase.build
+import pytest
+import torch
+import torch.distributed as dist
+
+from nvalchemiops.ase import Electrostatics, on_ranks
+from nvalchemiops.torch import System
+from nvalchemiops.torch.distributed import Domain, communication, domain, fail_together
+from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate
+from nvalchemiops.torch.interactions.electrostatics import coulomb, dsf_coulomb
+from nvalchemiops.torch.interactions.pair import lennard_jones, shares
+from tests.distributed.common import Atoms, case
+from tests.distributed.steps import Steps, group_like, raises
+
+CHARGES = {"Na": 1.0, "Cl": -1.0}
+
+
+def soon(call: Callable[[], Any], *texts: str) -> None:
+    """Raise unless the call ends soon with an `OtherRankError` with these words."""
+    with mock.patch.object(communication, "PATIENCE", 0.2):
+        raises(call, *texts)
+
+
+def fails(at: Any, name: str, error: Any) -> Any:
+    """This rank fails where it calls this function."""
+    return mock.patch.object(at, name, side_effect=error)
+
+
+@case(3)
+def no_memory_in_the_middle_of_a_call(group: Any) -> None:
+    """The others learn it, whatever the call; then ranks need a new group."""
+
+    def dsf(steps: Steps) -> Any:
+        x = steps.positions(1)[steps.domain.global_index]
+        return dsf_coulomb(x, steps.charges, 3.0, 0.2, steps.atoms.cell, compute_forces=True, domain=steps.domain)
+
+    def follow(steps: Steps) -> Any:
+        return steps.domain.follow(steps.positions(1)[steps.domain.global_index] + 1.0)
+
+    calls: tuple[tuple[Any, str, Callable[[Steps], Any]], ...] = (
+        (shares, "swap_rows", lambda steps: steps(1)),
+        (coulomb, "sum_pairs", dsf),
+        (domain, "sorted_numbers", follow),
+    )
+    for at, name, call in calls:
+        steps, rank = Steps(group_like(group)), dist.get_rank(group)
+        if rank == 1:
+            with fails(at, name, torch.OutOfMemoryError("no memory left")), pytest.raises(torch.OutOfMemoryError):
+                call(steps)
+        else:
+            soon(partial(call, steps), "rank 1 failed in call", "OutOfMemoryError: no memory left")
+        soon(partial(steps, 2), "out of step", "new_group")
+
+
+@case(2)
+def an_error_between_two_calls(group: Any) -> None:
+    """In a block around both of them; errors that all ranks raise alike leave the group in step."""
+    steps, rank = Steps(group_like(group)), dist.get_rank(group)
+
+    @fail_together(steps.domain.group)
+    def loop(who: Callable[[int], bool]) -> None:
+        for step in range(3):
+            steps.check(step, steps(step))
+            if step == 1 and who(rank):
+                raise KeyError("mine")
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            loop(lambda rank: True)
+    loop(lambda rank: False)
+    if rank == 1:
+        with pytest.raises(KeyError):
+            loop(lambda rank: rank == 1)
+    else:
+        soon(lambda: loop(lambda rank: rank == 1), "rank 1 failed in call", "KeyError: 'mine'")
+
+
+@case(2)
+def an_interrupt_of_dynamics_or_of_a_relaxation(group: Any) -> None:
+    """By a signal for rank 0, between two steps."""
+    atoms = Atoms(n=3)
+    model = SumOfTerms(partial(lennard_jones(3.0), sigma=1.4, epsilon=0.1))
+
+    def interrupt(*_: Any) -> None:
+        if dist.get_rank(group) == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    for way in (
+        lambda system: simulate(system, model, nve(0.01), steps=3, hooks=[interrupt]),
+        lambda system: relax(system, model, max_steps=3, fmax=1e-9, hooks=[interrupt]),
+    ):
+        fresh, mine = group_like(group), atoms.mine(group)
+        divided = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, skin=0.5, group=fresh)
+        system = divided.distribute(System(atoms.positions[mine], cell=atoms.cell, numbers=atoms.numbers[mine]))
+        if dist.get_rank(group) == 0:
+            with pytest.raises(KeyboardInterrupt):
+                way(system)
+        else:
+            soon(partial(way, system), "rank 0 failed in call", "KeyboardInterrupt")
+
+
+@case(2)
+def failures_of_a_calculator_on_ranks(group: Any) -> None:
+    """An interrupt of rank 0 is an error on the others; an error of these, also between two calls, is one on rank 0."""
+    rank, kept = dist.get_rank(group), []
+    crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6)
+
+    def energy(calculator: Any, after: Callable[[], None] = lambda: None) -> float:
+        atoms = crystal.copy()
+        atoms.calc = calculator
+        kept.append(atoms)
+        atoms.get_potential_energy()
+        after()
+        atoms.rattle(0.1)
+        return atoms.get_potential_energy()
+
+    term = Electrostatics("dsf", CHARGES, cutoff=3.0, alpha=0.2)
+
+    def run(main: Any, group: Any = group) -> Any:
+        return on_ranks(main, term, group=group)
+
+    run(energy)
+    if rank == 0:  # where it would wait for ranks that do something else
+        kept[-1].rattle(0.1, seed=1)
+        with pytest.raises(RuntimeError, match="`on_ranks`, which has returned"):
+            kept[-1].get_forces()
+
+    def interrupted(calculator: Any) -> Any:
+        return energy(calculator, lambda: signal.raise_signal(signal.SIGINT))
+
+    if rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            run(interrupted)
+    else:
+        soon(lambda: run(interrupted), "rank 0 failed: KeyboardInterrupt")
+    run(energy)  # they are in step
+
+    fresh = group_like(group)
+    if rank == 1:  # after its last message
+        with fails(Domain, "gather", None) as gather, pytest.raises(MemoryError):
+            gather.side_effect = MemoryError
+            run(energy, fresh)
+    else:
+        soon(lambda: run(energy, fresh), "rank 1 failed in call", "MemoryError")
