@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nvalchemiops.ase import Electrostatics, on_ranks
 from nvalchemiops.torch import System
-from nvalchemiops.torch.distributed import Domain, communication, domain, fail_together
+from nvalchemiops.torch.distributed import Domain, communication, exchange, fail_together
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate
 from nvalchemiops.torch.interactions.electrostatics import coulomb, dsf_coulomb
 from nvalchemiops.torch.interactions.pair import lennard_jones, shares
@@ -48,7 +48,7 @@ def no_memory_in_the_middle_of_a_call(group: Any) -> None:
     calls: tuple[tuple[Any, str, Callable[[Steps], Any]], ...] = (
         (shares, "swap_rows", lambda steps: steps(1)),
         (coulomb, "sum_pairs", dsf),
-        (domain, "sorted_numbers", follow),
+        (exchange, "sorted_numbers", follow),
     )
     for at, name, call in calls:
         steps, rank = Steps(group_like(group)), dist.get_rank(group)
