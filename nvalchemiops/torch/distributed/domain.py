@@ -670,8 +670,6 @@ class Domain:
 
     def _agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
         """The weights (n_systems,), if all ranks with atoms of a system have the same weight for it; otherwise None."""
-        if self._ledger is not None:  # the host would wait
-            return None
         found = torch.full((2, self.n_systems), -torch.inf, dtype=torch.float64, device=self.device)
         if weights is None and self.n_owned:
             found.fill_(torch.inf)
