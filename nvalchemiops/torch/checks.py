@@ -135,7 +135,10 @@ def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
 
 
 def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
-    """Periodicity as a bool tensor of any shape, on ``device`` if given; raises for a tensor on another device."""
+    """Periodicity as a bool tensor of any shape, on ``device`` if given.
+
+    A few numbers of a CPU are copied, as if they were given as a tuple; a GPU is not waited for without being asked.
+    """
     if not isinstance(pbc, torch.Tensor):
         try:
             if device is not None and device.type != "cpu":
@@ -149,6 +152,8 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
     if pbc.dtype != torch.bool:
         raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
     if device is not None and pbc.device != device:
+        if pbc.device.type == "cpu":
+            return _made_on(device, pbc.detach().numpy())
         raise ValueError(f"`pbc` is on {pbc.device}, but other arguments are on {device}")
     return pbc
 

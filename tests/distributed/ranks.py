@@ -7,6 +7,7 @@ import datetime
 import importlib
 import os
 import subprocess
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -77,6 +78,7 @@ if __name__ == "__main__":
 
     from tests.distributed.common import SPARE, chosen, groups, spare
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
     rank, count, folder, which = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     chosen["which"] = which
     torch.set_num_threads(1)

@@ -157,15 +157,18 @@ def test_a_backward_pass_on_another_stream_is_an_ordinary_one(made, calls, gpu, 
     assert before == n_replays(made) and "another stream" in plans.explain()
 
 
-def test_a_capture_that_fails(made, calls, gpu, monkeypatch):
-    """The call has its results, and no other call is captured."""
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_capture_that_fails(lasting, made, calls, gpu, monkeypatch):
+    """The call has its results, and calls of its kind are not captured again; or, if it lasts, none."""
     failed = {}
     monkeypatch.setattr(graphs, "_failed", failed)
     if not gpu.is_real:
         monkeypatch.setattr(graphs, "obstacle", lambda device: failed.get(device, ""))
 
     def fails(graph, function, memory):
-        failed[graph.device] = "a capture has failed"
+        graph.reason = "its capture has failed"
+        if lasting:
+            failed[graph.device] = "a capture has failed"
 
     for kind in (CountedGraph, StandInGraph):
         monkeypatch.setattr(kind, "captured", fails)
@@ -173,7 +176,7 @@ def test_a_capture_that_fails(made, calls, gpu, monkeypatch):
     calls.check(near, 4)
     calls.potential(calls.positions(), **calls.fixed, **near)
     assert len(made) == 1 and not n_replays(made)
-    assert "a capture has failed" in plans.explain()
+    assert ("a capture has failed" if lasting else "its capture has failed") in plans.explain()
 
 
 def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
@@ -298,10 +301,12 @@ def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
     with pytest.raises(RecordingError, match="reads values"):
         record(lambda x: x * float(weights.sum()))(x)
     step = record(step_of(calls, near, weights))
-    failed = {}
+
+    def fails(graph, function, memory):
+        graph.reason = "it failed"
+
     for kind in (CountedGraph, StandInGraph):
-        monkeypatch.setattr(kind, "captured", lambda graph, *_: failed.update({graph.device: "it failed"}))
-    monkeypatch.setattr(graphs, "obstacle", lambda device: failed.get(device, ""))
+        monkeypatch.setattr(kind, "captured", fails)
     expected = step_of(calls, near, weights)(x)
     for reason in ("it failed", "ordinary, since it failed"):
         found = step(x)

@@ -50,7 +50,7 @@ class CountedGraph(graphs.Graph):
 class StandInGraph:
     """In the place of a CUDA graph: a replay calls the function once more, with the same memory."""
 
-    n_bytes = 0
+    n_bytes, reason = 0, ""
 
     def __init__(self, device):
         self.device, self.n_replays = device, 0

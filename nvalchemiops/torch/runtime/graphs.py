@@ -1,5 +1,6 @@
 """CUDA graphs of calls: the work that a call enqueues on a GPU, captured once, with separate memory."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from nvalchemiops.torch.runtime.cache import stream_of
 Tensors = Sequence[torch.Tensor]
 
 _failed: dict[torch.device, str] = {}
-"""Why a capture has failed, for each device. After a failure, torch or the driver may make further captures fail."""
+"""Why a capture has failed, for each device on which even an addition could not be captured afterwards."""
 
 
 class Graph:
@@ -23,10 +24,12 @@ class Graph:
     ----------
     n_bytes : int
         Device memory that was reserved for the graph.
+    reason : str
+        Why the capture has failed.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.n_bytes = device, 0
+        self.device, self.n_bytes, self.reason = device, 0, ""
         self._graph = torch.cuda.CUDAGraph()
 
     def captured(self, function: Callable[[Tensors], Tensors], memory: Tensors) -> Tensors | None:
@@ -40,15 +43,12 @@ class Graph:
                 current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
                 aside.wait_stream(current)
                 with torch.cuda.stream(aside):
-                    self._graph.capture_begin(capture_error_mode="thread_local")
-                    try:
-                        results = function(memory)
-                    finally:
-                        self._graph.capture_end()
+                    results = _capture(self._graph, function, memory)
                 current.wait_stream(aside)
                 self.n_bytes = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
         except Exception as error:  # the function has run before, so the cause is torch, the driver or another thread
-            _failed[self.device] = f"{type(error).__name__}: {error}"
+            self.reason = f"its capture has failed: {type(error).__name__}: {error}"
+            _find_out_whether_captures_work(self.device, self.reason)
             return None
         return results
 
@@ -56,6 +56,31 @@ class Graph:
         """Enqueue the captured work on torch's current stream of the device."""
         with torch.cuda.device(self.device):
             self._graph.replay()
+
+
+def _capture(graph: torch.cuda.CUDAGraph, function: Callable[[Tensors], Tensors], memory: Tensors) -> Tensors:
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        results = function(memory)
+    except BaseException:
+        with contextlib.suppress(Exception):  # which says no more than that there was an error before
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return results
+
+
+def _find_out_whether_captures_work(device: torch.device, reason: str) -> None:
+    """After a failure, such as a lack of memory, others may succeed; or torch or the driver make all of them fail."""
+    try:
+        with torch.cuda.device(device):
+            number, aside = torch.zeros(1, device=device), torch.cuda.Stream()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(aside):
+                _capture(torch.cuda.CUDAGraph(), lambda memory: (memory[0] + 1,), (number,))
+            torch.cuda.synchronize()
+    except Exception:
+        _failed[device] = reason
 
 
 def place_of(device: torch.device) -> tuple[torch.device, int]:
@@ -70,4 +95,4 @@ def obstacle(device: torch.device) -> str:
     """Why calls on this device cannot be captured; an empty string if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"graphs cannot be captured on {device}"
-    return f"a capture has failed: {_failed[device]}" if device in _failed else ""
+    return f"of an earlier call: {_failed[device]}" if device in _failed else ""

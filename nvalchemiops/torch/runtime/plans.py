@@ -253,7 +253,7 @@ def _captured(
 
         captured = graph.captured(call, memory)
         if captured is None or recorder.reason:
-            return Followed(None, results, recorder.reason or graphs.obstacle(graph.device))
+            return Followed(None, results, recorder.reason or graph.reason or graphs.obstacle(graph.device))
         return Followed(GraphPlan(graph, recorder, memory, captured, len(used), length, room), results)
 
 

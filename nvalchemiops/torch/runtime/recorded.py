@@ -95,7 +95,7 @@ class Recorded:
         self._most = most_plans
         self._recordings: dict[Hashable, _Recording] = {}  # without a lock: each access is a single operation
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
-        self._way = "not called yet"
+        self._way, self._not_captured = "not called yet", ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the function, from a plan if one is kept for these arguments."""
@@ -178,7 +178,7 @@ class Recorded:
         device = self._device(moving)
         if any([t.device != device for t in (*moving, *self._changing)]):
             return "tensors are on several devices"
-        return None if layout(device.type).reads else graphs.obstacle(device) or None
+        return None if layout(device.type).reads else self._not_captured or graphs.obstacle(device) or None
 
     def _device(self, moving: Sequence[torch.Tensor]) -> torch.device:
         tensors = (*moving, *self._changing)
@@ -209,7 +209,8 @@ class Recorded:
         finally:
             _records.release()
         form, found = returned[0]
-        if plan is None and graph is not None and graphs.obstacle(device):  # the capture failed, not the function
+        if plan is None and graph is not None and graph.reason:  # the capture failed, not the function
+            self._not_captured = graph.reason
             self._way = f"ordinary, since {reason}"
             return _put_together(form, iter(found))
         if plan is None:
