@@ -6,8 +6,8 @@ One set of processes runs all cases, each on groups of several sizes, because st
 import datetime
 import importlib
 import os
-import subprocess
 import signal
+import subprocess
 import sys
 import traceback
 from pathlib import Path
