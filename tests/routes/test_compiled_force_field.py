@@ -245,7 +245,7 @@ def test_list_potential_and_backward_in_one_cuda_graph():
         if replay % 10 == 9:
             assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
             allocated.append(torch.cuda.memory_allocated())
-    assert allocated[-1] == allocated[0]
+    assert allocated[-1] == allocated[4], "after the first eager steps have got their plans"
     assert int(results[3]) <= ff.MAX_NEIGHBORS
 
 
