@@ -21,7 +21,7 @@ from collections.abc import Callable
 import warp as wp
 
 from nvalchemiops.kernels.lattice import SMALLEST_VOLUME_RATIO
-from nvalchemiops.kernels.native import row_kernel
+from nvalchemiops.kernels.native import by_device, row_kernel
 from nvalchemiops.launch import kernel_module, kernel_variants
 
 AUTOMATIC = 0
@@ -38,7 +38,8 @@ SMALLEST_SHARED_RING = 512
 """Smallest ring in which bins may share a slot: in smaller rings A and B do not keep `SEARCHED_BINS` bins apart."""
 
 ROUNDED_UP = 1.2
-"""Largest thickness of bins, in cutoffs. Thicker bins are halved, and the reach is then two bins."""
+"""Largest thickness of bins on a CPU, in cutoffs. Thicker bins are halved, and the reach is then two bins. On a GPU all
+are halved: a warp looks up the lines of either at once, and of halves it tests half as many candidates."""
 
 ONE_BIN_OPEN = 256
 """Number of atoms up to which an open axis is not cut into bins: testing all pairs costs no more than visiting bins."""
@@ -207,6 +208,11 @@ def slot_on_ring(bin_y: wp.int32, bin_z: wp.int32, ring: wp.vec4i):
     return wp.int32(slot & wp.uint32(ring[1] - 1))
 
 
+@wp.func_native(by_device("return false;", "return true;"))
+def halves_bins() -> wp.bool:
+    """Whether bins are half a cutoff thick, where atoms are not so few that a system is one bin."""
+
+
 @wp.func
 def describe(
     s: wp.int32,
@@ -273,6 +279,7 @@ def describe(
     most_bins = wp.float64(wp.static(MOST_BINS))
     if size < wp.static(SMALLEST_SHARED_RING):
         most_bins = wp.floor(wp.cbrt(wp.float64(size) + wp.float64(0.5)))
+    halves = halves_bins()
     for a in range(3):
         if periodic[a] != 0:
             fraction = cutoff * wp.length(dual[a])
@@ -280,7 +287,8 @@ def describe(
             if method != NAIVE and (method != AUTOMATIC or atoms > wp.static(ONE_BIN_PERIODIC)):
                 # a cell that is a whole number of cutoffs but for rounding is one
                 fit = wp.floor(wp.float64(1.0) / fraction + wp.float64(1e-6))
-                if fit >= wp.float64(1.0) and fit * fraction * wp.float64(wp.static(ROUNDED_UP)) < wp.float64(1.0):
+                thick = fit * fraction * wp.float64(wp.static(ROUNDED_UP)) < wp.float64(1.0)
+                if fit >= wp.float64(1.0) and (thick or halves):
                     fit = wp.floor(wp.float64(2.0) / fraction)
                 n_bins[a] = wp.int32(wp.clamp(fit, wp.float64(1.0), most_bins))
             # rounding of the dual vectors, where the cell is nearly flat
@@ -297,8 +305,9 @@ def describe(
             n_images *= wp.float64(2.0) * fraction + wp.float64(1.0)
         else:
             if method != NAIVE and (method != AUTOMATIC or atoms > wp.static(ONE_BIN_OPEN)):
-                dual[a] = dual[a] / cutoff
-                far[a] = wp.float64(1.0) + wp.float64(2.0) * wp.float64(wp.static(SLACK))  # literals add in float32
+                reach = wp.where(halves, wp.float64(2.0), wp.float64(1.0))
+                dual[a] = dual[a] / cutoff * reach
+                far[a] = reach + wp.float64(2.0) * reach * wp.float64(wp.static(SLACK))  # literals add in float32
                 in_one = False
                 open_bins = True
             else:

@@ -25,7 +25,8 @@ import warp as wp
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor_type, parameters
-from nvalchemiops.kernels.simd import LANES
+from nvalchemiops.kernels.mesh import lanes_of_atom
+from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.layout import layout
 
 MOST = 2**20
@@ -96,6 +97,9 @@ MOVED: dict[str, dict[str, str]] = {
 IN_PLACE = ("spline_spread", "fourier_gather")
 """Kernels whose rows are not those that are far away."""
 
+SPLINE_ORDER = 4
+"""That of the launches."""
+
 GROUPED = ("spline_stencils", "spline_gather")
 """Kernels with several rows for a thread of a CPU."""
 
@@ -123,6 +127,8 @@ def _first_row(name: str, given: dict[str, Any]) -> int:
     if name in IN_PLACE:
         return 0
     each = layout("cpu").rows_per_thread(LANES) if name in GROUPED else 1
+    if name == "spline_gather" and layout("cpu").warps:
+        each = WARP // lanes_of_atom(SPLINE_ORDER)
     each *= given.get("rows_per_thread", 1) * given.get("slots_per_thread", 1)
     assert FAR % each == 0
     return FAR // each

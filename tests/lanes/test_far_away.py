@@ -13,7 +13,7 @@ from nvalchemiops.kernels.noise import chi_square_numbers
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from tests.lanes import test_kernels as lanes
-from tests.lanes.far_away import MOVED
+from tests.lanes.far_away import MOVED, SPLINE_ORDER
 from tests.support.processes import output_of, run_interpreter
 
 
@@ -43,7 +43,7 @@ PROBLEMS: dict[str, Callable[[], lanes.Problem]] = {
     "noise": lanes.noise,
     "spread at k-vectors": lambda: few_in_fourier_space(fourier_spread),
     "gather at k-vectors": lambda: few_in_fourier_space(fourier_gather),
-    "splines": lambda: lanes.splines(4, 1),
+    "splines": lambda: lanes.splines(SPLINE_ORDER, 1),
     "sums": lambda: lanes.system_totals("float64"),
 }
 """What is launched, by name."""

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.locks import Kept
-from nvalchemiops.torch import segment_ops, spline
+from nvalchemiops.torch import plans, segment_ops, spline
 from nvalchemiops.torch.autograd import arrays, tapes, warp_stream_from_torch
 from nvalchemiops.torch.interactions import dispersion, electrostatics, lj, pair
 from nvalchemiops.torch.launch import launch_adjoint
@@ -161,6 +161,9 @@ SUMS: dict[str, Call] = {
     )[0],
     "ewald_summation of a power law": lambda g: electrostatics.ewald_summation(
         *(g.x, g.q, g.cell, ALPHA), miller_bounds=(2, 3, 2), potential=electrostatics.power_law(6), **g.near
+    ),
+    "ewald_summation of Gaussians": lambda g: electrostatics.ewald_summation(
+        g.x, g.q, g.cell, ALPHA, miller_bounds=(2, 3, 2), widths=0.3, **g.near
     ),
     "EwaldSummation": lambda g: module(g, electrostatics.EwaldSummation(ALPHA, 2.0, CUTOFF))(
         g.x, g.q, g.cell, **g.near
@@ -384,6 +387,25 @@ def by_name(table):
 @by_name(DIFFERENTIABLE)
 def test_sums_and_derivatives_of_both_orders_do_not_wait(name, gpu):
     assert assert_no_wait(gpu, derivatives(DIFFERENTIABLE[name], 2))
+
+
+def test_the_number_of_systems_is_read_once(monkeypatch):
+    """Of a pair potential in a cell that systems may share, where only `batch_idx` says how many there are."""
+    reads, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (reads.append(t), cpu(t))[1])
+    numbers = given(0.0).idx.long()  # of another dtype than kernels need, as from torch_geometric
+
+    def energies(step):
+        g = given(step)._replace(idx=numbers)
+        return cases.LENNARD_JONES(g.x, g.cell[:1], sigma=1.7, epsilon=0.2, **g.near)
+
+    with replaced_layout("cpu", GPU), plans.off():
+        for step, expected in ((0.0, 1), (1.0, 1)):
+            energies(step)
+            assert len(reads) == expected
+        numbers += 1
+        energies(1.0)
+    assert len(reads) == 2
 
 
 @by_name(THREE_BODY)
