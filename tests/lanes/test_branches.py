@@ -119,6 +119,21 @@ def test_sums_over_meshes_and_systems_are_in_double_precision():
         torch.testing.assert_close(result.double(), exact, rtol=1e-7, atol=tolerance)
 
 
+def test_lines_of_bins_that_end_beyond_the_ring():
+    """Of open systems with more bins than slots: a line goes on at the beginning, after atoms before the end."""
+    generator, n = torch.Generator().manual_seed(2), 600
+    places = torch.rand(30, 1, 3, dtype=F64, generator=generator) * 100.0
+    x = (places + 16.0 * torch.rand(30, n, 3, dtype=F64, generator=generator)).view(-1, 3)
+    batch_idx = torch.arange(30, dtype=torch.int32).repeat_interleave(n)
+
+    def pairs():
+        found, _ = neighbor_list(x, 3.0, batch_idx=batch_idx, return_neighbor_list=True)
+        return [found[:, (found[0].long() * len(x) + found[1]).argsort()]]
+
+    found, expected = on_both(pairs)
+    assert torch.equal(*found, *expected)
+
+
 # -- Gaussians -------------------------------------------------------------------------------------
 
 
