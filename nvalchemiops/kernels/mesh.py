@@ -564,7 +564,7 @@ _GATHER_GPU = """
     const bool is_there = k < n_atoms;  // lanes without an atom do as the last one, without its results
     const int atom = order.data[is_there ? k : n_atoms - 1], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
     const double *const u = coordinates.data + 3LL * atom;
-    const bool exists = system >= 0 && (system + 1) * n_channels <= field.shape[0];
+    const bool exists = system >= 0 && system < field.shape[0] / n_channels;
     const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
     // A lane has the points of the stencil with one z, and the weight of one y for the others. Loops are unrolled, so
     // that no array is in memory.
@@ -618,7 +618,7 @@ _GATHER_GPU = """
 
 _GATHER_ATOM = """
     const int atom = order.data[k], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
-    const bool exists = system >= 0 && (system + 1) * n_channels <= field.shape[0];
+    const bool exists = system >= 0 && system < field.shape[0] / n_channels;
     for (int channel = 0; channel < n_channels; ++channel) {
         const @real@ *const mesh =
             field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);

@@ -1,9 +1,10 @@
 """Bins that sort atoms by place, in every system of a batch. Work and memory depend on the atoms, not on the volume.
 
 A system gets three bin coordinates ``u = planes @ x``. Along a periodic axis they count fractions of the cell, which
-is cut into ``bins`` equal parts, as many as fit at a thickness of the cutoff; along an open axis they count cutoffs,
-in a direction orthogonal to all periodic lattice vectors. A pair within the cutoff differs in each by at most
-``reach = cutoff |planes[a]|`` bins, since ``|planes[a] . d| <= |planes[a]| |d|``.
+is cut into ``bins`` equal parts, as many as fit at a thickness of the cutoff; along an open axis they count cutoffs, in
+a direction orthogonal to all periodic lattice vectors (on a GPU, half a cutoff along either: `ROUNDED_UP`). A pair
+within the cutoff differs in each by at most ``reach = cutoff |planes[a]|`` bins, since
+``|planes[a] . d| <= |planes[a]| |d|``.
 
 The bins of a system are mapped to a *ring* of slots, ``(t_x + A t_y + B t_z) mod size``. Its size, a power of two, is
 about the number of atoms, however many bins the volume has. Bins that share a slot are far apart, so that the distance
@@ -209,7 +210,7 @@ def slot_on_ring(bin_y: wp.int32, bin_z: wp.int32, ring: wp.vec4i):
 
 
 @wp.func_native(by_device("return false;", "return true;"))
-def halves_bins() -> wp.bool:
+def halves_bins() -> wp.bool:  # type: ignore[empty-body]  # it is in C++
     """Whether bins are half a cutoff thick, where atoms are not so few that a system is one bin."""
 
 
@@ -289,7 +290,7 @@ def describe(
                 fit = wp.floor(wp.float64(1.0) / fraction + wp.float64(1e-6))
                 thick = fit * fraction * wp.float64(wp.static(ROUNDED_UP)) < wp.float64(1.0)
                 if fit >= wp.float64(1.0) and (thick or halves):
-                    fit = wp.floor(wp.float64(2.0) / fraction)
+                    fit = wp.floor(wp.float64(2.0) / fraction + wp.float64(1e-6))
                 n_bins[a] = wp.int32(wp.clamp(fit, wp.float64(1.0), most_bins))
             # rounding of the dual vectors, where the cell is nearly flat
             defect = wp.float64(0.0)

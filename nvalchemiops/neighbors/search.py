@@ -209,8 +209,8 @@ def search_text(addition: Addition) -> str:
             const long long n_images = image_of(r.high[0], grid.bins[0]) - first_image + 1LL;
             const long long in_layer = n_images * (r.high[1] - r.low[1] + 1LL);
             const long long n_lines = in_layer * (r.high[2] - r.low[2] + 1LL);
-            // Each lane looks up one of 32 lines; then the lanes share the atoms of all of them, since one line has
-            // less than half as many as there are lanes.
+            // Each lane looks up one of 32 lines; then the lanes share the atoms of all of them, since most lines have
+            // fewer atoms than there are lanes.
             for (long long line_base = 0; line_base < n_lines; line_base += 32) {{
                 Line line = {{}};
                 if (line_base + lane < n_lines) {{

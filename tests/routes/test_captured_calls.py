@@ -90,6 +90,17 @@ def test_systems_of_atoms_that_change_in_place(made, gpu):
     assert len(made) == 1
 
 
+def test_a_number_of_systems_that_changes_in_place(made, gpu):
+    """Where only `batch_idx` says how many systems share a cell, there is a row for each of them."""
+    calls, near = Calls(gpu.device), pointers(gpu.device)
+    batch_idx = torch.zeros(len(ONE.charges), dtype=torch.int32, device=gpu.device)
+    for largest in (0, 0, 0, 2):
+        batch_idx[-1] = largest
+        found = calls.potential(calls.positions(), **calls.fixed, **near, batch_idx=batch_idx, compute_virial=True)
+        assert len(found[1]) == largest + 1
+    assert not n_replays(made) and "give `num_systems`" in plans.explain()
+
+
 def test_a_list_beyond_the_room(made, calls, gpu):
     """Lists that outgrow the memory of a graph are captured anew; none is cut."""
     calls.check(pointers(gpu.device), 3)

@@ -11,6 +11,7 @@ from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 FEW = 64 * BLOCK
 """Total number of atoms up to which the systems are not divided among threads."""
@@ -72,6 +73,9 @@ def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
 def largest_system(batch_idx: torch.Tensor) -> int:
     """The largest entry, read on the host. It waits for a GPU once for a tensor, so that a captured graph can follow.
 
+    A captured graph keeps this number: capture again if systems are added in place. A plan of a repeated call would
+    not notice it, so such a call gets none.
+
     Raises
     ------
     ValuesNeededError
@@ -85,6 +89,8 @@ def largest_system(batch_idx: torch.Tensor) -> int:
 
     if may_read(batch_idx):
         return int(batch_idx.max())
+    if (recorder := current_recorder()) is not None:
+        recorder.end("the number of systems is read: give `num_systems`")
     return int(cached_by_identity("largest system", batch_idx, (), read, on_host=True)[0])
 
 

@@ -96,8 +96,9 @@ def cached_by_identity(
     """The result of ``compute()``, tensors that depend on ``tensor`` and ``others`` alone, cached by identity.
 
     No values are read: the tensor must be the same object at the same version, on the same stream. A change that torch
-    does not count, such as a write by a kernel of another library, is not noticed. Results ``on_host``, tensors of a
-    CPU for which ``compute()`` has waited, are the same on all streams and while a graph is captured.
+    does not count, such as a write by a kernel of another library or in the replay of a CUDA graph, is not noticed.
+    Results ``on_host``, tensors of a CPU for which ``compute()`` has waited, are the same on all streams and while a
+    graph is captured.
     """
     if not may_recognize(tensor, on_host):
         return compute()

@@ -4,7 +4,7 @@ The key holds the shapes of moving tensors, and the values of fixed arguments.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from nvalchemiops.launch import active_tape
 from nvalchemiops.layout import layout
-from nvalchemiops.torch.runtime import graphs, tables
+from nvalchemiops.torch.runtime import graphs, plans, tables
 from nvalchemiops.torch.runtime._torch_internals import (
     PLAIN_TYPES,
     has_function_modes,
@@ -31,6 +31,9 @@ MOST_ATOMS = 2048
 MOST_ATOMS_ON_GPU = 2**20
 """The same on a GPU, where a launch takes as long for many atoms as for few. A call of 262,144 ions that starts on an
 idle device waits 1.6 ms for its launches, beside 2.3 ms of kernels (measured on an H100)."""
+
+MANY_ATOMS = 2**17
+"""From this number on the size of a plan on a GPU is estimated before its inputs and lists are copied."""
 
 SMALL = 256
 """Largest number of elements of a tensor whose values are part of a key. Larger tensors, which hold prepared data, are
@@ -162,6 +165,8 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         return f"there are more than {most} atoms" if n_atoms else "there are no atoms"
     if current_recorder() is not None or is_capturing() or active_tape() is not None:
         return "it is part of a recording"
+    if n_atoms > MANY_ATOMS and 2 * _bytes_of_all((*inputs, *near)) > plans.MOST_BYTES_ON_GPU:
+        return "a plan would copy lists of more bytes than it may have"
     if has_function_modes() or has_other_modes():
         return "a mode, such as a default device, sees the operations"
     listed: list[torch.Tensor] = []
@@ -205,6 +210,10 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     table = tables.current()
     key = (call.name, how, place, *map(tuple, parts))
     return Kind(key, place, n_copied, used, copied, length, small, large, contents, table)
+
+
+def _bytes_of_all(values: Iterable[Any]) -> int:
+    return sum([value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor)])
 
 
 def kind_here(kind: Kind | str, incoming: Sequence[torch.Tensor]) -> Kind | str:

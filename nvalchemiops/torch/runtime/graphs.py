@@ -95,4 +95,4 @@ def obstacle(device: torch.device) -> str:
     """Why calls on this device cannot be captured; an empty string if they can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"graphs cannot be captured on {device}"
-    return f"of an earlier call: {_failed[device]}" if device in _failed else ""
+    return f"captures fail on this device: {_failed[device]}" if device in _failed else ""

@@ -288,8 +288,11 @@ def record(*arguments: Any, **options: Any) -> Followed:
     A call that warns gets no plan, since a replay would not repeat the warning.
     """
     notes = notices.count()
-    with torch.no_grad():
-        plan, results, reason = follow(*arguments, **options)
+    try:
+        with torch.no_grad():
+            plan, results, reason = follow(*arguments, **options)
+    except torch.OutOfMemoryError:  # there may be enough for the call without copies of its lists
+        return Followed(None, None, "there is not enough memory for a plan")
     most = MOST_BYTES_ON_GPU if plan is not None and plan.is_graph else MOST_BYTES
     if plan is not None and plan.n_bytes > most:
         plan, reason = None, f"its memory is more than {most} bytes"

@@ -95,7 +95,8 @@ class Recorded:
         self._most = most_plans
         self._recordings: dict[Hashable, _Recording] = {}  # without a lock: each access is a single operation
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
-        self._way, self._not_captured = "not called yet", ""
+        self._not_captured: dict[Hashable, str] = {}  # for a kind of calls, why its capture has failed
+        self._way = "not called yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the function, from a plan if one is kept for these arguments."""
@@ -120,6 +121,8 @@ class Recorded:
                     "list them in `changing`"
                 )
             found = None
+        if found is None and key in self._not_captured:
+            return self._ordinary(self._not_captured[key], args, kwargs)
         if found is None:
             return self._record(key, moving, args, kwargs)
         results = fairly(lambda *values: found.plan(values) or (), *moving) if moving else found.plan(())
@@ -166,6 +169,7 @@ class Recorded:
     def clear(self) -> None:
         """Delete all plans and free their memory."""
         self._recordings.clear()
+        self._not_captured.clear()
 
     def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
         """Why a call with these tensors runs without a plan; None if it may have one."""
@@ -178,7 +182,7 @@ class Recorded:
         device = self._device(moving)
         if any([t.device != device for t in (*moving, *self._changing)]):
             return "tensors are on several devices"
-        return None if layout(device.type).reads else self._not_captured or graphs.obstacle(device) or None
+        return None if layout(device.type).reads else graphs.obstacle(device) or None
 
     def _device(self, moving: Sequence[torch.Tensor]) -> torch.device:
         tensors = (*moving, *self._changing)
@@ -210,7 +214,8 @@ class Recorded:
             _records.release()
         form, found = returned[0]
         if plan is None and graph is not None and graph.reason:  # the capture failed, not the function
-            self._not_captured = graph.reason
+            self._not_captured[key] = graph.reason
+            self._counts["ordinary"] += 1
             self._way = f"ordinary, since {reason}"
             return _put_together(form, iter(found))
         if plan is None:

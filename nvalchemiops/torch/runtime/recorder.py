@@ -245,6 +245,8 @@ class Recorder:
             raise NoPlan(f"{func} has results whose shapes depend on values")
         if len({t.device for t in (*given.values(), *made) if t.ndim}) > 1:
             raise NoPlan(f"{func} copies from one device to another")
+        if not self.makes_steps and any([t.device != self.device for t in made]):
+            raise NoPlan(f"{func} copies a number to the host")
         if not varies:
             return
         if not fresh:
