@@ -157,6 +157,10 @@ void check_cells(const Region &region, uintptr_t at, size_t size, Access access,
                 cell.reader = me;
                 cell.readers = 0;
             }
+            // one moment is kept for all readers: forget those that this lane has met since, for whom meets this lane
+            // has met them, too
+            for (int other = 0; other < WARP; ++other)
+                if ((cell.readers >> other & 1) && seen[lane][other] > cell.read_at) cell.readers &= ~(1u << other);
             cell.readers |= 1u << lane;
             cell.read_at = moment;
             continue;
