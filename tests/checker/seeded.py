@@ -210,7 +210,7 @@ LIBRARY = {
     ),
     "pairs: an atom that does not exist": (
         (pairs.pair_kernel, _bad_pairs, "it.j < 0 || it.j >= n_atoms", "it.j < 0"),
-        ("out of bounds", "d[a] = one(x_j[a]) - x_i[a];", None),
+        ("out of bounds", "d[a] = exact(x_j[a]) - x_i[a];", None),
     ),
     "search: more neighbors than there is room for": (
         (search_neighbors, _search, "hit && slot < r.room", "hit"),
