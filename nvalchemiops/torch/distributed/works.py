@@ -4,8 +4,11 @@ Gloo does not tell whether a message between two ranks has arrived, and a wait t
 connections. So on a CPU a thread waits for such messages, as a thread of gloo does for the messages of all ranks.
 """
 
+import atexit
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +31,7 @@ class Works:
         self._error: BaseException | None = None
         self._done = threading.Event()
         if on_host and works:
+            _busy.add(self)
             (_idle.pop() if _idle else _new_thread()).put(self)
         elif on_host:
             self._done.set()
@@ -55,13 +59,37 @@ class Works:
             self._error = error
         self._works = ()  # frees what was sent
         _idle.append(tasks)
+        _busy.discard(self)
         self._done.set()
 
+
+PATIENCE_AT_EXIT = 5.0
+"""Seconds."""
 
 Tasks = queue.SimpleQueue[Works]
 
 _idle: list[Tasks] = []
 """The tasks of threads that have none. A thread whose messages never come waits until the timeout of their group."""
+
+
+_busy: set[Works] = set()
+"""What threads wait for."""
+
+
+@atexit.register
+def _end_waiting() -> None:
+    """Let threads whose messages never come return from torch, before Python is finalized.
+
+    Python ends a daemon thread that comes back to it too late. That would end the process by an abort, in a function of
+    C++ that must not be left in this way.
+    """
+    for waiting in list(_busy):
+        for work in waiting._works:  # a wait that ends by a timeout closes the connections, which ends the others
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+    end = time.monotonic() + PATIENCE_AT_EXIT
+    while _busy and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _new_thread() -> Tasks:
@@ -76,3 +104,4 @@ def _serve(tasks: Tasks) -> None:
 
 
 after_fork(_idle.clear)  # a child process has no threads
+after_fork(_busy.clear)
