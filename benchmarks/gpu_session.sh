@@ -45,8 +45,9 @@ go)
   for wheel in .gpu/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$kept/site"; done
   for wheel in .gpu/peer/*.whl; do "$python" -m zipfile -e "$wheel" "$kept/peer"; done
   export PYTHONPATH="$kept/site:$PWD" WARP_CACHE_PATH="$kept/cache"
-  "$python" benchmarks/gpu.py --peer "$kept/peer" --references .gpu/references --json "$OUT/gpu.json" "$@" || true
-  tar -C "$kept" --exclude='*.cu' -czf "$OUT/kernels.tar.gz" cache
+  "$python" benchmarks/gpu.py --peer "$kept/peer" --references .gpu/references --json "$OUT/gpu.json" "$@" || status=$?
+  tar -C "$kept" --exclude='*.cu' -czf "$OUT/kernels.tar.gz" cache  # also of a run that was interrupted
+  exit "${status:-0}"
   ;;
 *)
   sed -n '2,10p' "$0"

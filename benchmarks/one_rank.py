@@ -101,12 +101,8 @@ class Others:
         self._sum(values)
         return values.expand(2, -1)
 
-    def swap_rows(
-        self, values: torch.Tensor, send: Any, receive: Any, group: Any, partners: Any = None
-    ) -> torch.Tensor:
-        others = [
-            n for rank, n in zip(range(self.n_ranks) if partners is None else partners, send) if n and rank != self.rank
-        ]
+    def swap_rows(self, values: torch.Tensor, send: Any, receive: Any, group: Any, partners: Any) -> torch.Tensor:
+        others = [n for rank, n in zip(partners, send) if n and rank != self.rank]
         self._count(len(others), sum(others) * values[:1].nbytes)
         return values.clone() if sum(send) == sum(receive) else values[:1].expand(sum(receive), *values.shape[1:])
 
@@ -116,7 +112,10 @@ def bricks_of(n_ranks: int) -> tuple[float, Bricks]:
     length = (ATOMS * n_ranks / DENSITY) ** (1 / 3)
     frames = Frames.of(length * np.eye(3)[None], np.ones((1, 3), dtype=bool))
     places = torch.rand(SAMPLE * n_ranks, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    alone: Callable[[torch.Tensor], torch.Tensor] = lambda values: values  # noqa: E731
+
+    def alone(values: torch.Tensor) -> torch.Tensor:
+        return values
+
     return length, make_bricks(frames, places, None, None, REACH, shape_of(n_ranks, None), alone, alone)
 
 

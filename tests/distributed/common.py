@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.torch.distributed import Domain, pencils
+from nvalchemiops.torch.distributed import Domain, OtherRankError, pencils
 
 F64 = torch.float64
 CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
@@ -46,6 +46,16 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor, what: Any, toleran
         found, expected = found.detach(), expected.detach()
         error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
         assert error < tolerance, (what, error)
+
+
+def raises(call: Callable[[], Any], text: str) -> None:
+    """Raise unless all ranks raise, with this text: the one that is wrong, and those that learn of it."""
+    try:
+        call()
+    except (ValueError, TypeError, OtherRankError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
 
 
 # -- systems --------------------------------------------------------------------------------------

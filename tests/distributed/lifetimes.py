@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.distributed import Domain
 from nvalchemiops.torch.distributed.bricks import shape_of
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
-from tests.distributed.common import F64, Atoms, assert_equal, case
+from tests.distributed.common import F64, Atoms, assert_equal, case, raises
 
 MESH: dict[str, Any] = {"alpha": 0.7, "mesh_dimensions": (8, 9, 10), "cutoff": 3.0}
 
@@ -66,14 +66,6 @@ def values_that_do_not_fit(group: Any) -> None:
     x = atoms.positions[mine]
     domain = Domain(x, atoms.cell, cutoff=3.0, group=group)
     n, both = domain.n_owned, domain.n_owned + domain.n_ghosts
-
-    def raises(call: Callable[[], Any], text: str) -> None:
-        try:
-            call()
-        except (ValueError, TypeError, OtherRankError) as error:
-            assert text in str(error), error
-        else:
-            raise AssertionError(text)
 
     methods = ((domain.distribute, len(x)), (domain.gather, n), (domain.with_ghosts, n), (domain.add_ghosts, both))
     for method, rows in methods:

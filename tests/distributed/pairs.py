@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.constants import FEMTOSECOND, KELVIN
-from nvalchemiops.torch.distributed import Domain, OtherRankError, OwnedPairs
+from nvalchemiops.torch.distributed import Domain, OwnedPairs
 from nvalchemiops.torch.distributed.exchange import Exchange, counts_for_this_rank
 from nvalchemiops.torch.dynamics import SumOfTerms, langevin, simulate
 from nvalchemiops.torch.interactions.electrostatics import EwaldSummation, ewald_summation
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.systems import System
-from tests.distributed.common import F64, Atoms, assert_equal, case, compare
+from tests.distributed.common import F64, Atoms, assert_equal, case, compare, raises
 
 WITH_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)
 
@@ -145,16 +145,6 @@ def pairs_follow_atoms(group: Any) -> None:
     found = run(domain.distribute(part), domain.distribute_pairs(held(pairs, "striped", group)))
     assert found.domain is not domain, "atoms have changed ranks"
     assert_equal(found.domain.gather(found.positions), expected.positions[mine], "positions")
-
-
-def raises(call: Callable[[], Any], text: str) -> None:
-    """Raise unless all ranks raise, with this text."""
-    try:
-        call()
-    except (ValueError, TypeError, OtherRankError) as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(text)
 
 
 @case(2)

@@ -5,6 +5,7 @@ same calls of all operations.
 """
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -205,6 +206,21 @@ def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
     plans.limit(table.n_bytes(True), "cuda")
     twice(0.7)
     assert len(made) == 2 and len(table.entries) == 1
+
+
+def test_no_plan_where_memory_is_short(made, calls, gpu, monkeypatch):
+    """Lists that are too large are not copied; and the ordinary call follows where copies do not fit."""
+    near, places = pointers(gpu.device), "nvalchemiops.torch.runtime"
+    with monkeypatch.context() as few:
+        few.setattr(f"{places}.calls.MANY_ATOMS", 1)
+        few.setattr(f"{places}.plans.MOST_BYTES_ON_GPU", 1000)
+        calls.check(near, 3)
+        calls.potential(calls.positions(), **calls.fixed, **near)
+        assert "copy lists of more bytes" in plans.explain() and not made
+    monkeypatch.setattr(f"{places}.plans.follow", mock.Mock(side_effect=torch.OutOfMemoryError("none left")))
+    calls.check(near, 3)
+    calls.potential(calls.positions(), **calls.fixed, **near)
+    assert "not enough memory" in plans.explain() and not n_replays(made)
 
 
 # -- searches -------------------------------------------------------------------------------------

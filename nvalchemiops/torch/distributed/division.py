@@ -31,7 +31,7 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
     cutoff, skin, group
         As for `Domain`.
     per_atom : iterable of str, optional
-        Names in ``extra`` of a state of values that flows of your own keep for each atom (`Flow.per_atom`).
+        Names in ``extra`` of a state of values that your flows keep for each atom (`Flow.per_atom`).
 
     Returns
     -------

@@ -189,10 +189,8 @@ class Domain:
         if self.is_batch:  # a rank without atoms may have left `batch_idx` out
             here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
             here = here.to(self.device, torch.int32)
-        with (
-            in_call(self.group),
-            torch.inference_mode(False),
-        ):  # tensors made in inference mode could not be used outside of it later
+        # tensors made in inference mode could not be used outside of it later
+        with in_call(self.group), torch.inference_mode(False):
             self.pbc, self._is_periodic = torch.as_tensor(periodic, device=self.device), bool(periodic.all())
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
             work = None

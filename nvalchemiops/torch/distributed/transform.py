@@ -45,14 +45,21 @@ def _boxes(
         yield from overlap.boxes(part.view(-1, *overlap.shape), "in_message", values, place)
 
 
+def _exchanged(
+    values: torch.Tensor, place: str, to: dict[int, Overlap], source: dict[int, Overlap], group: Any
+) -> torch.Tensor:
+    """Send the parts of values (n_meshes, ...) in these overlaps to other ranks; return the messages from others."""
+    send, receive = (_sizes(overlaps, values.shape[0]) for overlaps in (to, source))
+    sent = new_empty((sum(send.values()),), values.dtype, values.device)
+    for message, part in _boxes(sent, values, to, place):
+        message.copy_(part)
+    return _swapped(sent, send, receive, group)
+
+
 def _to_pencil(window: torch.Tensor, division: Division, group: Any) -> torch.Tensor:
     """The pencil (n_meshes, *pencil) of this rank, to which all ranks add their windows."""
     n_meshes, here = window.shape[0], division.here
-    send, receive = (_sizes(overlaps, n_meshes) for overlaps in (division.of_window, division.of_pencil))
-    sent = new_empty((sum(send.values()),), window.dtype, window.device)
-    for message, values in _boxes(sent, window, division.of_window, "in_window"):
-        message.copy_(values)
-    received = _swapped(sent, send, receive, group)
+    received = _exchanged(window, "in_window", division.of_window, division.of_pencil, group)
     pencil = new_empty((n_meshes, *division.pencil), window.dtype, window.device)
     if here.shape != division.pencil:  # the window does not cover the pencil
         pencil.zero_()
@@ -65,13 +72,8 @@ def _to_pencil(window: torch.Tensor, division: Division, group: Any) -> torch.Te
 
 def _to_window(pencil: torch.Tensor, division: Division, group: Any) -> torch.Tensor:
     """Values (n_meshes, *window) on the window of this rank, from the pencils of all ranks."""
-    n_meshes = pencil.shape[0]
-    send, receive = (_sizes(overlaps, n_meshes) for overlaps in (division.of_pencil, division.of_window))
-    sent = new_empty((sum(send.values()),), pencil.dtype, pencil.device)
-    for message, points in _boxes(sent, pencil, division.of_pencil, "in_pencil"):
-        message.copy_(points)
-    received = _swapped(sent, send, receive, group)
-    window = new_empty((n_meshes, *division.window), pencil.dtype, pencil.device)
+    received = _exchanged(pencil, "in_pencil", division.of_pencil, division.of_window, group)
+    window = new_empty((pencil.shape[0], *division.window), pencil.dtype, pencil.device)
     for values, points in division.here.boxes(window, "in_window", pencil, "in_pencil"):
         values.copy_(points)
     for message, values in _boxes(received, window, division.of_window, "in_window"):

@@ -27,7 +27,7 @@ def save_state(path: str | PathLike[str], state: State | System, *, per_atom: It
     state : State or System
         Values only, no gradients.
     per_atom : iterable of str, optional
-        Names in ``state.extra`` of values that flows of your own keep for each atom (`Flow.per_atom`); with a
+        Names in ``state.extra`` of values that your flows keep for each atom (`Flow.per_atom`); with a
         ``domain`` they are errors otherwise.
 
     Raises
@@ -92,7 +92,7 @@ def load_state(path: str | PathLike[str], *, device: torch.device | str | None =
 def _plain(value: Any) -> Any:
     """Nested dictionaries of tensors without gradients, which torch loads without running code of the file."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()  # of its own memory: a view would be saved with all that it views
+        return value.detach().clone()  # a view would be saved with all the memory that it views
     found = value._asdict() if hasattr(value, "_asdict") else value
     return {name: _plain(v) for name, v in found.items()} if isinstance(found, dict) else value
 

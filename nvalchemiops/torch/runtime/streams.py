@@ -22,8 +22,8 @@ def beside(
 ) -> tuple[First, Any]:
     """The results of two functions that do not depend on each other; in eager mode on a GPU they run at the same time.
 
-    The host calls them in this order on all ranks, so messages have one order. The second one runs on a stream of its
-    own, from what was computed before this call: while its messages travel, the first one computes. Messages of the
+    The host calls them in this order on all ranks, so messages have one order. The second one runs on another
+    stream, from what was computed before this call: while its messages travel, the first one computes. Messages of the
     first are sent before all messages of the second, which would hold them up.
 
     Returns
