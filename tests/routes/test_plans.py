@@ -26,6 +26,8 @@ from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_p
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import calls, tables
+from nvalchemiops.torch.runtime import plans as runtime_plans
+from nvalchemiops.torch.runtime.recorder import Recorder
 from tests.support.comparing import close
 from tests.support.plans import forget, ordinary, plans_of_calls
 from tests.support.processes import python_says
@@ -501,9 +503,25 @@ def test_which_way_and_why():
         "neighbor_shifts": torch.zeros(0, 3, dtype=torch.int32),
     }
     coulomb_energy(many, many[:, 0].contiguous(), CELL, 3.0, **none)
-    assert "more than 2048 atoms" in way_of("Coulomb sum")
+    assert "more than 65536 atoms" in way_of("Coulomb sum")
     plans.clear()
     assert "plans: 0" in plans.explain()
+
+
+def test_a_recording_ends_where_a_plan_would_take_too_much_memory(monkeypatch):
+    """It frees what it has kept at once, and the call goes on."""
+    kept = []
+    end = Recorder.end
+    monkeypatch.setattr(Recorder, "end", lambda self, reason: (end(self, reason), kept.append(len(self.kept)))[0])
+    monkeypatch.setattr(runtime_plans, "MOST_BYTES", 2000)
+
+    def call():
+        return ewald_summation(X, Q, CELL, **EWALD)
+
+    expected = ordinary(call)
+    close(several(call), expected, 0.0)
+    assert "its memory is more than 2000 bytes" in way_of("sum")
+    assert kept == [0] and not plans_of_calls()
 
 
 def test_plans_are_limited_and_switched_off(monkeypatch):

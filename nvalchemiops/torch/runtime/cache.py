@@ -14,7 +14,7 @@ from nvalchemiops.locks import Kept
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import is_capturing, may_keep, may_recognize
 
-MOST_BYTES = 2**26
+MOST_BYTES = 2**27
 """Largest total memory of cached results. A larger result is not cached."""
 
 MOST_ENTRIES = 16

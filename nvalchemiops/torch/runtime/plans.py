@@ -9,6 +9,7 @@ Plans run only in plain eager mode. On a CPU the values of fixed tensors are par
 values are not read, a CUDA graph is captured, and all tensors that differ between calls are copied into its memory.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all
 from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, storage_of
 
-MOST_BYTES, MOST_BYTES_ON_GPU = 2**24, 2**30
+MOST_BYTES, MOST_BYTES_ON_GPU = 2**27, 2**30
 """Largest memory of a plan of an operation, in bytes."""
 
 
@@ -180,6 +181,8 @@ def follow(
     length: int = 0,
     changing: Sequence[torch.Tensor] = (),
     raises: bool = True,
+    *,
+    most_bytes: float = math.inf,
     graph: graphs.Graph | None = None,
 ) -> Followed:
     """Call ``function(copied)``, and make a plan of the call.
@@ -201,6 +204,8 @@ def follow(
         Other tensors whose values change in place.
     raises : bool, optional
         As for `Plan`.
+    most_bytes : int, optional
+        Largest memory of a plan on a CPU.
     graph : Graph, optional
         Captures the call on a GPU. ``function`` then gets copies of ``used`` after those of ``copied``.
     """
@@ -210,7 +215,7 @@ def follow(
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         # tensors made in inference mode could not be changed outside of it
         memory = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in copied]
-        recorder = Recorder(memory, used, borrowed, length, changing)
+        recorder = Recorder(memory, used, borrowed, length, changing, most_bytes=most_bytes)
         if len(recorder.foreign) < sum(tensor.numel() > 0 for tensor in used):
             return Followed(None, None, "arguments share memory")
         with recording(recorder):
@@ -290,12 +295,11 @@ def record(*arguments: Any, **options: Any) -> Followed:
     notes = notices.count()
     try:
         with torch.no_grad():
-            plan, results, reason = follow(*arguments, **options)
+            plan, results, reason = follow(*arguments, most_bytes=MOST_BYTES, **options)
     except torch.OutOfMemoryError:  # there may be enough for the call without copies of its lists
         return Followed(None, None, "there is not enough memory for a plan")
-    most = MOST_BYTES_ON_GPU if plan is not None and plan.is_graph else MOST_BYTES
-    if plan is not None and plan.n_bytes > most:
-        plan, reason = None, f"its memory is more than {most} bytes"
+    if plan is not None and plan.is_graph and plan.n_bytes > MOST_BYTES_ON_GPU:
+        plan, reason = None, f"its memory is more than {MOST_BYTES_ON_GPU} bytes"
     if notices.count() != notes:
         plan, reason = None, "the call has warned"
     return Followed(plan, results, reason)

@@ -5,6 +5,7 @@ one whose shapes depend on values, ends the recording with a reason.
 """
 
 import functools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,6 +80,8 @@ class Recorder:
     makes_steps : bool, optional
         If False, the recorder only refuses operations that cannot be captured, such as reads of values, even of
         constants.
+    most_bytes : int, optional
+        Memory made during the call at which the recording ends.
 
     Attributes
     ----------
@@ -95,8 +98,10 @@ class Recorder:
         changing: Sequence[torch.Tensor],
         lists: Sequence[torch.Tensor] = (),
         makes_steps: bool = True,
+        most_bytes: float = math.inf,
     ) -> None:
         self.makes_steps, self.needs_length = makes_steps, False
+        self.n_bytes, self.most_bytes = 0, most_bytes
         self.device = copied[0].device if copied else None
         self._lists = {storage_of(tensor) for tensor in lists if tensor.numel()}
         self.before: list[tuple[Step, set[int]]] = []  # with the storages that each writes
@@ -128,8 +133,17 @@ class Recorder:
             self.paused = before
 
     def end(self, reason: str) -> None:
-        """Record nothing more."""
+        """Record nothing more, and free what is kept."""
         self.reason = self.reason or reason
+        for found in (self.kept, self.steps, self.before):
+            found.clear()
+
+    def _keep(self, made: Iterable[torch.Tensor]) -> None:
+        for tensor in made:
+            self.kept[storage_of(tensor)] = tensor
+            self.n_bytes += tensor.untyped_storage().nbytes()
+        if self.n_bytes > self.most_bytes:
+            raise NoPlan(f"its memory is more than {self.most_bytes} bytes")
 
     def is_on(self) -> bool:
         """Whether this recorder follows the calls of this thread. An interrupt may leave it on the stack of modes."""
@@ -228,7 +242,7 @@ class Recorder:
         """Record an operation that allocates its results, after it has run."""
         made = tensors_in((result,))
         fresh = [t for t in made if storage_of(t) not in given]
-        self.kept.update((storage_of(t), t) for t in fresh)
+        self._keep(fresh)
         if func.overloadpacket.__name__ in _UNINITIALISED:
             self.uninitialised.update(map(storage_of, fresh))
             return
@@ -265,7 +279,7 @@ class Recorder:
         with self.pause():
             out = function()
         with self.pause():
-            self.kept[storage_of(out)] = out
+            self._keep([out])
             self._refuse_lists("an operation", [storage_of(given)])
             self._note_external({storage_of(given): given})
             if storage_of(given) in self.varying:
@@ -303,7 +317,7 @@ class Recorder:
         storage = storage_of(tensor)
         if storage not in self.copies:
             self.copies[storage] = whole_of(tensor).clone()
-            self.kept[storage_of(self.copies[storage])] = self.copies[storage]
+            self._keep([self.copies[storage]])
         return self.copies[storage]
 
     # -- launches ---------------------------------------------------------------------------------
