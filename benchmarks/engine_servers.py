@@ -1,12 +1,17 @@
 """Molecular dynamics engines in their own interpreters, for `engines.py`: Coulomb forces alone, lists kept.
 
 Lengths are in angstrom, charges in e, forces in e²/angstrom². Needs NumPy and the engine; LAMMPS also mpi4py, which
-finds its MPI library and starts its ranks.
+finds its MPI library and starts its ranks. GROMACS is a program, which reads and writes files.
 """
 
 import argparse
 import json
+import math
+import pathlib
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -16,7 +21,7 @@ import numpy as np
 PAUSE = 0.005  # seconds before a time: threads of the contender before still spin
 POLL = 0.001  # seconds between looks of a rank that waits, so that it leaves its core to others
 Parameters = dict[str, Any]
-Run = Callable[[int], None]  # evaluate so many times
+Run = Callable[[int], float | None]  # evaluate so many times; the seconds, where the engine measures them itself
 
 
 class Engine(Protocol):
@@ -120,6 +125,98 @@ class OpenMM:
         return np.array(found._value) / unit, run
 
 
+class Gromacs:
+    """PME in mixed precision, or in double precision by ``gmx_d``. Each run starts the program, which times itself."""
+
+    TIMES = 20  # steps for each step asked for: its clock ticks in milliseconds
+
+    MOLECULES = """
+        [ defaults ]
+        1 1
+        [ atomtypes ]
+        P 20.0 0.0 A 0.0 0.0
+        M 20.0 0.0 A 0.0 0.0
+        [ moleculetype ]
+        P 0
+        [ atoms ]
+        1 P 1 P P 1 1.0 20.0
+        [ moleculetype ]
+        M 0
+        [ atoms ]
+        1 M 1 M M 1 -1.0 20.0
+        [ system ]
+        salt
+        [ molecules ]"""
+
+    def __init__(self, threads: int, program: str) -> None:
+        self.program, self.threads = program, threads
+        self.scratch = tempfile.TemporaryDirectory()
+        self.folder = pathlib.Path(self.scratch.name)
+        self.version = self.gmx("--version").split("GROMACS version:")[1].split()[0]
+
+    def gmx(self, *arguments: Any) -> str:
+        done = subprocess.run(
+            [self.program, "-quiet", "-nobackup", *map(str, arguments)], cwd=self.folder, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-300:])
+        return done.stdout
+
+    def load(self, system: dict[str, np.ndarray]) -> None:
+        self.order = np.argsort(-system["charges"], kind="stable")
+        n, n_positive = len(self.order), int((system["charges"] > 0.0).sum())
+        edge = 0.1 * float(system["cell"][0, 0, 0])  # in nm
+        kinds = ["P"] * n_positive + ["M"] * (n - n_positive)
+        rows = [
+            f"{k % 100000:5d}{kind:<5s}{kind:>5s}{k % 100000:5d}" + "".join(f"{x:15.10f}" for x in place)
+            for k, (kind, place) in enumerate(zip(kinds, 0.1 * system["positions"][self.order]), 1)
+        ]
+        text = "\n".join(["salt", str(n), *rows, f"{edge:.10f} " * 3])
+        (self.folder / "salt.gro").write_text(text + "\n")
+        molecules = "\n".join(line.strip() for line in self.MOLECULES.splitlines())
+        (self.folder / "salt.top").write_text(f"{molecules}\nP {n_positive}\nM {n - n_positive}\n")
+
+    def make(self, p: Parameters) -> tuple[np.ndarray, Run]:
+        name = f"{len(list(self.folder.glob('*.tpr')))}"
+        given = {
+            "integrator": "md",
+            "nsteps": 0,
+            "nstlist": 10**6,
+            "verlet-buffer-tolerance": -1,
+            "rlist": 0.1 * p["cutoff"],
+            "rcoulomb": 0.1 * p["cutoff"],
+            "rvdw": 0.1 * p["cutoff"],
+            "coulombtype": "PME",
+            "ewald-rtol": f"{math.erfc(p['alpha'] * p['cutoff']):.12g}",
+            "pme-order": p["order"],
+            **{f"fourier-n{axis}": p["mesh"] for axis in "xyz"},
+            "comm-mode": "none",
+            "freezegrps": "System",
+            "freezedim": "Y Y Y",
+            "nstfout": 10**9,
+            "nstcalcenergy": 10**6,
+            "nstenergy": 10**6,
+        }
+        (self.folder / "salt.mdp").write_text("\n".join(f"{key} = {value}" for key, value in given.items()) + "\n")
+        self.gmx("grompp", "-f", "salt.mdp", "-c", "salt.gro", "-p", "salt.top", "-o", f"{name}.tpr", "-maxwarn", 10)
+
+        def run(steps: int) -> float:
+            self.gmx("mdrun", "-s", f"{name}.tpr", "-deffnm", "run", "-nsteps", self.TIMES * steps, *self.how())
+            (wall,) = re.findall(r"^ +Time: +[\d.]+ +([\d.]+)", (self.folder / "run.log").read_text(), re.MULTILINE)
+            return float(wall) / self.TIMES
+
+        self.gmx("mdrun", "-s", f"{name}.tpr", "-deffnm", "run", "-nsteps", 0, *self.how())
+        found = (self.folder / "run.trr").read_bytes()  # big-endian; forces are the last of its only frame
+        n = len(self.order)
+        dtype = np.dtype(">f8" if "_d" in pathlib.Path(self.program).name else ">f4")
+        forces = np.empty((n, 3))
+        forces[self.order] = np.frombuffer(found[-3 * n * dtype.itemsize :], dtype).reshape(n, 3)
+        return forces / (138.935458 / 0.1**2), run  # its Coulomb constant, kJ nm / (mol e²)
+
+    def how(self) -> list[Any]:
+        return ["-ntmpi", 1, "-ntomp", self.threads, "-pin", "off", "-notunepme"]
+
+
 class Server:
     """Answers questions about one engine; of several ranks only the first writes forces."""
 
@@ -157,8 +254,8 @@ class Server:
 
         def taken(steps: int) -> float:
             start = time.perf_counter()
-            run(steps)
-            return time.perf_counter() - start
+            measured = run(steps)
+            return time.perf_counter() - start if measured is None else measured
 
         single = min(taken(1), taken(1))  # others on the machine can only make it longer
         whole = taken(steps + 1)
@@ -184,8 +281,9 @@ def questions(ranks: Any) -> Iterator[Any]:
         yield json.loads(line)
 
 
-def serve(name: str, threads: int) -> None:
-    engine: Engine = {"lammps": Lammps, "openmm": OpenMM}[name](threads)
+def serve(name: str, threads: int, *program: str) -> None:
+    made: dict[str, Callable[..., Engine]] = {"lammps": Lammps, "openmm": OpenMM, "gromacs": Gromacs}
+    engine = made[name](threads, *program)
     ranks = None
     if name == "lammps":
         from mpi4py import MPI
@@ -201,6 +299,6 @@ def serve(name: str, threads: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", action="store_true", required=True)
-    parser.add_argument("--device", required=True)  # engine and number of threads
-    engine, threads = parser.parse_args().device.split(",")
-    serve(engine, int(threads))
+    parser.add_argument("--device", required=True)  # engine, number of threads, and where it is one, its program
+    engine, threads, *program = parser.parse_args().device.split(",")
+    serve(engine, int(threads), *program)

