@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,9 +25,9 @@ def test_without_engines(tmp_path):
         engines.main()
     """
     table = tmp_path / "table.csv"
-    arguments = ("--quick", "--csv", table, "--lammps", "", "--openmm", tmp_path / "absent")
+    arguments = ("--quick", "--csv", table, "--lammps", "", "--openmm", tmp_path / "absent", "--gromacs", "")
     printed = output_of(run_python(code, BENCHMARKS, *arguments))
-    assert "LAMMPS" not in printed and "OpenMM" not in printed
+    assert not any(name in printed for name in ("LAMMPS", "OpenMM", "GROMACS"))
     assert "not reached" not in printed, printed
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -87,3 +88,21 @@ for question in questions(None):
     assert made == {} and forces == [0.0, 10.0, 20.0]
     assert seconds == pytest.approx(0.01, abs=0.006)  # without what a run costs once
     assert ended.startswith(sys.executable) and ended.endswith("ended without an answer")
+
+
+@pytest.mark.skipif(shutil.which("gmx") is None, reason="needs GROMACS")
+def test_gromacs_has_our_forces():
+    """In our units and the order of our ions, to its single precision; and it times itself."""
+    code = """
+        import json, sys
+        sys.path.insert(0, sys.argv[1])
+        from charges import atoms
+        from engine_servers import Gromacs
+        from engines import error_of
+        engine = Gromacs(1, "gmx")
+        engine.load(atoms("512"))
+        forces, run = engine.make({"cutoff": 8.0, "alpha": 0.45, "mesh": 50, "order": 8})
+        print(json.dumps([error_of(forces, "512"), run(1)]))
+    """
+    error, seconds = python_says(code, BENCHMARKS)
+    assert error < 1e-4 and 0.0 < seconds < 1.0
