@@ -25,7 +25,7 @@ import warp as wp
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor_type, parameters
-from nvalchemiops.kernels.mesh import lanes_of_atom
+from nvalchemiops.kernels.mesh.gather import lanes_of_atom
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.layout import layout
 
