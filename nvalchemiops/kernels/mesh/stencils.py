@@ -32,9 +32,20 @@ _STENCILS_GPU = """
     struct alignas(16) pair {
         double first, second;
     };
-    const double *const u = coordinates.data + 3LL * order.data[row];
-    const int n_channels = moments.shape[1];
-    pair *const to = reinterpret_cast<pair *>(weights.data + 1LL * row * weights.shape[1]);
+    const int n_atoms = order.shape[0], n_channels = moments.shape[1];
+    const int lane = threadIdx.x & (@warp@ - 1), odd = lane & 1, k = @warp@ * row + lane, even = k & ~1;
+    const int of_lane = k < n_atoms ? k : n_atoms - 1;  // lanes without an atom do as the last one, and write nothing
+    const double *const u = coordinates.data + 3LL * order.data[of_lane];
+    // Two lanes write the weights of both their atoms, so that a write of the warp fills sectors of 32 bytes.
+    pair *const to = reinterpret_cast<pair *>(weights.data + 1LL * even * weights.shape[1]) + odd;
+    const long long next = weights.shape[1] / 2;
+    const auto swapped = [](double x) { return __shfl_xor_sync(0xffffffffu, x, 1); };
+    const auto write = [&](int place, pair low, pair high) {
+        const pair got = {swapped(odd ? low.first : high.first), swapped(odd ? low.second : high.second)};
+        // selected number by number: of two pairs, the compiler makes two writes, of which each fills halves of sectors
+        if (even < n_atoms) to[place / 2] = {odd ? got.first : low.first, odd ? got.second : low.second};
+        if (even + 1 < n_atoms) to[next + place / 2] = {odd ? high.first : got.first, odd ? high.second : got.second};
+    };
     int of_atom = 0;
     for (int axis = 0; axis < 3; ++axis) {
         const int n = axis == 0 ? n_x : axis == 1 ? n_y : n_z;
@@ -56,19 +67,20 @@ _STENCILS_GPU = """
             #pragma unroll
             for (int d = 0; d < @powers@; ++d)
                 #pragma unroll
-                for (int j = 0; j < @width@; j += 2)
-                    to[(((axis - 1) * @powers@ + d) * @width@ + j) / 2] = {at(d, j), at(d, j + 1)};
+                for (int j = 0; j < @width@; j += 4)
+                    write(((axis - 1) * @powers@ + d) * @width@ + j, {at(d, j), at(d, j + 1)},
+                        {at(d, j + 2), at(d, j + 3)});
         else
             for (int channel = 0; channel < n_channels; ++channel) {
-                const double *const m = moments.data + (1LL * row * n_channels + channel) * @count@;
-                pair *const along_x = to + (2 * @powers@ + channel * @tables@) * @width@ / 2;
+                const double *const m = moments.data + (1LL * of_lane * n_channels + channel) * @count@;
+                const int along_x = (2 * @powers@ + channel * @tables@) * @width@;
                 #pragma unroll
-                for (int j = 0; j < @width@; j += 2) {
+                for (int j = 0; j < @width@; j += 4) {
                     @along_x@
                 }
             }
     }
-    in_tile.data[row] = of_atom;
+    if (k < n_atoms) in_tile.data[k] = of_atom;
 """
 
 
@@ -105,14 +117,17 @@ def table_values(order: int, derivatives: int, warps: bool) -> dict[str, object]
     tables, table = parts(derivatives), width(order)
     numbered = list(enumerate(moments.components(derivatives)))
 
-    def along_x(b: int, c: int, point: str) -> str:
-        return " + ".join(f"m[{n}] * at({a}, {point})" for n, (a, *others) in numbered if others == [b, c])
+    def along_x(b: int, c: int, point: int) -> str:
+        return " + ".join(f"m[{n}] * at({a}, j + {point})" for n, (a, *others) in numbered if others == [b, c])
+
+    def four_along_x(b: int, c: int) -> list[str]:
+        return [f"{{{along_x(b, c, point)}, {along_x(b, c, point + 1)}}}" for point in (0, 2)]
 
     return common | {
         "width": table,
         "tables": len(tables),
         "along_x": "\n".join(
-            f"along_x[({part * table} + j) / 2] = {{{along_x(b, c, 'j')}, {along_x(b, c, 'j + 1')}}};"
+            f"write(along_x + {part * table} + j, {', '.join(four_along_x(b, c))});"
             for part, (b, c) in enumerate(tables)
         ),
         "tiles": TILES,
@@ -126,12 +141,12 @@ def table_values(order: int, derivatives: int, warps: bool) -> dict[str, object]
 def spline_stencils(order: int, derivatives: int) -> Any:
     """The kernel that tabulates the weights of atoms, sorted by bin.
 
-    A thread handles `LANES` atoms on a CPU, and one on a GPU.
+    A thread handles `LANES` atoms on a CPU, and a warp of a GPU `WARP`.
     """
     cpu, gpu = (table_values(order, derivatives, warps) for warps in (False, True))
     body = by_device(filled(_STENCILS_CPU, **cpu), filled(_STENCILS_GPU, **gpu))
 
-    @native_kernel(f"spline_stencils_{order}_{derivatives}", body)
+    @native_kernel(f"spline_stencils_{order}_{derivatives}", body, lanes=True)
     def kernel(
         row: wp.int32,
         moments: wp.array3d(dtype=wp.float64),  # (n_atoms, n_channels, n_moments), sorted by bin; none on a CPU

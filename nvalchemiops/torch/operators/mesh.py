@@ -147,7 +147,7 @@ def mesh_spread(
     in_tile = torch.empty_like(order) if warps else None
     inputs = [sorted_moments.double() if warps else None, coordinates, order, n_x, n_y, n_z]
     tabulate = stencils.spline_stencils(spline_order, derivatives)
-    launch(tabulate, _rows(moments), inputs, [first_y, first_z, in_tile, weights])
+    launch(tabulate, _rows(moments, WARP), inputs, [first_y, first_z, in_tile, weights], lanes=WARP)
     kernel = spread.spline_spread(spline_order, derivatives, precision_of(moments))
     threads = spread.threads_of_mesh(n_systems, n_x, n_y, n_z, warps)
     inputs = [sorted_moments, column_begin, first_y, first_z, in_tile, weights]
@@ -197,15 +197,14 @@ def mesh_gather(
         return moments
     kernel = gather.spline_gather(spline_order, derivatives, precision_of(field))
     inputs = [field.flatten(0, 1), coordinates, batch_idx, order]
-    of_warp = WARP // gather.lanes_of_atom(spline_order)
-    rows = -(-moments.shape[0] // of_warp) if layout(moments.device.type).warps else _rows(moments)
+    rows = _rows(moments, WARP // gather.lanes_of_atom(spline_order))
     launch(kernel, rows, inputs, [moments], lanes=WARP, kind=n_channels)
     return moments
 
 
-def _rows(of_atoms: torch.Tensor) -> int:
-    """Threads for kernels that have `LANES` atoms each on a CPU."""
-    return -(-of_atoms.shape[0] // layout(of_atoms.device.type).rows_per_thread(LANES))
+def _rows(of_atoms: torch.Tensor, of_warp: int) -> int:
+    """Threads of a CPU, which have `LANES` atoms each, or warps of a GPU, which have ``of_warp``."""
+    return -(-of_atoms.shape[0] // (of_warp if layout(of_atoms.device.type).warps else LANES))
 
 
 def spline_transform(n: int, order: int, half: bool, device: torch.device) -> torch.Tensor:
