@@ -181,6 +181,22 @@ def test_what_is_kept_is_used_on_its_stream(name, monkeypatch):
                 call(inputs)
 
 
+KEPT_PLACES = "ewald_summation of Gaussians"
+"""Its second derivatives keep a constant for all streams; the copy from the host waited, so it is there on each."""
+
+
+@by_name([name for name in DIFFERENTIABLE | THREE_BODY | LISTS if name != KEPT_PLACES])
+def test_what_was_run_on_one_stream_does_not_wait_on_another(name):
+    """A capture is on a stream of its own, where nothing is kept: what it makes again must not come from the host."""
+    run = LISTS.get(name) or derivatives((DIFFERENTIABLE | THREE_BODY)[name], 1 if name in THREE_BODY else 2)
+    inputs = on_gpu(given(0.0))
+    with pretended_gpu():
+        with on_stream(1):
+            run(inputs)
+        with on_stream(2):
+            events(lambda: run(inputs))
+
+
 # all launches above are on the current stream, or `check_launch_stream` raises; these are in none of the calls
 
 
