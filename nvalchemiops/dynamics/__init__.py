@@ -1,4 +1,4 @@
 """Steps of molecular dynamics and relaxation on Warp arrays, under the paths that clients import.
 
-They are views of functions of tensors: `nvalchemiops.torch.clients.dynamics` says what each does.
+They are views of functions of tensors: `nvalchemiops.torch.clients.dynamics` and `optimizers` say what each does.
 """

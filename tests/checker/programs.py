@@ -15,7 +15,7 @@ import warp as wp
 
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.interactions.pair.potentials import moment_short_range
-from nvalchemiops.kernels import mesh as splines
+from nvalchemiops.kernels.mesh import splines
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.programs import program_kernel
 from nvalchemiops.kernels.simd import WARP
@@ -300,7 +300,7 @@ def mesh_program() -> None:
     rng = torch.Generator().manual_seed(4)
     for system in SYSTEMS:
         n_atoms, n_systems = len(system.charges), len(system.cell)
-        for order, precision in splines._COMMON:
+        for order, precision in splines.COMMON:
             dtype = getattr(torch, precision)
             for sizes in ((order, order + 1, order), (9, order, 37)):
                 if system is MANY and sizes[2] > 30:

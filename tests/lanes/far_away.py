@@ -25,7 +25,7 @@ import warp as wp
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor_type, parameters
-from nvalchemiops.kernels.mesh import lanes_of_atom
+from nvalchemiops.kernels.mesh.gather import lanes_of_atom
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.layout import layout
 
@@ -100,8 +100,8 @@ IN_PLACE = ("spline_spread", "fourier_gather")
 SPLINE_ORDER = 4
 """That of the launches."""
 
-GROUPED = ("spline_stencils", "spline_gather")
-"""Kernels with several rows for a thread of a CPU."""
+GROUPED = {"spline_stencils": WARP, "spline_gather": WARP // lanes_of_atom(SPLINE_ORDER)}
+"""Kernels with several rows for a thread of a CPU, and so many for a warp."""
 
 
 def _is_movable(name: str, given: dict[str, Any]) -> bool:
@@ -126,9 +126,9 @@ def _first_row(name: str, given: dict[str, Any]) -> int:
     """The number that is added to those of threads."""
     if name in IN_PLACE:
         return 0
-    each = layout("cpu").rows_per_thread(LANES) if name in GROUPED else 1
-    if name == "spline_gather" and layout("cpu").warps:
-        each = WARP // lanes_of_atom(SPLINE_ORDER)
+    each = 1
+    if name in GROUPED:
+        each = GROUPED[name] if layout("cpu").warps else LANES
     each *= given.get("rows_per_thread", 1) * given.get("slots_per_thread", 1)
     assert FAR % each == 0
     return FAR // each

@@ -93,6 +93,23 @@ def test_sums_over_pairs_are_in_double_precision(slots):
         assert energies[0] == 1.0 and forces[0].tolist() == [-2.0, 0.0, 0.0]
 
 
+def test_images_are_added_in_double_precision():
+    """Of a pair across the boundaries of a long cell, little is left of two long vectors: it has all its digits."""
+    cell = torch.tensor([[[1000.1, 0.0, 0.0], [300.3, 900.7, 0.0], [-200.9, 100.3, 800.3]]])
+    shift = torch.tensor([[1, -2, 1], [-1, 2, -1]], dtype=torch.int32)
+    first = torch.tensor([[0.013, 0.27, 0.11]])
+    x = torch.cat([first, first + torch.tensor([[0.05, -0.04, 0.03]]) - shift[:1].float() @ cell[0]])
+    near = {"neighbor_list": torch.tensor([[0, 1], [1, 0]]).int(), "neighbor_shifts": shift}
+    potential = PairPotential("r", (), (), (), cutoff=2.0)
+
+    def energies(x, cell):
+        return potential(x, cell, **near, compute_forces=True)
+
+    exact = energies(x.double(), cell.double())
+    for found in on_both(lambda: energies(x, cell)):
+        torch.testing.assert_close([t.double() for t in found], list(exact), rtol=3e-7, atol=1e-9)
+
+
 def test_sums_over_meshes_and_systems_are_in_double_precision():
     """The same for what atoms spread to a point, and on a CPU gather from the mesh, and for sums over systems."""
     n, mesh = 65, (5, 6, 7)

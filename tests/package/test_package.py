@@ -206,7 +206,12 @@ HOPS = {
         f"{SUMS}/terms/pairs.py",
         "torch/interactions/pair/driver.py",
     ],
-    "particle_mesh_ewald": [f"{SUMS}/pme.py", f"{SUMS}/terms/mesh.py", "torch/operators/mesh.py", "kernels/mesh.py"],
+    "particle_mesh_ewald": [
+        f"{SUMS}/pme.py",
+        f"{SUMS}/terms/mesh.py",
+        "torch/operators/mesh.py",
+        "kernels/mesh/spread.py",
+    ],
     "d3_dispersion": [
         "torch/interactions/dispersion/d3.py",
         "torch/interactions/dispersion/driver.py",

@@ -5,6 +5,8 @@ same calls of all operations.
 """
 
 import contextlib
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -283,6 +285,59 @@ def test_searches(made, gpu, monkeypatch, options):
             expected = call()
         assert all(map(torch.equal, found, expected))
     assert len(made) == 1 and n_replays(made) == 3
+
+
+def test_a_matrix_in_place_is_filled_beside_its_graph(made, gpu):
+    """The graph sorts atoms; rows are written to the memory of each call."""
+    batch_idx, kept = MIXED.batch_idx.sort().values.to(gpu.device), []
+    cell, n = MIXED.cell.to(gpu.device), len(batch_idx)
+    for step in range(4):
+        x = MIXED.positions.to(gpu.device) + 0.1 * step
+
+        def call(x=x):
+            shapes = {"neighbor_matrix": (n, 90), "num_neighbors": (n,), "neighbor_matrix_shifts": (n, 90, 3)}
+            memory = {k: torch.full(s, -7, dtype=torch.int32, device=gpu.device) for k, s in shapes.items()}
+            return neighbor_list(x, CUTOFF, cell, batch_idx=batch_idx, check=False, **memory)
+
+        found = call()
+        with plans.off():
+            kept.append((found, call()))
+    assert all(torch.equal(a, b) for found, expected in kept for a, b in zip(found, expected, strict=True))
+    assert len(made) == 1 and n_replays(made) == 2
+
+
+def test_garbage_waits_for_the_end_of_a_capture():
+    """What it frees may need a call of the driver that ends the capture with an error."""
+    seen = []
+
+    class Capture:
+        is_open = False
+
+        def capture_begin(self, **_):
+            self.is_open = True
+
+        def capture_end(self):
+            self.is_open = False
+
+    class Circle:
+        def __init__(self):
+            self.itself = self
+
+    capture, thresholds = Capture(), gc.get_threshold()
+
+    def function(memory):
+        weakref.finalize(Circle(), lambda: seen.append(capture.is_open))
+        return [[number] for number in range(1000)][:1]
+
+    gc.set_threshold(10)
+    try:
+        for _ in range(3):
+            graphs._capture(capture, function, ())
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert seen == [False] * 3
 
 
 # -- steps of users -------------------------------------------------------------------------------

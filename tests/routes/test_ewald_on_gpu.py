@@ -6,8 +6,10 @@ import pytest
 import torch
 import warp as wp
 
-from nvalchemiops.kernels import mesh as spline_kernels
 from nvalchemiops.kernels.fourier import gather, phases, spread
+from nvalchemiops.kernels.mesh import bins, stencils
+from nvalchemiops.kernels.mesh.gather import spline_gather
+from nvalchemiops.kernels.mesh.spread import spline_spread
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import plans, spline
 from nvalchemiops.torch.interactions import electrostatics
@@ -248,11 +250,11 @@ KERNELS = {
     "coefficients": gather.fourier_coefficients,
     **{f"Fourier spread {d}": functools.partial(spread.fourier_spread, d) for d in (0, 1, 3)},
     **{f"Fourier gather {d}": functools.partial(gather.fourier_gather, d) for d in (0, 1, 3)},
-    **{f"columns {p}": functools.partial(spline_kernels.find_columns, p) for p in (1, 8)},
-    **{f"stencils {p} {d}": functools.partial(spline_kernels.spline_stencils, p, d) for p, d in ((1, 0), (8, 3))},
+    **{f"columns {p}": functools.partial(bins.find_columns, p) for p in (1, 8)},
+    **{f"stencils {p} {d}": functools.partial(stencils.spline_stencils, p, d) for p, d in ((1, 0), (8, 3))},
     **{
         f"{name} {p} {d} {precision}": functools.partial(make, p, d, precision)
-        for name, make in (("spread", spline_kernels.spline_spread), ("gather", spline_kernels.spline_gather))
+        for name, make in (("spread", spline_spread), ("gather", spline_gather))
         for p, d, precision in ((1, 0, "float32"), (5, 1, "float32"), (6, 2, "float64"), (8, 0, "float64"))
     },
 }

@@ -98,6 +98,34 @@ def test_lists_are_those_of_the_ordinary_search(options, form, dtype):
         same(found, expected)
 
 
+IN_PLACE = {name: options for name, options in OPTIONS.items() if name not in ("axes", "vectors")}
+
+
+@pytest.mark.parametrize("form", ["one", "batch", "unsorted"])
+@pytest.mark.parametrize("options", IN_PLACE)
+def test_matrices_in_place_are_those_of_the_ordinary_search(options, form):
+    """Memory is another one in each call; all of it is written, and torch sees that it changes."""
+    options = {**IN_PLACE[options], "return_neighbor_list": False}
+    if form != "one" and options.get("method"):
+        options["method"] = "batch_" + options["method"]
+    for step in range(5):
+        x, cell, numbers = (*system(seed=step), None) if form == "one" else batch(seed=step)
+        numbers = numbers.flip(0) if form == "unsorted" else numbers
+        here, n = {"cell": cell, "batch_idx": numbers, **options}, len(options.get("target_indices", x))
+
+        def call(x=x, here=here, n=n):
+            shapes = {"neighbor_matrix": (n, 60), "num_neighbors": (n,), "neighbor_matrix_shifts": (n, 60, 3)}
+            memory = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in shapes.items()}
+            found = neighbor_list(x, 3.0, **here, **memory)
+            assert found[0] is memory["neighbor_matrix"] and found[1] is memory["num_neighbors"]
+            assert all(t._version > 0 for t in memory.values())
+            return found
+
+        found = call()
+        assert (way() == REPLAYED) == (step >= 2), engine.explain()
+        same(found, ordinary(call))
+
+
 def test_long_rows_and_faults():
     """Rows that are longer than the memory for them are searched again; a fault is raised each time."""
     x, cell = system()

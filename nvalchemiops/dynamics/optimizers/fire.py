@@ -4,4 +4,4 @@ from nvalchemiops.compat.paths import forwarded
 
 _NAMES = ["fire_step", "fire_update"]
 __all__ = list(_NAMES)
-__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.dynamics", _NAMES)
+__getattr__ = forwarded(__name__, "nvalchemiops.torch.clients.optimizers", _NAMES)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import warp as wp
 
-from nvalchemiops.kernels.native import native_kernel, signature
+from nvalchemiops.kernels.native import by_device, native_kernel, signature
 from nvalchemiops.kernels.simd import LANES, WARP, lanes_of, lanes_of_masks
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
 from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
@@ -231,10 +231,23 @@ const auto points_nowhere = [&](const int *shift) {{
 }};
 """
 
+CELL_VECTORS = by_device(
+    """
+double h[9];
+for (int c = 0; c < 9; ++c) h[c] = cell.data[9LL * system + c];
+""",
+    """
+const volatile real *const h = cell.data + 9LL * system;  // read for each image: 18 registers are worth more
+""",
+)
+
 IMAGE = f"""
 const int *shift = shifts.data + 3 * slot;
 if (shift[0] | shift[1] | shift[2]) {{
-    for (int a = 0; a < 3; ++a) d[a] += shift[0] * h[a] + shift[1] * h[3 + a] + shift[2] * h[6 + a];
+    // The difference and the image may be long and cancel: a GPU, too, rounds only their sum to single precision.
+    for (int a = 0; a < 3; ++a)
+        d[a] = (double(x_j[a]) - double(x_i[a]))
+            + (shift[0] * double(h[a]) + shift[1] * double(h[3 + a]) + shift[2] * double(h[6 + a]));
     if (any_open && points_nowhere(shift)) broken = {NO_NUMBER};
 }}
 """
@@ -501,7 +514,7 @@ def body(
         "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
         "results": results,
         "checks": _checks(form),
-        "cell": [vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)], "exact")] * form.periodic,
+        "cell": CELL_VECTORS.strip().splitlines() * form.periodic,
         "image": IMAGE.strip().splitlines() * form.periodic,
         "is_nearest": is_nearest * form.excluding,
         "look": _look(form),

@@ -1,4 +1,4 @@
-"""Steps of dynamics and relaxation as nvalchemi-toolkit calls them, one function for each part of a step.
+"""Steps of dynamics as nvalchemi-toolkit calls them, one function for each part of a step.
 
 Arguments that are said to change are changed in place. Quantities of systems are (n_systems,): ``dt`` is always the
 time step of the integrator, of which half-steps take half, and ``temperature`` is kT in units of energy. Systems have
@@ -9,7 +9,8 @@ Cells have lattice vectors in rows, as everywhere in this library, except where 
 doi:10.1063/1.467468): ``dr/dt = v + ε r`` and ``dh/dt = h ε^T``. These equations are solved by exponentials, exactly
 for the time of each part.
 
-`nvalchemiops.torch.dynamics` has whole integrators, with units, constraints and conserved quantities.
+`nvalchemiops.torch.dynamics` has whole integrators, with units, constraints and conserved quantities. Steps of
+relaxation are in `optimizers` beside this module.
 """
 
 from typing import Any
@@ -20,8 +21,6 @@ from torch import Tensor
 
 from nvalchemiops.torch.clients.arrays import on_arrays
 from nvalchemiops.torch.dynamics.cell_flows import of_matrices
-from nvalchemiops.torch.dynamics.chart import Rows
-from nvalchemiops.torch.dynamics.optimizers import Pace, adapted
 from nvalchemiops.torch.dynamics.velocities import kinetic_tensor, maxwell_boltzmann
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import normal_noise, places_in_systems
@@ -33,20 +32,22 @@ LANGEVIN = 0
 """Stream of the random numbers of Langevin dynamics."""
 
 
-def _of_atoms(values: Tensor, batch_idx: Maybe) -> Tensor:
+def of_atoms(values: Tensor, batch_idx: Maybe) -> Tensor:
     """For each atom the value of its system; one row, which broadcasts, without ``batch_idx``."""
     return values if batch_idx is None else values.index_select(0, batch_idx)
 
 
-def _kick(velocities: Tensor, forces: Tensor, masses: Tensor, h: Any, batch_idx: Maybe) -> None:
-    velocities += (_of_atoms(h, batch_idx) / masses).unsqueeze(1) * forces
+def kick(velocities: Tensor, forces: Tensor, masses: Tensor, h: Any, batch_idx: Maybe) -> None:
+    """Add the change of ``velocities`` by ``forces`` in a time ``h``."""
+    velocities += (of_atoms(h, batch_idx) / masses).unsqueeze(1) * forces
 
 
 def _drift(positions: Tensor, velocities: Tensor, h: Tensor, batch_idx: Maybe) -> None:
-    positions += _of_atoms(h, batch_idx).unsqueeze(1) * velocities
+    positions += of_atoms(h, batch_idx).unsqueeze(1) * velocities
 
 
-def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
+def times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Product of each matrix (..., 3, 3) with its vector (..., 3)."""
     return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
@@ -58,7 +59,7 @@ def velocity_verlet_position_update(
     positions: Tensor, velocities: Tensor, forces: Tensor, masses: Tensor, dt: Tensor, batch_idx: Maybe = None
 ) -> None:
     """Half a kick of ``velocities``, then ``positions`` for the whole step."""
-    _kick(velocities, forces, masses, 0.5 * dt, batch_idx)
+    kick(velocities, forces, masses, 0.5 * dt, batch_idx)
     _drift(positions, velocities, dt, batch_idx)
 
 
@@ -67,7 +68,7 @@ def velocity_verlet_velocity_finalize(
     velocities: Tensor, forces_new: Tensor, masses: Tensor, dt: Tensor, batch_idx: Maybe = None
 ) -> None:
     """Half a kick of ``velocities`` by the new forces."""
-    _kick(velocities, forces_new, masses, 0.5 * dt, batch_idx)
+    kick(velocities, forces_new, masses, 0.5 * dt, batch_idx)
 
 
 langevin_baoab_finalize = velocity_verlet_velocity_finalize
@@ -78,7 +79,7 @@ def nhc_velocity_half_step(
     velocities: Tensor, forces: Tensor, masses: Tensor, dt: Tensor, batch_idx: Maybe = None
 ) -> None:
     """Half a kick of ``velocities``."""
-    _kick(velocities, forces, masses, 0.5 * dt, batch_idx)
+    kick(velocities, forces, masses, 0.5 * dt, batch_idx)
 
 
 @on_arrays()
@@ -104,10 +105,10 @@ def langevin_baoab_half_step(
     ``v' = c v + sqrt((1 - c²) kT / m) ξ`` with ``c = exp(-friction dt)``. The noise of an atom depends on the seed,
     which clients change from step to step, on the number of its system, and on its place in the system.
     """
-    _kick(velocities, forces, masses, 0.5 * dt, batch_idx)
+    kick(velocities, forces, masses, 0.5 * dt, batch_idx)
     _drift(positions, velocities, 0.5 * dt, batch_idx)
-    exponent = _of_atoms(friction * dt, batch_idx).unsqueeze(1)
-    kt = _of_atoms(temperature, batch_idx).unsqueeze(1)
+    exponent = of_atoms(friction * dt, batch_idx).unsqueeze(1)
+    kt = of_atoms(temperature, batch_idx).unsqueeze(1)
     spread = (-torch.expm1(-2.0 * exponent) * kt / masses.unsqueeze(1)).sqrt()
     keys = torch.arange(dt.shape[0], device=dt.device)
     seeds, step = torch.full_like(keys, int(random_seed)), keys.new_zeros(())
@@ -184,7 +185,7 @@ def nhc_thermostat_chain_update(
     if compute_ke:
         ke2.copy_(_twice_kinetic(velocities, masses, batch_idx, ke2.shape[0]))
     scale = _step_chain(eta, eta_dot, eta_mass, ke2, ndof * target_temp, target_temp, 0.5 * dt)
-    velocities *= _of_atoms(scale, batch_idx).unsqueeze(1)
+    velocities *= of_atoms(scale, batch_idx).unsqueeze(1)
     ke2 *= scale * scale
     total_scale.copy_(scale)
 
@@ -290,8 +291,8 @@ def _pressed_kick(
 ) -> None:
     """``dv/dt = F / m - rate v`` for the time h, with matrices (n_systems, 3, 3)."""
     decay, mean = of_matrices(-h[:, None, None] * rate)
-    pushes = (_of_atoms(h, batch_idx) / masses).unsqueeze(1) * forces
-    velocities.copy_(_times(_of_atoms(decay, batch_idx), velocities) + _times(_of_atoms(mean, batch_idx), pushes))
+    pushes = (of_atoms(h, batch_idx) / masses).unsqueeze(1) * forces
+    velocities.copy_(times(of_atoms(decay, batch_idx), velocities) + times(of_atoms(mean, batch_idx), pushes))
 
 
 @on_arrays()
@@ -361,8 +362,8 @@ def npt_position_update(
 ) -> None:
     """Move ``positions`` for the whole step of ``dr/dt = v + ε r``. Cells are not used."""
     stretch, mean = of_matrices(dt[:, None, None] * cell_velocities)
-    moves = _of_atoms(dt, batch_idx).unsqueeze(1) * velocities
-    positions.copy_(_times(_of_atoms(stretch, batch_idx), positions) + _times(_of_atoms(mean, batch_idx), moves))
+    moves = of_atoms(dt, batch_idx).unsqueeze(1) * velocities
+    positions.copy_(times(of_atoms(stretch, batch_idx), positions) + times(of_atoms(mean, batch_idx), moves))
 
 
 @on_arrays()
@@ -396,7 +397,7 @@ def compute_temperature(kinetic_energy: Tensor, temperature: Tensor, num_atoms_p
 @on_arrays()
 def velocity_rescale(velocities: Tensor, scale_factor: Tensor, batch_idx: Maybe = None) -> None:
     """Multiply ``velocities`` by the factors of their systems."""
-    velocities *= _of_atoms(scale_factor, batch_idx).unsqueeze(1)
+    velocities *= of_atoms(scale_factor, batch_idx).unsqueeze(1)
 
 
 @on_arrays()
@@ -413,7 +414,7 @@ def remove_com_motion(
     total_momentum.copy_(system_sums(masses.unsqueeze(1) * velocities, batch_idx, total_mass.shape[0]))
     total_mass.copy_(system_sums(masses, batch_idx, total_mass.shape[0]))
     com_velocities.copy_(total_momentum / torch.where(total_mass > 0.0, total_mass, 1.0).unsqueeze(1))
-    velocities -= _of_atoms(com_velocities, batch_idx)
+    velocities -= of_atoms(com_velocities, batch_idx)
 
 
 @on_arrays()
@@ -447,8 +448,8 @@ def compute_cell_inverse(cells: Tensor, cells_inv: Tensor) -> None:
 @on_arrays()
 def wrap_positions_to_cell(positions: Tensor, cells: Tensor, cells_inv: Tensor, batch_idx: Maybe = None) -> None:
     """Move ``positions`` into their cells, whose lattice vectors are in **columns** here, as clients pass them."""
-    images = _times(_of_atoms(cells_inv, batch_idx), positions).floor()
-    positions -= _times(_of_atoms(cells, batch_idx), images)
+    images = times(of_atoms(cells_inv, batch_idx), positions).floor()
+    positions -= times(of_atoms(cells, batch_idx), images)
 
 
 @on_arrays()
@@ -465,7 +466,7 @@ def align_cell(positions: Tensor, cells: Tensor, transform: Tensor, batch_idx: M
     axes = torch.cat([axes[..., :2], axes[..., 2:] * handed.unsqueeze(2)], 2)
     transform.copy_(axes.mT)
     cells.copy_((cells @ axes).tril())
-    positions.copy_(_times(_of_atoms(transform, batch_idx), positions))
+    positions.copy_(times(of_atoms(transform, batch_idx), positions))
 
 
 @on_arrays("cell_force")
@@ -478,200 +479,3 @@ def stress_to_cell_force(
     """
     force = -volume[:, None, None] * torch.linalg.solve(cell.mT, stress)
     cell_force.copy_(force.tril() if keep_aligned else force)
-
-
-# -- FIRE -----------------------------------------------------------------------------------------
-
-
-def _store(scratch: Maybe, values: Tensor) -> None:
-    if scratch is not None:
-        scratch.copy_(values)
-
-
-def _powers(
-    velocities: Tensor, forces: Tensor, given: tuple[Maybe, ...], rows: Rows, known: bool = False
-) -> list[Tensor]:
-    """``Σ F·v``, ``Σ v·v`` and ``Σ F·F`` of systems: computed, and kept in ``given``, unless these are ``known``."""
-    if known:
-        return [values.clone() for values in given if values is not None]
-    pairs = (forces, velocities), (velocities, velocities), (forces, forces)
-    found = [values.to(forces.dtype) for values in rows.dots(*pairs)]
-    for scratch, values in zip(given, found):
-        _store(scratch, values)
-    return found
-
-
-def _combine(velocities: Tensor, forces: Tensor, of_v: Tensor, of_f: Tensor, rows: Rows) -> None:
-    """Replace velocities by a combination of velocities and forces, with the weights of each system."""
-    of_v, of_f = rows.of_rows(of_v, of_f)
-    velocities.copy_(of_v * velocities + of_f * forces)
-
-
-def _ratio(vv: Tensor, ff: Tensor) -> Tensor:
-    return (vv / torch.where(ff > 0.0, ff, 1.0)).sqrt()
-
-
-def _limit(moves: Tensor, maxstep: Any, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Moves of rows (n_rows, 3), shortened for each system so that none is longer than ``maxstep``; and the longest."""
-    longest = rows.largest(moves)
-    (scale,) = rows.of_rows(torch.where(longest > maxstep, maxstep / longest, 1.0))
-    return moves * scale, longest
-
-
-@on_arrays()
-def fire_update(
-    velocities: Tensor,
-    forces: Tensor,
-    alpha: Tensor,
-    dt: Tensor,
-    alpha_start: Tensor,
-    f_alpha: Tensor,
-    dt_min: Tensor,
-    dt_max: Tensor,
-    n_steps_positive: Tensor,
-    n_min: Tensor,
-    f_dec: Tensor,
-    f_inc: Tensor,
-    vf: Maybe = None,
-    vv: Maybe = None,
-    ff: Maybe = None,
-    batch_idx: Maybe = None,
-    compute_reductions: bool = True,
-) -> None:
-    """Change ``velocities``, ``alpha``, ``dt`` and ``n_steps_positive`` by the rules of FIRE, without moving atoms.
-
-    A system at rest keeps everything, as in ASE, where the first step does. With ``compute_reductions=False`` the
-    products ``vf``, ``vv`` and ``ff`` are given, otherwise they are written. Source: E. Bitzek et al., Phys. Rev. Lett.
-    97, 170201 (2006), doi:10.1103/PhysRevLett.97.170201.
-    """
-    rows = Rows(len(alpha), batch_idx)
-    power, speed, force = _powers(velocities, forces, (vf, vv, ff), rows, not compute_reductions)
-    old, limits = Pace(dt, alpha, n_steps_positive), {"dtmin": dt_min, "dtmax": dt_max}
-    # here the steps before this one are counted
-    rule = limits | {"Nmin": n_min + 1, "finc": f_inc, "fdec": f_dec, "astart": alpha_start, "fa": f_alpha}
-    pace, downhill, goes = adapted(old, power, speed == 0.0, **rule)
-    turn = torch.where(downhill, alpha, 0.0)
-    _combine(velocities, forces, torch.where(goes, 1.0 - turn, 0.0), turn * _ratio(speed, force), rows)
-    for now, then in zip(old, pace):
-        now.copy_(then)
-
-
-@on_arrays()
-def fire_step(
-    positions: Tensor,
-    velocities: Tensor,
-    forces: Tensor,
-    masses: Tensor,
-    alpha: Tensor,
-    dt: Tensor,
-    alpha_start: Tensor,
-    f_alpha: Tensor,
-    dt_min: Tensor,
-    dt_max: Tensor,
-    maxstep: Tensor,
-    n_steps_positive: Tensor,
-    n_min: Tensor,
-    f_dec: Tensor,
-    f_inc: Tensor,
-    uphill_flag: Maybe = None,
-    vf: Maybe = None,
-    vv: Maybe = None,
-    ff: Maybe = None,
-    batch_idx: Maybe = None,
-    compute_reductions: bool = True,
-) -> None:
-    """`fire_update`, then a step of Euler's method: ``v' = v + dt F / m``, ``r' = r + dt v'``.
-
-    No atom moves farther than ``maxstep``. Where ``uphill_flag`` is set, a system that goes uphill first takes half of
-    its last step back.
-    """
-    before, back = velocities.clone(), 0.5 * dt
-    limits, products = (alpha_start, f_alpha, dt_min, dt_max), (vf, vv, ff)
-    counts = n_steps_positive, n_min, f_dec, f_inc
-    fire_update(velocities, forces, alpha, dt, *limits, *counts, *products, batch_idx, compute_reductions)
-    if uphill_flag is not None:
-        stopped = (n_steps_positive == 0) & (uphill_flag != 0)
-        at_rest = _of_atoms(torch.where(stopped, back, 0.0), batch_idx).unsqueeze(1)
-        positions -= at_rest * before
-    _kick(velocities, forces, masses, dt, batch_idx)
-    moves = _of_atoms(dt, batch_idx).unsqueeze(1) * velocities
-    positions += _limit(moves, maxstep, Rows(len(dt), batch_idx))[0]
-
-
-def fire2_step_coord(
-    positions: Tensor,
-    velocities: Tensor,
-    forces: Tensor,
-    batch_idx: Tensor,
-    alpha: Tensor,
-    dt: Tensor,
-    nsteps_inc: Tensor,
-    *,
-    vf: Maybe = None,
-    v_sumsq: Maybe = None,
-    f_sumsq: Maybe = None,
-    max_norm: Maybe = None,
-    delaystep: int = 60,
-    dtgrow: float = 1.05,
-    dtshrink: float = 0.75,
-    alphashrink: float = 0.985,
-    alpha0: float = 0.09,
-    tmax: float = 0.08,
-    tmin: float = 0.005,
-    maxstep: float = 0.1,
-) -> None:
-    """A step of FIRE 2.0 with masses of one, of tensors.
-
-    Changes ``positions``, ``velocities``, ``alpha``, ``dt`` and ``nsteps_inc``. A system at rest takes the step without
-    changing its parameters, as the first step of ASE. No atom moves farther than ``maxstep``. Scratch tensors
-    (n_systems,) receive ``Σ F·v``, ``Σ v·v``, ``Σ F·F`` before the step, and the longest move before it is
-    limited. Source: J. Guénolé et al., Comput. Mater. Sci. 175, 109584 (2020), doi:10.1016/j.commatsci.2020.109584.
-    """
-    with torch.no_grad():
-        rows, old = Rows(len(alpha), batch_idx), Pace(dt, alpha, nsteps_inc)
-        power, speed, force = _powers(velocities, forces, (vf, v_sumsq, f_sumsq), rows)
-        rule = {"Nmin": delaystep, "finc": dtgrow, "dtmax": tmax, "fdec": dtshrink, "dtmin": tmin}
-        pace, _, goes = adapted(old, power, speed == 0.0, **rule, astart=alpha0, fa=alphashrink)
-        for now, then in zip(old, pace):
-            now.copy_(then)
-        back, step = rows.of_rows(torch.where(goes, 0.0, 0.5 * dt), dt)
-        positions -= back * velocities
-        _combine(velocities, forces, goes.to(dt.dtype), dt, rows)
-        (speed,) = rows.dots((velocities, velocities))
-        _combine(velocities, forces, 1.0 - alpha, alpha * _ratio(speed.to(dt.dtype), force), rows)
-        moves, longest = _limit(step * velocities, maxstep, rows)
-        positions += moves
-        _store(max_norm, longest)
-
-
-def fire2_step_coord_cell(
-    positions: Tensor,
-    velocities: Tensor,
-    forces: Tensor,
-    cell: Tensor,
-    cell_velocities: Tensor,
-    cell_force: Tensor,
-    batch_idx: Tensor,
-    alpha: Tensor,
-    dt: Tensor,
-    nsteps_inc: Tensor,
-    **options: Any,
-) -> None:
-    """`fire2_step_coord`, with its options, of atoms and cells (n_systems, 3, 3) together: a cell is three more atoms.
-
-    ``cell_force`` is what `stress_to_cell_force` writes. Atoms make their own moves, then follow the cell.
-    """
-    with torch.no_grad():
-        n_atoms = len(positions)
-        systems = torch.arange(len(cell), dtype=batch_idx.dtype, device=batch_idx.device).repeat_interleave(3)
-        rows, pulls = (
-            torch.cat([a, b.reshape(-1, 3)]) for a, b in ((velocities, cell_velocities), (forces, cell_force))
-        )
-        moves = torch.zeros_like(rows)
-        fire2_step_coord(moves, rows, pulls, torch.cat([batch_idx, systems]), alpha, dt, nsteps_inc, **options)
-        velocities.copy_(rows[:n_atoms])
-        cell_velocities.copy_(rows[n_atoms:].reshape(-1, 3, 3))
-        new = cell + moves[n_atoms:].reshape(-1, 3, 3)
-        stretch = torch.linalg.solve(cell, new).mT
-        positions.copy_(_times(_of_atoms(stretch, batch_idx), positions + moves[:n_atoms]))
-        cell.copy_(new)

@@ -7,7 +7,7 @@ overlap. `nvalchemiops.torch.distributed.transform` transforms their sum.
 import numpy as np
 import torch
 
-from nvalchemiops.kernels.mesh import first_point
+from nvalchemiops.kernels.mesh.splines import first_point
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.distributed.pencils import division_of, told_to
 from nvalchemiops.torch.distributed.transform import window_spectrum, window_values

@@ -281,7 +281,7 @@ def _search_matrix(
         matrix = new(width) if matrix is None else matrix
         shifts = new(width, 3) if shifts is None and search.cell is not None else shifts
         count = new() if count is None else count
-        fault = ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
+        fault = ops.filled_in_place(search, rebuild_flags, fill_value, matrix, count, shifts)
     if not readable:
         # if faults are not read, an atom without a valid position or cell has a special count and an empty row
         return matrix, count, shifts, True, None

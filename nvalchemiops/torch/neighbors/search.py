@@ -23,9 +23,9 @@ from nvalchemiops.torch.neighbors import faults
 from nvalchemiops.torch.operators.segments import batch_idx_of, row_pointers
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import tracing_state
-from nvalchemiops.torch.runtime.context import eager
+from nvalchemiops.torch.runtime.context import eager, is_eager
 from nvalchemiops.torch.runtime.memory import new_empty
-from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.recorder import current_recorder, storage_of
 from nvalchemiops.types import inner_shape
 
 SEARCH_LANES = 32
@@ -255,6 +255,20 @@ class _CellList:
         most = torch.cat([count, count.new_zeros(1)]).max()
         return count, pointers, torch.stack([most.long(), count.sum(), self.fault.max()])
 
+    def prepared(self) -> Tensors:
+        """All that depends on positions and that a search needs: first the faults."""
+        if self.search.nearest:
+            self.bounds = self._find_bounds()
+        needed = (self.fault, *self.binned, *(self.bounds or ()))
+        return tuple([t for t in needed if isinstance(t, torch.Tensor)])
+
+    def fill_matrix(
+        self, matrix: torch.Tensor, count: torch.Tensor, shifts: torch.Tensor | None, fill_value: int
+    ) -> None:
+        """Count neighbors, and write them to rows of this width."""
+        images = None if shifts is None else shifts.view(-1, 3)
+        self.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))
+
     def fill(self, count: torch.Tensor, most: int, atoms: torch.Tensor | None, to: _Destination) -> None:
         """Write neighbors to rows of ``atoms``, after `count`, whose largest entry is ``most``."""
         width = kernels.scratch_width(self.n_rows)
@@ -378,11 +392,6 @@ def _searched(search: Search, filled: Callable[..., Tensors], op: Callable[[], T
         lent.append(_scratch.take())
         return lent[0]
 
-    def prepare(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
-        # a plan keeps the bins, which refer to the system of each atom: the caller may change `batch_idx`
-        batch_idx = None if search.batch_idx is None else search.batch_idx.clone()
-        return _Counting(_at(search._replace(batch_idx=batch_idx), inputs), lend)
-
     def end(results: Sequence[torch.Tensor], body: Any) -> Tensors:
         count, pointers, found = results
         most, size, is_faulty = found.tolist()
@@ -393,21 +402,39 @@ def _searched(search: Search, filled: Callable[..., Tensors], op: Callable[[], T
             _scratch.give(lent.pop())
         return made
 
+    return _planned(search, lambda bins: bins.count(lend), end, op, True)
+
+
+def _planned(
+    search: Search,
+    work: Callable[[_CellList], Tensors],
+    end: Callable[[Tensors, Any], Tensors],
+    op: Callable[[], Tensors] | None,
+    waits: bool,
+) -> Any:
+    """``end(work(bins), body)``, where ``body.bins`` are those of the search; these and the work can have a plan."""
+
+    def prepare(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
+        # a plan keeps the bins, which refer to the system of each atom: the caller may change `batch_idx`
+        batch_idx = None if search.batch_idx is None else search.batch_idx.clone()
+        return _Binning(_at(search._replace(batch_idx=batch_idx), inputs), work, waits)
+
     inputs = (search.positions,) if search.cell is None else (search.positions, search.cell)
-    systems, options = search[3:7], (search.cutoff, *search[7:])
-    return engine.run(engine.Call("search", prepare, inputs, len(inputs), (), systems, options, end=end, op=op))
+    systems, options = search[3:7], (waits, search.cutoff, *search[7:])
+    call = engine.Call("search", prepare, inputs, len(inputs), (), systems, options, end=end, op=op, waits=waits)
+    return engine.run(call)
 
 
-class _Counting:
+class _Binning:
     """The body of a search, which keeps the bins."""
 
-    def __init__(self, search: Search, lend: Callable[[int], Scratch]) -> None:
-        self.search, self.lend = search, lend
+    def __init__(self, search: Search, work: Callable[[_CellList], Tensors], may_wait: bool) -> None:
+        self.search, self.work, self.may_wait = search, work, may_wait
 
     def __call__(self, at: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> Tensors:
-        """Counts, and the numbers read from them."""
-        bins = _CellList(self.search if at is None else _at(self.search, at))
-        found = bins.count(self.lend)
+        """The results of the work."""
+        bins = _CellList(self.search if at is None else _at(self.search, at), self.may_wait)
+        found = self.work(bins)
         # a plan keeps the bins, but no tensors of the caller
         self.search = bins.search = bins.search._replace(pbc=None, batch_idx=None, batch_ptr=None, target_indices=None)
         self.bins = bins
@@ -528,6 +555,38 @@ def fill_neighbor_matrix(
 ) -> torch.Tensor:
     """Search, with results in matrix format in given memory; see `neighbor_matrix`."""
     bins = _CellList(Search.of(locals()), may_wait=False, rebuild_flags=rebuild_flags)
-    images = None if shifts is None else shifts.view(-1, 3)
-    bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))
+    bins.fill_matrix(matrix, count, shifts, fill_value)
     return bins.fault
+
+
+def filled_in_place(
+    search: Search,
+    rebuild_flags: torch.Tensor | None,
+    fill_value: int,
+    matrix: torch.Tensor,
+    count: torch.Tensor,
+    shifts: torch.Tensor | None,
+) -> torch.Tensor:
+    """`fill_neighbor_matrix` of this search, in eager mode without the operator if searches of all systems repeat.
+
+    A plan sorts the atoms; rows are then written to the memory of the caller, which may be another one in each call.
+    """
+    memory = [matrix, count] if shifts is None else [matrix, count, shifts]
+
+    def op() -> Tensors:
+        return (fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts),)
+
+    def end(results: Sequence[torch.Tensor], body: Any) -> Tensors:
+        body.bins.fill_matrix(matrix, count, shifts, fill_value)
+        torch.autograd.graph.increment_version(memory)
+        return (results[0].clone(),)
+
+    is_plain = not torch.compiler.is_compiling() and not tracing_state() and is_eager(*memory)
+    if rebuild_flags is not None or not is_plain or not all([t.is_contiguous() for t in memory]):
+        return op()[0]
+    others = {storage_of(t) for t in search if isinstance(t, torch.Tensor)}
+    if len(others.union(map(storage_of, memory))) < len(others) + len(memory):
+        return op()[0]  # which finds out whether they overlap
+    fault: torch.Tensor
+    (fault,) = _planned(search, _CellList.prepared, end, op, False)
+    return fault

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 import warp as wp
 
-from nvalchemiops.kernels import mesh as kernels
+from nvalchemiops.kernels.mesh import bins, gather, spread, stencils
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import NotDifferentiableError
@@ -23,7 +23,7 @@ from nvalchemiops.torch.runtime.memory import new_empty
 
 def _n_bins(device: torch.device, n_systems: int, mesh: Sequence[int]) -> int:
     n_x, n_y, n_z = mesh
-    return kernels.bins_of_mesh(n_systems, n_x, n_y, n_z, layout(device.type).warps)
+    return bins.bins_of_mesh(n_systems, n_x, n_y, n_z, layout(device.type).warps)
 
 
 @warp_custom_op(
@@ -59,7 +59,7 @@ def mesh_columns(
     order : (n_atoms,) int32 tensor
     column_begin : (n_systems * n_x * n_y + 2,) int32 tensor
         Row pointers of the columns in this order; the last entry is repeated. On a GPU, those of the tiles
-        (`nvalchemiops.kernels.mesh.bins_of_mesh`).
+        (`nvalchemiops.kernels.mesh.bins.bins_of_mesh`).
     """
     n_x, n_y, n_z = mesh_dimensions
     if min(n_x, n_y, n_z) < spline_order:
@@ -67,7 +67,7 @@ def mesh_columns(
     n_atoms, device = coordinates.shape[0], coordinates.device
     column = torch.empty(n_atoms, dtype=torch.int32, device=device)
     begin = torch.zeros(_n_bins(device, n_systems, mesh_dimensions) + 2, dtype=torch.int32, device=device)
-    launch(kernels.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y, n_z], [column])
+    launch(bins.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y, n_z], [column])
     if not layout(device.type).serial:
         sorted_columns, order = torch.sort(column, stable=True)
         return order.to(torch.int32), row_pointers(sorted_columns, begin.shape[0] - 1)
@@ -140,16 +140,16 @@ def mesh_spread(
     if field.numel() == 0:
         return field
     warps = layout(moments.device.type).warps
-    length = kernels.length_of_table(spline_order, derivatives, n_channels, warps)
+    length = stencils.length_of_table(spline_order, derivatives, n_channels, warps)
     weights = new_empty((n_atoms, length), torch.float64, moments.device)
     sorted_moments = moments.index_select(0, order)
     first_y, first_z = (None, None) if warps else (torch.empty_like(order), torch.empty_like(order))
     in_tile = torch.empty_like(order) if warps else None
-    stencils = kernels.spline_stencils(spline_order, derivatives)
     inputs = [sorted_moments.double() if warps else None, coordinates, order, n_x, n_y, n_z]
-    launch(stencils, _rows(moments), inputs, [first_y, first_z, in_tile, weights])
-    kernel = kernels.spline_spread(spline_order, derivatives, precision_of(moments))
-    threads = kernels.threads_of_mesh(n_systems, n_x, n_y, n_z, warps)
+    tabulate = stencils.spline_stencils(spline_order, derivatives)
+    launch(tabulate, _rows(moments, WARP), inputs, [first_y, first_z, in_tile, weights], lanes=WARP)
+    kernel = spread.spline_spread(spline_order, derivatives, precision_of(moments))
+    threads = spread.threads_of_mesh(n_systems, n_x, n_y, n_z, warps)
     inputs = [sorted_moments, column_begin, first_y, first_z, in_tile, weights]
     kind = (16 * n_atoms * n_channels // threads).bit_length()
     launch(kernel, threads, inputs, [field.view(-1, n_x, n_y, n_z)], lanes=WARP, kind=kind)
@@ -195,17 +195,16 @@ def mesh_gather(
     moments = new_empty((coordinates.shape[0], n_channels, count(derivatives)), field.dtype, field.device)
     if moments.numel() == 0:
         return moments
-    kernel = kernels.spline_gather(spline_order, derivatives, precision_of(field))
+    kernel = gather.spline_gather(spline_order, derivatives, precision_of(field))
     inputs = [field.flatten(0, 1), coordinates, batch_idx, order]
-    of_warp = WARP // kernels.lanes_of_atom(spline_order)
-    rows = -(-moments.shape[0] // of_warp) if layout(moments.device.type).warps else _rows(moments)
+    rows = _rows(moments, WARP // gather.lanes_of_atom(spline_order))
     launch(kernel, rows, inputs, [moments], lanes=WARP, kind=n_channels)
     return moments
 
 
-def _rows(of_atoms: torch.Tensor) -> int:
-    """Threads for kernels that have `LANES` atoms each on a CPU."""
-    return -(-of_atoms.shape[0] // layout(of_atoms.device.type).rows_per_thread(LANES))
+def _rows(of_atoms: torch.Tensor, of_warp: int) -> int:
+    """Threads of a CPU, which have `LANES` atoms each, or warps of a GPU, which have ``of_warp``."""
+    return -(-of_atoms.shape[0] // (of_warp if layout(of_atoms.device.type).warps else LANES))
 
 
 def spline_transform(n: int, order: int, half: bool, device: torch.device) -> torch.Tensor:

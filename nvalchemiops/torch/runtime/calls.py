@@ -88,7 +88,9 @@ class Call(NamedTuple):
         read results. Only for calls without derivatives.
     op : callable, optional
         ``op()`` is the whole call as an operator. It runs where the call can have no plan: if compilers, transforms or
-        modes see the operations, for instance. On a GPU it always runs.
+        modes see the operations, for instance.
+    waits : bool, optional
+        Whether ``end`` reads results. Such a call runs as ``op()`` on a GPU.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Call(NamedTuple):
     domain: Any = None
     end: Callable[[Tensors, Body], Tensors] | None = None
     op: Callable[[], Tensors] | None = None
+    waits: bool = True
 
 
 class Kind(NamedTuple):

@@ -88,7 +88,7 @@ def run(call: Call) -> Tensors:
     with_gradients = torch.is_grad_enabled()
     tracked = with_gradients and any([t.requires_grad for t in inputs])
     kind = kind_of(call, tracked)
-    if call.op is not None and (isinstance(kind, str) or kind.place is not None):
+    if call.op is not None and (isinstance(kind, str) or (kind.place is not None and call.waits)):
         return call.op()
     others: list[torch.Tensor] = []
     if with_gradients:

@@ -1,7 +1,8 @@
 """CUDA graphs of calls: the work that a call enqueues on a GPU, captured once, with separate memory."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -36,6 +37,8 @@ class Graph:
         """Capture ``function(memory)`` without running it, and return its results; None if the capture fails.
 
         ``torch.cuda.graph`` is not used: it first waits for the device, collects garbage and empties torch's cache.
+        Here garbage is not collected until the capture has ended: what it frees, such as a module of kernels, may need
+        a call of the driver that a capture does not survive.
         """
         try:
             with torch.cuda.device(self.device):
@@ -59,15 +62,28 @@ class Graph:
 
 
 def _capture(graph: torch.cuda.CUDAGraph, function: Callable[[Tensors], Tensors], memory: Tensors) -> Tensors:
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        results = function(memory)
-    except BaseException:
-        with contextlib.suppress(Exception):  # which says no more than that there was an error before
-            graph.capture_end()
-        raise
-    graph.capture_end()
+    with _garbage_waits():
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            results = function(memory)
+        except BaseException:
+            with contextlib.suppress(Exception):  # which says no more than that there was an error before
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return results
+
+
+@contextlib.contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """A context in which Python collects no garbage by itself. In several threads, it does so after the first ends."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _find_out_whether_captures_work(device: torch.device, reason: str) -> None:

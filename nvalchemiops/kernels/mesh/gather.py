@@ -1,0 +1,178 @@
+"""Gathering: the kernel that sums the values of a mesh around each atom."""
+
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.kernels import moments
+from nvalchemiops.kernels.mesh.splines import COMMON, values
+from nvalchemiops.kernels.native import by_device, filled, native_kernel
+from nvalchemiops.launch import kernel_variants
+
+_GATHER_CPU = """
+    @number@
+    @place@
+    @weights@
+    typedef @real@ reals __attribute__((ext_vector_type(@width@), aligned(4)));
+    typedef double doubles __attribute__((ext_vector_type(@width@), aligned(8)));
+    const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
+    const int n_atoms = order.shape[0];
+    @stencils@
+    int first[@lanes@][3];
+    double weights[@lanes@][3][@powers@][@width@];
+    stencils(@lanes@ * row, &first[0][0], &weights[0][0][0][0], @size@);
+    for (int k = @lanes@ * row; k < @lanes@ * (row + 1) && k < n_atoms; ++k) {
+        const int *const begin = first[k - @lanes@ * row];
+        const auto w = weights[k - @lanes@ * row];
+        @atom@
+    }
+"""
+
+_GATHER_GPU = """
+    @number@
+    @place@
+    @weights@
+    const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
+    const int lane = threadIdx.x & (@warp@ - 1), point = lane % @share@, n_atoms = order.shape[0];
+    const int k = row * (@warp@ / @share@) + lane / @share@;
+    const bool is_there = k < n_atoms;  // lanes without an atom do as the last one, without its results
+    const int atom = order.data[is_there ? k : n_atoms - 1], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
+    const double *const u = coordinates.data + 3LL * atom;
+    const bool exists = system >= 0 && system < field.shape[0] / n_channels;
+    const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
+    // A lane has the points of the stencil with one z, and the weight of one y for the others. Loops are unrolled, so
+    // that no array is in memory.
+    double inside;
+    number w[@powers@][@order@], w_y[@powers@], w_z[@powers@];
+    int first[3];
+    #pragma unroll
+    for (int axis = 2; axis >= 0; --axis) {
+        first[axis] = place(u[axis], axis == 0 ? n_x : axis == 1 ? n_y : n_z, inside);
+        weigh(inside, w);
+        if (axis == 0) break;
+        #pragma unroll
+        for (int d = 0; d < @powers@; ++d) {
+            number own = 0;
+            #pragma unroll
+            for (int i = 0; i < @order@; ++i) own = i == point ? w[d][i] : own;
+            (axis == 1 ? w_y : w_z)[d] = own;
+        }
+    }
+    const int z_here = first[2] + (point < @order@ ? point : 0), z = z_here < n_z ? z_here : z_here - n_z;
+    const long long plane = 1LL * n_y * n_z;
+    for (int channel = 0; channel < n_channels; ++channel) {
+        const @real@ *const mesh =
+            field.data + ((exists ? system : 0) * n_channels + channel) * (n_x * plane) + first[0] * plane + z;
+        @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
+        number @sums@;
+        #pragma unroll 2
+        for (int j = 0; j < @order@; ++j) {
+            const int y = first[1] + j < n_y ? first[1] + j : first[1] + j - n_y;
+            const @real@ *const line = mesh + 1LL * y * n_z;
+            number along_x[@powers@] = {};
+            #pragma unroll
+            for (int i = 0; i < @order@; ++i) {
+                const number value = line[(first[0] + i < n_x ? i : i - n_x) * plane];
+                for (int d = 0; d < @powers@; ++d) along_x[d] += w[d][i] * value;
+            }
+            number of_y[@powers@];
+            #pragma unroll
+            for (int d = 0; d < @powers@; ++d) of_y[d] = __shfl_sync(0xffffffffu, w_y[d], lane - point + j);
+            @add@
+        }
+        number sum[@count@] = {@results@};
+        #pragma unroll
+        for (int c = 0; c < @count@; ++c) {
+            #pragma unroll
+            for (int step = @share@ / 2; step > 0; step /= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], step);
+            if (is_there && point == 0) result[c] = sum[c] + lost;
+        }
+    }
+"""
+
+_GATHER_ATOM = """
+    const int atom = order.data[k], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
+    const bool exists = system >= 0 && system < field.shape[0] / n_channels;
+    for (int channel = 0; channel < n_channels; ++channel) {
+        const @real@ *const mesh =
+            field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);
+        @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
+        const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
+        @sums@
+        for (int i = 0; i < @order@; ++i) {
+            const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
+            doubles @planes@;
+            for (int j = 0; j < @order@; ++j) {
+                const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
+                const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
+                @values@
+                @add_row@
+            }
+            @add@
+        }
+        @results@
+    }
+"""
+
+_VALUES_CPU = """
+    doubles values = {};
+    if (begin[2] + @width@ <= n_z)
+        values = __builtin_convertvector(*reinterpret_cast<const reals *>(line + begin[2]), doubles);
+    else
+        for (int l = 0; l < @order@; ++l) values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
+"""
+
+
+def lanes_of_atom(order: int) -> int:
+    """Number of lanes of a warp that share an atom when they gather."""
+    return 4 if order <= 4 else 8
+
+
+def _gather_body(order: int, derivatives: int, precision: str) -> str:
+    pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
+    parts_of = list(enumerate(moments.components(derivatives)))
+    real = {"real": "float" if precision == "float32" else "double"}
+    common = values(order, derivatives, warps=False) | real
+    on_cpu = {
+        "values": filled(_VALUES_CPU, **common),
+        "sums": "\n".join(f"doubles sum_{a}{b} = {{}};" for a, b in pairs),
+        "planes": ", ".join(f"plane_{b} = {{}}" for b in range(derivatives + 1)),
+        "add_row": "\n".join(f"plane_{b} += w[1][{b}][j] * values;" for b in range(derivatives + 1)),
+        "add": "\n".join(f"sum_{a}{b} += w[0][{a}][i] * plane_{b};" for a, b in pairs),
+        "results": "\n".join(
+            f"{{ double sum = lost; for (int l = 0; l < {order}; ++l) sum += sum_{a}{b}[l] * w[2][{c}][l]; "
+            f"result[{n}] = sum; }}"
+            for n, (a, b, c) in parts_of
+        ),
+    }
+    on_gpu = values(order, derivatives, warps=True) | real
+    on_gpu |= {
+        "number": f"typedef {real['real']} number, scalar;",  # single precision only where it was asked for
+        "share": lanes_of_atom(order),
+        "sums": ", ".join(f"sum_{a}{b} = 0" for a, b in pairs),
+        "add": "\n".join(f"sum_{a}{b} += along_x[{a}] * of_y[{b}];" for a, b in pairs),
+        "results": ", ".join(f"sum_{a}{b} * w_z[{c}]" for _, (a, b, c) in parts_of),
+    }
+    cpu = filled(_GATHER_CPU, **common, **on_cpu, atom=filled(_GATHER_ATOM, **common, **on_cpu))
+    return by_device(cpu, filled(_GATHER_GPU, **on_gpu))
+
+
+@kernel_variants(*((p, n, r) for p, r in COMMON for n in (0, 1, 2)))
+def spline_gather(order: int, derivatives: int, precision: str) -> Any:
+    """The kernel that gathers mesh values for atoms: `LANES` per thread of a CPU, ``WARP / lanes_of_atom`` per warp."""
+    real = getattr(wp, precision)
+
+    @native_kernel(
+        f"spline_gather_{order}_{derivatives}_{precision}", _gather_body(order, derivatives, precision), lanes=True
+    )
+    def kernel(
+        row: wp.int32,
+        field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
+        coordinates: wp.array2d(dtype=wp.float64),  # (n_atoms, 3)
+        batch_idx: wp.array(dtype=wp.int32),  # (n_atoms,), or none
+        order: wp.array(dtype=wp.int32),  # as in `spline_stencils`: neighbors in space are neighbors in time
+        moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments)
+    ):
+        """Sums of some atoms."""
+
+    return kernel

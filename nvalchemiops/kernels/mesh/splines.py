@@ -1,0 +1,99 @@
+"""Weights of cardinal B-splines, and the text of kernels that compute them, for one atom or for several at once."""
+
+import numpy as np
+
+from nvalchemiops.kernels import moments
+from nvalchemiops.kernels.native import filled
+from nvalchemiops.kernels.simd import LANES, WARP
+
+WIDTH = 8
+"""Number of stored weights along an axis on a CPU: those beyond the order are zero."""
+
+ORDERS = (4, 5, 6, 7, 8)
+COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))
+"""Orders and precisions of common meshes: 4 is common in other codes, 5 is the default here, 8 is for high accuracy."""
+
+_PLACE = """
+    // Where the stencil begins, and how far into a cell the atom is. What is NaN is put somewhere, with weights NaN.
+    const auto place = [](double u, int n, double &inside) {
+        const double shifted = u + @half@, whole = wp::floor(shifted);
+        inside = shifted - whole;
+        const double first = whole - @before@, turns = wp::floor(first / n);
+        const double at = first - turns * n;
+        return at >= 0.0 && at < n ? static_cast<int>(at) : 0;
+    };
+"""
+
+_WEIGHTS = """
+    // w[d][j]: derivative d of the weight of point j of the stencil
+    const auto weigh = [](number t, number w[@powers@][@order@]) {
+        number m[@order@] = {};  // M_n(t + i)
+        m[0] = t - t + scalar(1);
+        for (int n = 1; n <= @order@; ++n) {
+            if (n > 1) {
+                for (int i = n - 1; i > 0; --i)
+                    m[i] = ((t + scalar(i)) * m[i] + (scalar(n - i) - t) * m[i - 1]) * scalar(1.0 / (n - 1));
+                m[0] = t * m[0] * scalar(1.0 / (n - 1));
+            }
+            const int d = @order@ - n;
+            if (d < @powers@) {
+                // derivatives are differences of splines of lower order
+                number v[@order@] = {};
+                for (int i = 0; i < n; ++i) v[i] = m[i];
+                for (int k = 0; k < d; ++k)
+                    for (int i = @order@ - 1; i > 0; --i) v[i] -= v[i - 1];
+                for (int i = 0; i < @order@; ++i) w[d][@order@ - 1 - i] = v[i];
+            }
+        }
+    };
+"""
+
+_STENCILS_OF_MANY = """
+    // the stencils of @lanes@ atoms at once: where they begin, and weights (axis, derivative, point)
+    const auto stencils = [&](int from, int *first, double *to, long long stride) {
+        const int n[3] = {n_x, n_y, n_z};
+        for (int axis = 0; axis < 3; ++axis) {
+            number inside, w[@powers@][@order@];
+            for (int l = 0; l < @lanes@; ++l) {
+                const int k = from + l < n_atoms ? from + l : n_atoms - 1;
+                double part;
+                first[3 * l + axis] = place(coordinates.data[3LL * order.data[k] + axis], n[axis], part);
+                inside[l] = part;
+            }
+            weigh(inside, w);
+            for (int l = 0; l < @lanes@ && from + l < n_atoms; ++l)
+                for (int d = 0; d < @powers@; ++d) {
+                    double *const at = to + l * stride + (axis * @powers@ + d) * @width@;
+                    for (int j = 0; j < @order@; ++j) at[j] = w[d][j][l];
+                    for (int j = @order@; j < @width@; ++j) at[j] = 0.0;
+                }
+        }
+    };
+"""
+
+_NUMBER_CPU = f"typedef double scalar, number __attribute__((ext_vector_type({LANES})));"
+_NUMBER_GPU = "typedef double scalar, number;"
+
+
+def place(order: int) -> str:
+    """C++ text of the function that places a stencil of this order."""
+    return filled(_PLACE, half=0.5 * (order % 2), before=(order - 1) // 2)
+
+
+def first_point(u: np.ndarray, order: int) -> np.ndarray:
+    """The first mesh points of the stencils of atoms at ``u``, in mesh spacings, as in the kernels."""
+    return np.floor(u + 0.5 * (order % 2)).astype(np.int64) - (order - 1) // 2
+
+
+def values(order: int, derivatives: int, warps: bool) -> dict[str, object]:
+    """Values of the placeholders that the text of all kernels has, for either type of device."""
+    numbers = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
+    return numbers | {
+        "number": _NUMBER_GPU if warps else _NUMBER_CPU,
+        "place": place(order),
+        "weights": filled(_WEIGHTS, **numbers),
+        "stencils": filled(_STENCILS_OF_MANY, **numbers),
+        "size": 3 * (derivatives + 1) * WIDTH,
+        "count": moments.count(derivatives),
+        "warp": WARP,
+    }
