@@ -8,6 +8,7 @@ import torch
 
 from nvalchemiops.interactions.electrostatics.error_models import DEFAULT_ORDER, order_of_least_cost
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import costs_of_call
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
 from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, pme_parameters
@@ -335,7 +336,8 @@ class ParticleMeshEwald(ConfiguredSum):
         atoms = _atoms(positions, cell, batch_idx, charges)
         order = spline_order
         if order is None:
-            order = order_of_least_cost(checks.check_positive("accuracy", accuracy))
+            costs = costs_of_call(atoms.positions, False)
+            order = order_of_least_cost(checks.check_positive("accuracy", accuracy), costs)
         found = pme_parameters(atoms, accuracy, real_space_cutoff, order)
         return cls(found.alpha, found.mesh_dimensions, order, float(found.real_space_cutoff.max()))
 
