@@ -7,7 +7,6 @@ from nvalchemiops.interactions.electrostatics.costs import BUILT_IN, COSTS
 from nvalchemiops.interactions.electrostatics.error_models import order_of_least_cost
 from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald, particle_mesh_ewald
 from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
-from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import costs_of_call
 from nvalchemiops.torch.interactions.electrostatics.automatic import periodic_sizes
 from nvalchemiops.torch.systems import System
 from tests.support.on_device import on_gpu, pretended_gpu
@@ -41,7 +40,7 @@ def test_on_a_gpu_the_costs_are_its_own_unless_others_were_measured(monkeypatch)
         cell = 180.5 * torch.eye(3, dtype=torch.float64)  # on the host, since values on a pretended GPU are not read
         many = System(on_gpu(torch.zeros(n, 3)), torch.ones(n), cell)
         listed, searched = (
-            methods.ways(periodic_sizes(many), 1e-4, costs_of_call(many.positions, False), finds)[0]
+            methods.ways(periodic_sizes(many), 1e-4, COSTS[many.positions.device.type], finds)[0]
             for finds in (False, True)
         )
         assert (listed.method, listed.order, searched.method, searched.order) == ("pme", 6, "pme", 8)

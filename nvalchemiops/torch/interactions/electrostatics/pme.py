@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvalchemiops.compat.paths import forwarded
-from nvalchemiops.interactions.electrostatics.error_models import DEFAULT_ORDER, order_of_least_cost
-from nvalchemiops.torch.checks import check_positive
 from nvalchemiops.torch.interactions.electrostatics import driver
-from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import costs_of_call
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_cells_alone, per_system
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     compute_bspline_moduli_1d as compute_bspline_moduli_1d,
@@ -17,7 +14,6 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, L
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed, PreparedMesh, influence
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
-from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -188,13 +184,6 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
             raise TypeError(f"`prepared` must be a PreparedMesh from prepare_mesh, got {type(prepared).__name__}")
         alpha = prepared.alpha_for(alpha, mesh_dimensions, mesh_spacing, potential)
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
-    if spline_order is None:
-        is_given = mesh_dimensions is not None or mesh_spacing is not None
-        spline_order = DEFAULT_ORDER
-        if not is_given and may_read():  # otherwise a mesh is needed, as the driver says
-            given = (neighbor_list, neighbor_matrix, cutoff, domain)
-            costs = costs_of_call(positions, all(value is None for value in given))
-            spline_order = order_of_least_cost(check_positive("accuracy", accuracy), costs)
     mesh = mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
