@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nvalchemiops.interactions.electrostatics.costs import Costs
 from nvalchemiops.torch.distributed import transform
 from nvalchemiops.torch.distributed.bricks import LAST_AXIS, LATER_AXIS, Frames, make_bricks, shape_of
 from nvalchemiops.torch.distributed.mesh import MeshDivision
@@ -44,8 +43,9 @@ LIST = 16  # bytes of a pair: its number and its image
 #
 # Each piece of work takes as long as its bytes take through the memory, or its operations through the units for
 # float64, whichever is longer (S. Williams, A. Waterman and D. Patterson, Commun. ACM 52, 65 (2009),
-# doi:10.1145/1498765.1498785). It is a floor: measured are 7 times its time of a pair, twice that of k-vectors, 10
-# times that of a point of the mesh.
+# doi:10.1145/1498765.1498785). It is a floor, in float64. Measured, in float32 for pairs and meshes
+# (`electrostatics/costs.py`), are 3 times its time of a pair, the same for k-vectors, and 3 times that of a point of
+# the mesh with its splines, at 40 points for an atom.
 
 
 class Card(NamedTuple):
@@ -93,6 +93,14 @@ MESH = (
     # written by the spread, read by the gather; 125 points of a stencil twice, at 40 points for an atom
     Work(16.0, 2 * 125.0 * 10.0 / 40.0),
 )
+
+
+class Costs(NamedTuple):
+    """Times in nanoseconds: of a pair with its search, of an atom and eight k-vectors, of a point of the mesh."""
+
+    pair: float
+    k_vectors: float
+    mesh: float
 
 
 def modelled(card: Card) -> Costs:

@@ -341,7 +341,16 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _costs_line(costs: Any) -> str:
-    return f"pair {costs.pair:.3g} ns, eight k-vectors {costs.k_vectors:.3g} ns, mesh point {costs.mesh:.3g} ns"
+    parts = {
+        "pair": costs.pair,
+        "its search": costs.search,
+        "eight k-vectors": costs.k_vectors,
+        "mesh point": costs.mesh,
+        "column of a spline": costs.column,
+        "call with k-vectors": costs.call_of_k_vectors,
+        "with a mesh": costs.call_of_mesh,
+    }
+    return ", ".join(f"{name} {cost:.3g} ns" for name, cost in parts.items())
 
 
 def _with_progress(jobs: list[Any], labels: list[str]) -> Iterator[Any]:

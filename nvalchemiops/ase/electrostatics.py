@@ -13,7 +13,7 @@ from nvalchemiops.ase.elements import atom_values, of_array
 from nvalchemiops.ase.pair import Parameters, from_library, names, shown
 from nvalchemiops.ase.system import Contribution, InBatches, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
-from nvalchemiops.interactions.electrostatics.error_models import order_of_least_cost, reciprocal_cutoff
+from nvalchemiops.interactions.electrostatics.error_models import COSTS, order_of_least_cost, reciprocal_cutoff
 from nvalchemiops.torch.checks import check_positive
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.electrostatics import Electrostatics as AnyElectrostatics
@@ -395,11 +395,11 @@ class LatticeSum:
     def _choose(self, atoms: ase.Atoms, device: torch.device, whole: Sources, made_for: tuple[Any, ...]) -> Chosen:
         cell = torch.tensor(atoms.cell.array, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only their number matters
-        method, mesh, k_cutoff = self.method, None, None
+        method, mesh, k_cutoff, costs = self.method, None, None, COSTS[device.type]  # with a list that is kept
         if method == "auto":
-            method = method_of_one(len(atoms), self.accuracy, device.type, False)
+            method = method_of_one(len(atoms), self.accuracy, costs, False)
         by_mesh = method == "pme"
-        order = order_of_least_cost(self.accuracy)
+        order = order_of_least_cost(self.accuracy, costs)
         if len(whole) > 1:
             # strengths are kept, but not those of a call that fails
             for name, values in {"positions": atoms.positions, **whole}.items():
@@ -410,7 +410,7 @@ class LatticeSum:
             }
             system = check_system(ChargedAtoms(positions, cell=cell, **sources))
             open_part = MeshSum(order, None) if by_mesh else KVectorSum()
-            alphas, cutoffs, target, *_ = optimal_splitting(system, open_part, self.accuracy)
+            alphas, cutoffs, target, *_ = optimal_splitting(system, open_part, self.accuracy, costs)
             alpha, cutoff = alphas[0], cutoffs[0]
             if by_mesh:
                 mesh = MeshSum(order, None).chosen(system, torch.as_tensor(alphas, device=device), target).mesh

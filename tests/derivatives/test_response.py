@@ -5,8 +5,7 @@ import functools
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import ewald_summation
-from nvalchemiops.torch.interactions.electrostatics.response import induced_moments
+from nvalchemiops.torch.interactions.electrostatics import born_charges, ewald_summation, induced_moments
 from tests.reference.multipoles import energies, open_field, sources
 from tests.support.comparing import close, close_to_largest, derivative_along, weighted
 
@@ -253,6 +252,28 @@ def test_charges_in_a_crystal():
 
         by_difference = derivative_along(moved, leaves[place].detach(), direction, 1e-3)
         close([(slope * direction).sum()], [by_difference], 1e-8)
+
+
+def test_born_charges():
+    """Of two molecules with induced dipoles, beside differences; charges that do not respond are their own."""
+    start, *others = (atoms()[name] for name in names_of("dipoles"))
+    permanent = others[0]
+
+    def polarization(x, of_systems=True):
+        found = permanent[:, None] * x + solved("dipoles", [x, *others])[0]
+        return torch.zeros(2, 3, dtype=x.dtype).index_add(0, BATCH.long(), found) if of_systems else found.sum(0)
+
+    x, direction, weights = start.clone().requires_grad_(), random(*start.shape, seed=6), random(2, 3, seed=7)
+    born = born_charges(polarization(x), x, create_graph=True)
+    by_difference = derivative_along(lambda x: (weights * polarization(x)).sum(), start, direction, 1e-3)
+    close([torch.einsum("ia,iab,ib->", direction, born, weights[BATCH.long()])], [by_difference], 1e-8)
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(weighted([born]), x))
+    close([born_charges(polarization(x, of_systems=False), x)], [born])
+    close([born_charges((permanent[:, None] * x).sum(0), x)], [permanent[:, None, None] * torch.eye(3).double()])
+    with pytest.raises(ValueError, match="`polarization` must be computed from `positions`"):
+        born_charges(polarization(start), start)
+    with pytest.raises(ValueError, match="`polarization` must be vectors"):
+        born_charges(polarization(x).sum(), x)
 
 
 def test_a_good_beginning_saves_iterations():

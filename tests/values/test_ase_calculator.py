@@ -14,8 +14,7 @@ from matscipy.calculators.pair_potential import PairPotential as MatscipyPotenti
 import nvalchemiops.torch.interactions.pair as ready
 from nvalchemiops.ase import Calculator, Contribution, Electrostatics, Pair
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
-from nvalchemiops.interactions.electrostatics.costs import COSTS
-from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
+from nvalchemiops.interactions.electrostatics.costs import BUILT_IN, COSTS
 from nvalchemiops.torch.interactions.pair import PairPotential
 from tests.support.calculators import NACL, PROPERTIES, REPULSION, argon, assert_same, salt
 from tests.support.systems import MADELUNG
@@ -146,16 +145,14 @@ def test_one_term_for_periodic_atoms_slabs_and_clusters(widths, monkeypatch):
     """By the faster method, which the costs decide."""
     cluster = salt(2)
     cluster.pbc = False
-    for costs, method in (((0.0, 1e12), "ewald"), ((1e12, 0.0), "pme")):
-        monkeypatch.setitem(methods.CALL, "cpu", costs)
-        methods.method_of_one.cache_clear()
+    for slow, method in (("call_of_mesh", "ewald"), ("call_of_k_vectors", "pme")):
+        monkeypatch.setitem(COSTS, "cpu", BUILT_IN["cpu"]._replace(**{slow: 1e12}))
         calculator = Calculator(Electrostatics("auto", NACL, widths=widths))
         named = (salt(2), (method, {})), (slab(), (method, {"slab_correction": True})), (cluster, ("coulomb", {}))
         for atoms, (name, options) in named:
             expected = atoms.copy()
             atoms.calc, expected.calc = calculator, Calculator(Electrostatics(name, NACL, widths=widths, **options))
             assert_same(atoms, expected, PROPERTIES if atoms.cell.rank == 3 else PROPERTIES[:3], tolerance=1e-13)
-    methods.method_of_one.cache_clear()
 
 
 # -- derivatives ----------------------------------------------------------------------------------

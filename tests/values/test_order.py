@@ -1,11 +1,15 @@
-"""The order of splines that nobody gave is chosen by the accuracy."""
+"""The order of splines that nobody gave is chosen by the accuracy, and by the costs of the device and of the list."""
 
 import pytest
 import torch
 
+from nvalchemiops.interactions.electrostatics.costs import BUILT_IN, COSTS
 from nvalchemiops.interactions.electrostatics.error_models import order_of_least_cost
-from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald, particle_mesh_ewald
+from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald, particle_mesh_ewald
+from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
+from nvalchemiops.torch.interactions.electrostatics.automatic import periodic_sizes
 from nvalchemiops.torch.systems import System
+from tests.support.on_device import on_gpu, pretended_gpu
 from tests.support.sums import exact_forces, relative_error
 from tests.support.systems import disordered
 
@@ -15,17 +19,50 @@ def atoms_of(name):
     return found.positions, found.charges, found.cell
 
 
-def test_a_higher_accuracy_has_a_higher_order():
-    assert [order_of_least_cost(10.0**-n) for n in range(1, 11)] == [5, 5, 6, 8, 8, 8, 8, 8, 8, 8]
+ORDERS = {
+    ("cpu", False): [5, 5, 6, 8, 8, 8, 8, 8, 8, 8, 8, 8],  # as measured for 216 to 32,768 ions
+    ("cpu", True): [5, 5, 7, 8, 8, 8, 8, 8, 8, 8, 8, 8],
+    ("cuda", False): [5, 5, 5, 6, 8, 8, 8, 8, 8, 8, 8, 8],  # 6 at 1e-4, as measured on an H100 with a given list
+    ("cuda", True): [5, 5, 6, 8, 8, 8, 8, 8, 8, 8, 8, 8],  # 8 at 1e-4, as measured with a search
+}
+
+
+@pytest.mark.parametrize(("device", "searches"), ORDERS)
+def test_a_higher_accuracy_has_a_higher_order(device, searches):
+    costs = BUILT_IN[device].of_call(searches)
+    assert [order_of_least_cost(10.0**-n, costs) for n in range(1, 13)] == ORDERS[device, searches]
+
+
+def test_on_a_gpu_the_costs_are_its_own_unless_others_were_measured(monkeypatch):
+    """Of 262,144 ions, on a pretended GPU: also which parameters follow, from the costs of its kernels."""
+    with pretended_gpu():
+        n = 2**18
+        cell = 180.5 * torch.eye(3, dtype=torch.float64)  # on the host, since values on a pretended GPU are not read
+        many = System(on_gpu(torch.zeros(n, 3)), torch.ones(n), cell)
+        listed, searched = (
+            methods.ways(periodic_sizes(many), 1e-4, COSTS[many.positions.device.type], finds)[0]
+            for finds in (False, True)
+        )
+        assert (listed.method, listed.order, searched.method, searched.order) == ("pme", 6, "pme", 8)
+        # the fewer pairs, the more they cost; with its list the best cutoff of a few was measured as 8
+        assert 5.0 < searched.cutoff < 6.5 < 7.5 < listed.cutoff < 9.0
+        # kernels took 1.8 ms on the H100 from which the costs are
+        assert 1.4e-3 < listed.time - listed.times["call"] < 2.4e-3
+        assert "splines of order 8" in Electrostatics(1e-4).explain(many)
+        # tuned costs of this device have precedence, and those of another one have no effect
+        monkeypatch.setitem(COSTS, "cpu", BUILT_IN["cpu"]._replace(column=1e6))
+        assert "splines of order 8" in Electrostatics(1e-4).explain(many)
+        monkeypatch.setitem(COSTS, "cuda", BUILT_IN["cuda"]._replace(column=1.0))
+        assert "splines of order 5" in Electrostatics(1e-4).explain(many)
 
 
 @pytest.mark.parametrize("name", ["rock salt", "water", "slab of water"])
 @pytest.mark.parametrize("digits", range(2, 7))
 def test_the_order_follows_from_the_accuracy_and_errors_are_as_asked(name, digits):
     x, q, cell = atoms_of(name)
-    accuracy = 10.0**-digits
+    accuracy, costs = 10.0**-digits, BUILT_IN["cpu"].of_call(True)
     _, forces = particle_mesh_ewald(x, q, cell, accuracy=accuracy, compute_forces=True)
-    options = {"accuracy": accuracy, "spline_order": order_of_least_cost(accuracy), "compute_forces": True}
+    options = {"accuracy": accuracy, "spline_order": order_of_least_cost(accuracy, costs), "compute_forces": True}
     assert torch.equal(forces, particle_mesh_ewald(x, q, cell, **options)[1])
     assert accuracy / 5.0 < relative_error(forces, exact_forces(name)) < 3.0 * accuracy
 

@@ -21,9 +21,10 @@ from nvalchemiops.torch.interactions.electrostatics import (
     multipole_electrostatic_features,
     multipole_ewald_summation,
     multipole_particle_mesh_ewald,
-    multipoles,
     pack_multipole_moments,
     particle_mesh_ewald,
+    prepare_wave_vectors,
+    unpack_multipole_moments,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference.multipoles import (
@@ -49,6 +50,17 @@ FINE = {"alpha": 0.9, "k_cutoff": 11.0, "cutoff": 7.2}
 def other_sources(given):
     """Dipoles and quadrupoles as arguments."""
     return {"dipoles": given.dipoles, "quadrupoles": given.quadrupoles}
+
+
+def test_prepared_k_vectors_are_those_up_to_the_same_length():
+    positions, given, cell = system(neutral=False, channels=1)
+    options = {**other_sources(given), "alpha": 0.6, "cutoff": 6.0}
+    for k_cutoff in (3.0, 5.0):
+        prepared = prepare_wave_vectors(cell, k_cutoff)
+        found = electrostatic_potential(positions, given.charges, cell, miller_indices=prepared, **options)
+        close(found[:2], electrostatic_potential(positions, given.charges, cell, k_cutoff=k_cutoff, **options)[:2], 0.0)
+    with pytest.raises(ValueError, match="`miller_indices` are for `method='ewald'`"):
+        electrostatic_potential(positions, given.charges, cell, miller_indices=prepared, method="pme", **options)
 
 
 def as_field(found, receiver=0):
@@ -375,8 +387,13 @@ def test_packed_moments_have_gradients_and_errors():
     with pytest.warns(AccuracyWarning, match="trace"):
         packed = pack_multipole_moments(*moments)
     assert all(g is not None for g in torch.autograd.grad(packed.sum(), moments))
-    back = multipoles._unpack(packed, torch.zeros(2, 3))
-    close([back["quadrupoles"], back["dipoles"]], [traceless(moments[2]), moments[1]])
+    exact = [moments[0], moments[1], traceless(moments[2])]
+    for order in range(3):
+        found = unpack_multipole_moments(packed[:, : (order + 1) ** 2])
+        close(found[: order + 1], exact[: order + 1])
+        assert found[order + 1 :] == (None,) * (2 - order)
+    with pytest.raises(ValueError, match="`multipole_moments` must have shape"):
+        unpack_multipole_moments(packed[None])
     with pytest.raises(ValueError, match="`quadrupoles` need `dipoles`"):
         pack_multipole_moments(moments[0], None, moments[2])
     with pytest.raises(ValueError, match="1, 4 or 9"):

@@ -1,9 +1,7 @@
 """Costs (times) of the parts of an Ewald sum, from which alpha, cutoffs and mesh sizes are chosen if not given.
 
-Costs affect how long a sum takes, but not its accuracy: any choice of parameters meets the requested accuracy.
-
-The built-in costs were measured on two cores of a CPU, and on an H100. Only their ratios matter. Kernel launches (2 to
-4 µs each) are not included: where they dominate, in small systems, any choice takes about the same time.
+Costs affect how long a sum takes, but not its accuracy: any choice of parameters meets the requested accuracy. For the
+choice of parameters only their ratios matter.
 
 ``nvalchemiops tune`` measures the costs on the machine in use and stores them in a file that later processes read:
 ``$NVALCHEMIOPS_COSTS``, by default ``nvalchemiops/costs.json`` in the user's configuration folder. If that variable is
@@ -19,11 +17,19 @@ from typing import NamedTuple
 
 
 class Costs(NamedTuple):
-    """Times in nanoseconds, for energies and forces in float64."""
+    """Times in nanoseconds, for energies and forces."""
 
-    pair: float  # for an atom and a neighbor, including a share of the neighbor search
+    pair: float  # for an atom and a neighbor in its list
+    search: float  # to find this neighbor
     k_vectors: float  # for an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
-    mesh: float  # for a point of the mesh
+    mesh: float  # for a point of the mesh: Fourier transforms, and the product between them
+    column: float  # for an atom and one of the order² columns of mesh points around it: its spline, spread and gathered
+    call_of_k_vectors: float  # for a call, whatever the size of the system
+    call_of_mesh: float
+
+    def of_call(self, finds_neighbors: bool) -> "Costs":
+        """The costs with which parameters are chosen: if the call searches for neighbors, that is a part of a pair."""
+        return self._replace(pair=self.pair + self.search, search=0.0) if finds_neighbors else self
 
 
 # -- the file of costs ----------------------------------------------------------------------------
@@ -88,11 +94,19 @@ def write(costs: dict[str, Costs]) -> Path:
     return path
 
 
-BUILT_IN = {"cpu": Costs(7.0, 1.3, 15.0), "cuda": Costs(0.23, 0.05, 0.41)}
-"""Default costs by type of device, measured by `nvalchemiops tune` on two cores of a CPU, and on an H100.
+BUILT_IN = {
+    "cpu": Costs(7.0, 6.0, 1.3, 15.0, 8.5, 1e5, 3e5),
+    "cuda": Costs(0.016, 0.08, 0.03, 0.07, 0.07, 3e5, 3e5),
+}
+"""Default costs by type of device.
 
-But the cost of a pair on a CPU is that with which sums with kept lists are fastest, for 1,000 to 32,768 ions: `tune`
-includes the whole search."""
+Those of a CPU were measured on two cores, in float64. The costs of a pair and of its search are those with which sums
+with kept lists (1,000 to 32,768 ions), and calls that search (1,000 to 4,096 ions), are fastest.
+
+Those of a GPU come from the kernels of one card, an H100, in float32, for 262,144 ions with a cutoff of 8 Å and splines
+of order 6 (docs/performance.md, *What limits the kernels of a GPU*); calls, and the k-vectors in between, for 4,096
+ions. In float64 all of them take about 1.4 times as long, so that choices are the same.
+"""
 
 COSTS = BUILT_IN | read()
 """The costs that this process uses."""

@@ -23,7 +23,7 @@ which both parts exceed their shares by the same factor (`balanced_alpha`).
 All chosen parameters are rounded to steps (`in_steps`), so that they stay the same while a cell changes a little. Then
 energies are continuous, except for jumps of the size of the error, and virials are their derivatives.
 
-The best splitting parameter balances the cost of real space, `COSTS.pair` for each pair, with the cost of the points of
+The best splitting parameter balances the cost of real space, `Costs.pair` for each pair, with the cost of the points of
 the mesh, or of the k-vectors (for each atom and group of eight).
 
 Sources: J. Kolafa and J. W. Perram, Mol. Simul. 9, 351 (1992), doi:10.1080/08927029208049126 (errors); D. Fincham,
@@ -110,15 +110,6 @@ cell.
 
 DEFAULT_ORDER = 5
 """Order of splines on a mesh that is given without an order."""
-
-
-def order_of_least_cost(accuracy: float) -> int:
-    """The order of splines, 5 to 8, with which a sum takes the least time.
-
-    Measured for 216 to 32,768 ions on a CPU, in float64 and float32: the order of least time rises from 5 at 1e-2 to 8
-    at 1e-4, whatever the size; between these accuracies neighboring orders differ by a few percent.
-    """
-    return min(max(round(1.9 - 1.5 * math.log10(accuracy)), DEFAULT_ORDER), max(MESH_ERROR))
 
 
 OUT_OF_REACH = 2.0
@@ -479,12 +470,24 @@ def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Cos
     return alpha
 
 
-SEARCH = 2.3
-"""Cost of a pair that is searched for and summed once, in units of `Costs.pair`.
+@functools.lru_cache(maxsize=MOST_REMEMBERED)
+def order_of_least_cost(accuracy: float, costs: Costs) -> int:
+    """The order of splines, 5 to 8, with which a sum takes the least time, whatever the size of the system.
 
-Measured as 2.2 where a pair cost 8 ns, so 2.5 of today's, including the estimate of forces. For 64 molecules in boxes,
-values from 2 to 4 give the same time within a tenth, and 1 an eighth more.
-"""
+    Each order at its best alpha. Measured for 216 to 32,768 ions on a CPU with kept lists, in float64 and float32: the
+    order of least time rises from 5 at 1e-2 to 8 at 1e-4; between these accuracies neighboring orders differ by a few
+    percent. The costs of a CPU give these orders.
+    """
+    target, one = Target(accuracy), np.ones(1)
+
+    def time(order: int) -> float:
+        alpha = mesh_alpha(one, one, target, order, costs)
+        pairs = costs.pair * 4.0 / 3.0 * np.pi * real_cutoff(alpha, one, target) ** 3
+        # also meshes beyond `FINEST`, where the highest order is to be taken
+        points = costs.mesh / mesh_spacing(alpha, one, target, order) ** 3
+        return (pairs + points).item() + costs.column * order**2
+
+    return min((order for order in MESH_ERROR if order >= DEFAULT_ORDER), key=time)
 
 
 def batch_mesh_cutoff(
@@ -493,9 +496,11 @@ def batch_mesh_cutoff(
     """The common cutoff (1,) of the systems of a batch for which all pairs and all meshes cost the same.
 
     All systems have the same cutoff and the same number of mesh points, enough for the longest axes among ``lengths``
-    (n_systems, 3); so the best choice for the batch is not that for each system. The cost of a pair includes its
-    search, because the neighbor list of a batch is seldom used twice.
+    (n_systems, 3); so the best choice for the batch is not that for each system. The cost of a pair always includes its
+    search, because the neighbor list of a batch is seldom used twice. For 64 molecules in boxes on a CPU, two to four
+    times the cost of a pair gave the same time within a tenth, and the pair alone an eighth more.
     """
+    costs = costs.of_call(True)
     n_atoms = n_atoms.clip(1.0, None)
     spacing = np.exp(np.log(average_distance(n_atoms, volume)).mean(keepdims=True))
     target = target._replace(force=np.exp(np.log(target.force).mean(keepdims=True)))
@@ -504,7 +509,7 @@ def batch_mesh_cutoff(
         alpha = alpha_for_cutoff(cutoff, spacing, target)
         h = mesh_spacing(alpha, spacing, target, order).clip(FINEST / alpha, None)
         within = 4.0 / 3.0 * np.pi * cutoff**3 * (n_atoms * (n_atoms + ATOMS_OF_IMAGE) / volume).sum()
-        pairs = SEARCH * costs.pair * within
+        pairs = costs.pair * within
         points = costs.mesh * len(n_atoms) * (lengths.max(0) / h).prod()
         cutoff = cutoff * (points / pairs) ** (1.0 / 6.0)
     return in_steps(cutoff)

@@ -36,6 +36,7 @@ from nvalchemiops.torch.interactions.electrostatics.multipoles import (
     multipole_ewald_summation,
     multipole_particle_mesh_ewald,
     pack_multipole_moments,
+    unpack_multipole_moments,
 )
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     ErrorEstimate,
@@ -55,7 +56,7 @@ from nvalchemiops.torch.interactions.electrostatics.pme import (
     prepare_mesh,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential, power_law
-from nvalchemiops.torch.interactions.electrostatics.response import InducedMoments, induced_moments
+from nvalchemiops.torch.interactions.electrostatics.response import InducedMoments, born_charges, induced_moments
 from nvalchemiops.torch.interactions.electrostatics.slab import compute_slab_correction
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "Potentials",
     "PreparedMesh",
     "WaveVectors",
+    "born_charges",
     "compute_bspline_moduli_1d",
     "compute_slab_correction",
     "coulomb_energy",
@@ -106,4 +108,5 @@ __all__ = [
     "power_law",
     "prepare_mesh",
     "prepare_wave_vectors",
+    "unpack_multipole_moments",
 ]

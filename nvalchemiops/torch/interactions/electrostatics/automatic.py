@@ -36,7 +36,8 @@ class Electrostatics(ConfiguredSum):
     - Systems without any periodic axis: all pairs.
     - Periodic systems: k-vectors (`ewald_summation`) or a mesh (`particle_mesh_ewald`), whichever takes less time, with
       the fastest splitting parameter, cutoff and spline order. The choice depends on the number of atoms, in a batch
-      also on the cells, and not on positions or the cutoff.
+      also on the cells, on the device, and on whether neighbors are given or searched in each call. It does not depend
+      on positions or the cutoff.
     - Slabs, with one open axis in ``pbc``: as periodic systems, with the slab correction.
 
     Parameters
@@ -90,24 +91,25 @@ class Electrostatics(ConfiguredSum):
             options["slab_correction"] = True
         is_listed = options.get("neighbor_list") is not None or options.get("neighbor_matrix") is not None
         accuracy = checks.check_positive("accuracy", options["accuracy"])
-        return _SUMS[self._method_for(atoms, accuracy, is_listed)](positions, charges, cell, **options)
+        finds_neighbors = not is_listed and domain is None
+        return _SUMS[self._method_for(atoms, accuracy, finds_neighbors)](positions, charges, cell, **options)
 
-    def _method_for(self, atoms: System, accuracy: float, is_listed: bool) -> str:
+    def _method_for(self, atoms: System, accuracy: float, finds_neighbors: bool) -> str:
         """The name of the method. If arguments do not fit together, any: the function raises."""
         positions, cell, batch_idx, domain = atoms.positions, atoms.cell, atoms.batch_idx, atoms.domain
-        device = getattr(getattr(positions, "device", None), "type", None)
-        if self.method is not None or cell is None or device not in core.COSTS:
+        costs = core.COSTS.get(getattr(getattr(positions, "device", None), "type", ""))
+        if self.method is not None or cell is None or costs is None:
             return self.method or "ewald"
         if not may_read(cell, batch_idx, wait=True):
             return "ewald"
         one = not (isinstance(cell, torch.Tensor) and cell.ndim == 3 and cell.shape[0] > 1)
         if one and isinstance(positions, torch.Tensor) and positions.ndim == 2:
             n_atoms = positions.shape[0] if domain is None else domain.n_atoms
-            return methods.method_of_one(n_atoms, accuracy, device, not is_listed)
+            return methods.method_of_one(n_atoms, accuracy, costs, finds_neighbors)
         sizes = periodic_sizes(atoms)
         if sizes is None:
             return "ewald"
-        return methods.method_of_several(sizes, accuracy, device, not is_listed)
+        return methods.method_of_several(sizes, accuracy, costs, finds_neighbors)
 
     @classmethod
     def estimate(
@@ -123,7 +125,7 @@ class Electrostatics(ConfiguredSum):
         method : {"ewald", "pme"}, optional
         """
         accuracy = check_accuracy(accuracy)
-        chosen = cls(accuracy, method)._method_for(without_pbc(system), accuracy, True)
+        chosen = cls(accuracy, method)._method_for(without_pbc(system), accuracy, False)
         return _MODULES[chosen].estimate(system, accuracy=accuracy)
 
     def explain(self, system: System, neighbors: Neighbors | None = None) -> str:
@@ -153,11 +155,10 @@ class Electrostatics(ConfiguredSum):
         axes = periodicity(system.pbc)
         if axes is not None and bool((axes.sum(1) == 1).any()):
             raise ValueError("`pbc`: the slab correction is for at most one open axis")
-        device = system.positions.device.type
-        is_listed = neighbors is not None
+        costs, finds_neighbors = core.COSTS[system.positions.device.type], neighbors is None and system.domain is None
         reach = self.cutoff if neighbors is None or neighbors.cutoff is None else neighbors.cutoff
-        found = methods.ways(sizes, self.accuracy, device, not is_listed, reach)
-        chosen = self._method_for(system, self.accuracy, is_listed)
+        found = methods.ways(sizes, self.accuracy, costs, finds_neighbors, reach)
+        chosen = self._method_for(system, self.accuracy, finds_neighbors)
         n_systems, n_atoms = len(sizes.n_atoms), int(sizes.n_atoms.sum())
         lines += [f"{_counted(n_systems, 'periodic system')}, {_counted(n_atoms, 'atom')}, accuracy {self.accuracy:g}"]
         lines += _table(sorted(found, key=lambda way: way.method != chosen))

@@ -13,7 +13,12 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
-from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import LongRange, check_accuracy, choose_splitting
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
+    LongRange,
+    check_accuracy,
+    choose_splitting,
+    costs_of_call,
+)
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
@@ -158,6 +163,8 @@ def split(
     system: ChargedSystem, long_range: LongRange, *given: Any
 ) -> tuple[LongRange, torch.Tensor, Rows, float | None]:
     """The long-range part with all parameters, alpha, neighbors and cutoff; ``given`` comes from `check_split`."""
+    _, cutoff, rows, accuracy = given
+    long_range = long_range.suited(accuracy, costs_of_call(system, rows, cutoff))
     found = choose_splitting(system, long_range, *given)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
     if not long_range.is_given:

@@ -176,10 +176,11 @@ def ewald_summation(
     If ``alpha`` is not given, it is chosen as follows. The reach of a list is ``cutoff`` or, if that is not given, the
     largest distance in the list. If the reach covers the ``real_space_cutoff`` of `estimate_ewald_parameters`, alpha is
     taken from this estimate with these charges. With a shorter list, alpha grows until ``accuracy`` is met at the reach
-    of the list. If k-vectors are given and too few for this alpha, a smaller one is used: the largest alpha for which
-    they suffice, if the list reaches far enough; otherwise the alpha at which both parts miss the accuracy by the same
-    factor. For small molecules in large cells the largest distance in the list may be much shorter than its cutoff:
-    give ``cutoff``, which saves k-vectors. If ``alpha`` is given, the reach of the list is not checked.
+    of the list. Without a list and ``cutoff``, the reach is chosen, too, shorter than in this estimate, since pairs are
+    searched in each call. If k-vectors are given and too few for this alpha, a smaller one is used: the largest alpha
+    for which they suffice, if the list reaches far enough; otherwise the alpha at which both parts miss the accuracy by
+    the same factor. For small molecules in large cells the largest distance in the list may be much shorter than its
+    cutoff: give ``cutoff``, which saves k-vectors. If ``alpha`` is given, the reach of the list is not checked.
 
     The set of k-vectors depends on the cell, which is read on the host unless ``miller_bounds`` are given. Sizes of
     systems are read on the host if alpha or neighbors are not given. Inside ``torch.compile`` give alpha or ``cutoff``.

@@ -104,6 +104,7 @@ def electrostatic_potential(
     exclusions: "torch.Tensor | OwnedPairs | None" = None,
     exclusion_factors: torch.Tensor | None = None,
     domain: "Domain | None" = None,
+    miller_indices: torch.Tensor | None = None,
 ) -> Potentials:
     """Potential, gradient and second derivatives at all atoms, averaged over Gaussian receivers.
 
@@ -141,6 +142,8 @@ def electrostatic_potential(
         As for `ewald_summation`: pairs of atoms whose nearest images do not interact, or are scaled by a factor.
     domain : Domain, optional
         The system is divided among ranks, as for `ewald_summation`. Open systems then need a ``cutoff``.
+    miller_indices : (n_k, 3) int tensor or WaveVectors, optional
+        With ``method="ewald"``, instead of ``k_cutoff``: as for `ewald_summation`, also from `prepare_wave_vectors`.
 
     Returns
     -------
@@ -156,13 +159,15 @@ def electrostatic_potential(
     if derivatives not in (0, 1, 2):
         raise ValueError(f"`derivatives` must be 0, 1 or 2, got {derivatives!r}")
     checks.check_choice("method", method, ("ewald", "pme"))
+    if miller_indices is not None and method == "pme":
+        raise ValueError("`miller_indices` are for `method='ewald'`: a mesh has none")
     neighbors = given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     whole = slab_correction, self_interaction, check_dielectric(surface_dielectric)
     options = SumOptions(alpha, accuracy, cutoff, COULOMB, exclusions, exclusion_factors, *whole)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
-    mesh, vectors = (mesh_dimensions, None, spline_order, Precomputed(), None), (None, k_cutoff, None, None)
+    mesh, vectors = (mesh_dimensions, None, spline_order, Precomputed(), None), (None, k_cutoff, None, miller_indices)
     kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
     asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
     seen = _Seen(tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths, derivatives)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nvalchemiops.interactions.electrostatics.error_models import DEFAULT_ORDER, order_of_least_cost
+from nvalchemiops.interactions.electrostatics.error_models import COSTS, DEFAULT_ORDER, order_of_least_cost
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
@@ -335,7 +335,10 @@ class ParticleMeshEwald(ConfiguredSum):
         atoms = _atoms(positions, cell, batch_idx, charges)
         order = spline_order
         if order is None:
-            order = order_of_least_cost(checks.check_positive("accuracy", accuracy))
+            checks.check_tensor("positions", atoms.positions)
+            checks.check_place("positions", atoms.positions)
+            costs = COSTS[atoms.positions.device.type]
+            order = order_of_least_cost(checks.check_positive("accuracy", accuracy), costs)
         found = pme_parameters(atoms, accuracy, real_space_cutoff, order)
         return cls(found.alpha, found.mesh_dimensions, order, float(found.real_space_cutoff.max()))
 

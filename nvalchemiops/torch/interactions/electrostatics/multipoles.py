@@ -113,25 +113,54 @@ def infer_l_max(multipole_moments: torch.Tensor) -> int:
     return orders[n_components]
 
 
-def _unpack(moments: Any, positions: torch.Tensor) -> dict[str, Any]:
-    """Cartesian sources in float64, as arguments of the sums."""
-    checks.check_tensor("multipole_moments", moments)
-    l_max = infer_l_max(moments)
-    if moments.ndim != 2 or moments.shape[0] != positions.shape[0]:
+def unpack_multipole_moments(
+    multipole_moments: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Cartesian moments from spherical components: the inverse of `pack_multipole_moments`.
+
+    Parameters
+    ----------
+    multipole_moments : (n_atoms, 1, 4 or 9) tensor
+
+    Returns
+    -------
+    charges : (n_atoms,) tensor, charge
+    dipoles : (n_atoms, 3) tensor, charge length, or None
+    quadrupoles : (n_atoms, 3, 3) tensor, charge length², or None
+        Symmetric and traceless second moments.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Not a tensor of this shape.
+    """
+    checks.check_tensor("multipole_moments", multipole_moments)
+    l_max = infer_l_max(multipole_moments)
+    if multipole_moments.ndim != 2:
         raise ValueError(
-            f"`multipole_moments` must have shape ({positions.shape[0]}, n_components), got {tuple(moments.shape)}"
+            f"`multipole_moments` must have shape (n_atoms, n_components), got {tuple(multipole_moments.shape)}"
         )
-    moments = moments.to(torch.float64)
-    found: dict[str, Any] = {"charges": moments[:, 0]}
+    charges, dipoles, quadrupoles = multipole_moments[:, 0], None, None
     if l_max > 0:
-        found["dipoles"] = moments[:, [3, 1, 2]]
+        dipoles = multipole_moments[:, [3, 1, 2]]
     if l_max > 1:
-        xz, xy, axial, yz, planar = (math.sqrt(15.0) * moments[:, 4:]).unbind(1)
+        xz, xy, axial, yz, planar = (math.sqrt(15.0) * multipole_moments[:, 4:]).unbind(1)
         yy = axial / math.sqrt(3.0)
         xx, zz = 0.5 * (-yy - planar), 0.5 * (-yy + planar)
         columns = (xx, 0.5 * xy, 0.5 * xz, 0.5 * xy, yy, 0.5 * yz, 0.5 * xz, 0.5 * yz, zz)
-        found["quadrupoles"] = torch.stack(columns, 1).unflatten(1, (3, 3))
-    return found
+        quadrupoles = torch.stack(columns, 1).unflatten(1, (3, 3))
+    return charges, dipoles, quadrupoles
+
+
+def _unpack(moments: Any, positions: torch.Tensor) -> dict[str, Any]:
+    """Cartesian sources in float64, as arguments of the sums."""
+    checks.check_tensor("multipole_moments", moments)
+    found = zip(("charges", "dipoles", "quadrupoles"), unpack_multipole_moments(moments.to(torch.float64)))
+    if moments.shape[0] != positions.shape[0]:
+        raise ValueError(
+            f"`multipole_moments` must have shape ({positions.shape[0]}, n_components), got {tuple(moments.shape)}"
+        )
+    return {name: values for name, values in found if values is not None}
 
 
 def _in_float64(positions: Any, cell: Any, batch_idx: Any) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvalchemiops.compat.paths import forwarded
-from nvalchemiops.interactions.electrostatics.error_models import DEFAULT_ORDER, order_of_least_cost
-from nvalchemiops.torch.checks import check_positive
 from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_cells_alone, per_system
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
@@ -186,9 +184,6 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
             raise TypeError(f"`prepared` must be a PreparedMesh from prepare_mesh, got {type(prepared).__name__}")
         alpha = prepared.alpha_for(alpha, mesh_dimensions, mesh_spacing, potential)
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
-    if spline_order is None:
-        is_given = mesh_dimensions is not None or mesh_spacing is not None
-        spline_order = DEFAULT_ORDER if is_given else order_of_least_cost(check_positive("accuracy", accuracy))
     mesh = mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list

@@ -66,6 +66,10 @@ class LongRange(Protocol):
         """The error model of given parameters, with torch tensors."""
         ...
 
+    def suited(self, accuracy: float, costs: core.Costs) -> "LongRange":
+        """The method with what is chosen before alpha: the order of splines of least cost, if it is not given."""
+        ...
+
     def optimal_alpha(
         self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
     ) -> Any:
@@ -168,7 +172,8 @@ def _choose(
     """Alpha and neighbors. Uses numpy, or torch while compiling: then no values are read, and the cutoff is given."""
     compiling, device = not may_read(), system.positions.device
     xp: Any = torch if compiling else np
-    optimal_alpha, r_c, target, spacing, strengths, limit = optimal_splitting(system, long_range, accuracy)
+    costs = costs_of_call(system, rows, cutoff)
+    optimal_alpha, r_c, target, spacing, strengths, limit = optimal_splitting(system, long_range, accuracy, costs)
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
         model = _on_host(model)
@@ -221,8 +226,14 @@ def _choose(
     return EwaldSplitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target, longest)
 
 
+def costs_of_call(system: ChargedSystem, rows: Rows | None, cutoff: float | None) -> core.Costs:
+    """The costs with which parameters are chosen: those of a search matter only if its reach is chosen, too."""
+    finds_neighbors = rows is None and cutoff is None and system.domain is None
+    return core.COSTS[system.positions.device.type].of_call(finds_neighbors)
+
+
 def optimal_splitting(
-    system: ChargedSystem, long_range: LongRange, accuracy: float
+    system: ChargedSystem, long_range: LongRange, accuracy: float, costs: core.Costs
 ) -> tuple[Any, Any, core.Target, Any, Strengths | None, Any]:
     """Alpha and cutoff (n_systems,) of least cost, and the target, independent of positions.
 
@@ -241,7 +252,7 @@ def optimal_splitting(
         count, volume = sizes.n_atoms, sizes.volume
         lengths = None if long_range.is_given or system.n_systems == 1 else sizes.lengths
     spacing, target = core.average_distance(count, volume, xp), core.Target(accuracy)
-    others = (core.COSTS[system.positions.device.type], xp, lengths)
+    others = (costs, xp, lengths)
     alpha = long_range.optimal_alpha(count, volume, target, *others)
     strengths: Strengths | None = None
     limit: Any = None
@@ -290,7 +301,8 @@ def _choose_by_sizes(
 ) -> EwaldSplitting:
     """`_choose` if the reach of the list is given or chosen; then only the list and forces depend on positions."""
     device = system.positions.device
-    costs, order = core.COSTS[device.type], getattr(long_range, "spline_order", 0)
+    costs = costs_of_call(system, rows, cutoff)
+    order = getattr(long_range, "spline_order", 0)
     key = (sizes_known, system.positions.dtype, accuracy, type(long_range), order, costs, cutoff)
     choice = _choices.get(key)
     if choice is None:

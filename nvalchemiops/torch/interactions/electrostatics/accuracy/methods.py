@@ -13,14 +13,6 @@ from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVec
 METHODS = ("ewald", "pme")
 """Names of the methods: a sum over k-vectors, and a mesh."""
 
-COLUMN = 0.57
-"""Cost of spreading to, and gathering from, one of the ``order²`` columns of mesh points around an atom, in units of
-`Costs.mesh`. Measured for orders 6 to 8 as 8.0 to 8.7 ns beside 15 ns."""
-
-CALL = {"cpu": (1e5, 3e5), "cuda": (5e4, 2e5)}
-"""Times of a call, in nanoseconds, that do not depend on the size of a system: for k-vectors and for a mesh. Measured
-for 8 to 64 atoms on a CPU; estimated from the number of operations on a GPU."""
-
 
 class Way(NamedTuple):
     """A method with its parameters, and what is expected of it.
@@ -56,30 +48,35 @@ class Way(NamedTuple):
         return sum(self.times.values())
 
 
-def ways(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool, reach: float | None = None) -> list[Way]:
+def ways(
+    sizes: Sizes, accuracy: float, costs: core.Costs, finds_neighbors: bool, reach: float | None = None
+) -> list[Way]:
     """Both methods with the parameters that they choose, the faster one first.
 
     Parameters
     ----------
     sizes : Sizes
         Only ratios of lengths matter for the times.
-    device : str
-        Type of the device.
+    costs : Costs
+        Those of the device.
     finds_neighbors : bool
         Whether each call searches for neighbors.
     reach : float, optional
         Cutoff of the neighbors. By default each method chooses it.
     """
-    found = [_by_k_vectors(sizes, accuracy, device, reach), _by_mesh(sizes, accuracy, device, reach)]
+    # a search whose reach is given takes the same time for all parameters
+    of_call = costs.of_call(finds_neighbors and reach is None)
+    found = [_by_k_vectors(sizes, accuracy, of_call, reach), _by_mesh(sizes, accuracy, of_call, reach)]
     if finds_neighbors:
         for way in found:
-            way.times["neighbors"] = (core.SEARCH - 1.0) * way.times["pairs"]
+            n_pairs = way.times["pairs"] / of_call.pair
+            way.times.update(pairs=costs.pair * n_pairs, neighbors=costs.search * n_pairs)
     # a mesh that cannot reach the accuracy is no choice
     return sorted(found, key=lambda way: (way.error > core.OUT_OF_REACH * accuracy, way.time))
 
 
-def _by_k_vectors(sizes: Sizes, accuracy: float, device: str, reach: float | None) -> Way:
-    target, costs, spacing, n_atoms = core.Target(accuracy), core.COSTS[device], sizes.spacing, sizes.n_atoms
+def _by_k_vectors(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | None) -> Way:
+    target, spacing, n_atoms = core.Target(accuracy), sizes.spacing, sizes.n_atoms
     alpha = KVectorSum().optimal_alpha(n_atoms, sizes.volume, target, costs, np)
     cutoff = core.real_cutoff(alpha, spacing, target)
     if reach is not None:
@@ -90,15 +87,15 @@ def _by_k_vectors(sizes: Sizes, accuracy: float, device: str, reach: float | Non
         # one list for all systems, up to the longest of their cutoffs
         "pairs": 1e-9 * costs.pair * _pairs(sizes, np.full_like(cutoff, cutoff.max())),
         "k-vectors": 1e-9 * costs.k_vectors * float((n_atoms * groups).sum()),
-        "call": 1e-9 * CALL[device][0],
+        "call": 1e-9 * costs.call_of_k_vectors,
     }
     errors = core.expected_errors(alpha, cutoff, spacing, core.Sphere(k_cutoff), target)
     return Way("ewald", 0, cutoff, alpha, k_cutoff, (0, 0, 0), times, float(np.hypot(*errors).max()))
 
 
-def _by_mesh(sizes: Sizes, accuracy: float, device: str, reach: float | None) -> Way:
-    target, costs, spacing, n_atoms = core.Target(accuracy), core.COSTS[device], sizes.spacing, sizes.n_atoms
-    order, one = core.order_of_least_cost(accuracy), len(sizes.n_atoms) == 1
+def _by_mesh(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | None) -> Way:
+    target, spacing, n_atoms = core.Target(accuracy), sizes.spacing, sizes.n_atoms
+    order, one = core.order_of_least_cost(accuracy, costs), len(sizes.n_atoms) == 1
     sorted_sizes = sizes if one else sizes.along_longest()[0]
     lengths = None if one else sizes.lengths
     alpha = MeshSum(order, None).optimal_alpha(n_atoms, sizes.volume, target, costs, np, lengths)
@@ -113,8 +110,8 @@ def _by_mesh(sizes: Sizes, accuracy: float, device: str, reach: float | None) ->
     times = {
         "pairs": 1e-9 * costs.pair * _pairs(sizes, cutoff),
         "mesh": 1e-9 * costs.mesh * len(n_atoms) * x * y * z,
-        "splines": 1e-9 * costs.mesh * COLUMN * columns,
-        "call": 1e-9 * CALL[device][1],
+        "splines": 1e-9 * costs.column * columns,
+        "call": 1e-9 * costs.call_of_mesh,
     }
     errors = core.expected_errors(alpha, cutoff, spacing, sorted_sizes.mesh_model((x, y, z), order), target)
     return Way("pme", order, cutoff, alpha, 0.0 * alpha, (x, y, z), times, float(np.hypot(*errors).max()))
@@ -133,20 +130,20 @@ def _pairs(sizes: Sizes, cutoff: np.ndarray) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def method_of_one(n_atoms: int, accuracy: float, device: str, finds_neighbors: bool) -> str:
+def method_of_one(n_atoms: int, accuracy: float, costs: core.Costs, finds_neighbors: bool) -> str:
     """The faster method for a system of this many atoms, whatever its density: the times depend on nothing else."""
     length = float(max(n_atoms, 1)) ** (1.0 / 3.0)
     sizes = Sizes(length * np.eye(3)[None], np.array([float(n_atoms)]), np.ones(1))
-    return ways(sizes, accuracy, device, finds_neighbors)[0].method
+    return ways(sizes, accuracy, costs, finds_neighbors)[0].method
 
 
-def method_of_several(sizes: Sizes, accuracy: float, device: str, finds_neighbors: bool) -> str:
+def method_of_several(sizes: Sizes, accuracy: float, costs: core.Costs, finds_neighbors: bool) -> str:
     """The faster method for a batch. Cells that change a little leave it alone, except at a boundary."""
     lengths = core.in_steps(sizes.lengths, "nearest", STEPS_OF_LENGTHS)
     cell = lengths[:, :, None] * np.eye(3)
     volume = lengths.prod(1)
     rounded = Sizes(cell, sizes.n_atoms, core.average_distance(sizes.n_atoms, volume))
-    return ways(rounded, accuracy, device, finds_neighbors)[0].method
+    return ways(rounded, accuracy, costs, finds_neighbors)[0].method
 
 
 STEPS_OF_LENGTHS = 4

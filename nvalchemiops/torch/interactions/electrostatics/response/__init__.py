@@ -172,6 +172,43 @@ def induced_moments(
 # -- derivatives -----------------------------------------------------------------------------------
 
 
+def born_charges(polarization: torch.Tensor, positions: torch.Tensor, *, create_graph: bool = False) -> torch.Tensor:
+    """Born effective charges ``Z*[i, a, b] = ∂P_b / ∂x_ia``, by three backward passes.
+
+    Parameters
+    ----------
+    polarization : (3,) or (n_systems, 3) tensor, charge length
+        Dipole of each system, such as ``(charges[:, None] * positions + dipoles).sum(0)``, computed from ``positions``.
+        In a periodic cell, charges that depend on the positions make it depend on which image of an atom is taken.
+    positions : (n_atoms, 3) tensor, length
+        The tensor that requires gradients. Systems of a batch must not depend on atoms of other ones.
+    create_graph : bool, optional
+        Whether the result is differentiable.
+
+    Returns
+    -------
+    (n_atoms, 3, 3) tensor, charge
+        The sum over the atoms of a neutral system is zero, if a shift of all atoms leaves the energy unchanged.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Bad shapes, or a polarization that does not depend on the positions.
+    """
+    for name, values in (("polarization", polarization), ("positions", positions)):
+        checks.check_tensor(name, values)
+        if values.shape[-1:] != (3,) or values.ndim > 2:
+            raise ValueError(f"`{name}` must be vectors of three components, got shape {tuple(values.shape)}")
+    if not (positions.requires_grad and polarization.requires_grad):
+        raise ValueError("`polarization` must be computed from `positions` that require gradients")
+    components = polarization.reshape(-1, 3).sum(0)
+    found = [
+        torch.autograd.grad(one, positions, retain_graph=True, create_graph=create_graph, materialize_grads=True)[0]
+        for one in components
+    ]
+    return torch.stack(found, -1)
+
+
 def _gradients(wanted: Sequence[bool], tensors: Tensors, value: Callable[[Tensors], torch.Tensor]) -> list[Any]:
     """Gradients of ``value(tensors)`` for the wanted tensors; differentiable if gradients are enabled."""
     as_graph = torch.is_grad_enabled()

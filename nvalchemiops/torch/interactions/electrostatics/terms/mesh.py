@@ -148,12 +148,17 @@ Planes = tuple[tuple[int, int], tuple[int, int]]
 _meshes: Kept[tuple[tuple[int, int, int], torch.Tensor | None]] = Kept(MOST_MESHES)
 
 
+NOT_CHOSEN = 0
+"""In place of an order that is still to be chosen."""
+
+
 class MeshSum(NamedTuple):
     """The long-range part on a mesh, given or still to be chosen; see `LongRange`.
 
     Attributes
     ----------
     spline_order : int
+        `NOT_CHOSEN` until `suited`, if neither it nor a mesh is given.
     mesh : (int, int, int) or None
     argument : str
         As for `LongRange`.
@@ -192,7 +197,7 @@ class MeshSum(NamedTuple):
             valid = prepared.check_cell(system.cell)
             mesh, order = prepared.mesh_dimensions, prepared.spline_order
             return cls(order, mesh, "`prepared`", precomputed, prepared.influence, valid)
-        order = check_spline_order(spline_order)
+        order = core.DEFAULT_ORDER if spline_order is None else check_spline_order(spline_order)
         if mesh_dimensions is not None:
             if mesh_spacing is not None:
                 raise ValueError("`mesh_dimensions` and `mesh_spacing` are both given; give one of them")
@@ -203,7 +208,7 @@ class MeshSum(NamedTuple):
                 "`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read"
             )
         if mesh_spacing is None:
-            return cls(order, None, precomputed=precomputed)
+            return cls(NOT_CHOSEN if spline_order is None else order, None, precomputed=precomputed)
         mesh = mesh_spacing_to_dimensions(system.cell.detach(), mesh_spacing, spline_order=order)
         return cls(order, mesh, "`mesh_spacing`", precomputed)
 
@@ -211,6 +216,12 @@ class MeshSum(NamedTuple):
     def is_given(self) -> bool:
         """As for `LongRange`."""
         return self.mesh is not None
+
+    def suited(self, accuracy: float, costs: core.Costs) -> "MeshSum":
+        """As for `LongRange`."""
+        if self.spline_order != NOT_CHOSEN:
+            return self
+        return self._replace(spline_order=core.order_of_least_cost(accuracy, costs))
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
         """As for `LongRange`."""

@@ -107,6 +107,10 @@ class KVectorSum(NamedTuple):
             return core.Box(core.faces(bounds + 0.5, lengths))
         return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
 
+    def suited(self, accuracy: float, costs: core.Costs) -> "KVectorSum":
+        """As for `LongRange`."""
+        return self
+
     def optimal_alpha(
         self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
     ) -> Any:
