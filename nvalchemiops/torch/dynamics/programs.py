@@ -16,8 +16,10 @@ import torch
 
 from nvalchemiops.kernels.programs import (
     ATOM_REGISTERS,
+    BLOCK,
     CODES,
     FIRST_ARRAY,
+    MOST_TOGETHER,
     SYSTEM_REGISTERS,
     program_kernel,
 )
@@ -97,6 +99,7 @@ class Program:
         self.outputs = [(name, new.level, new.tail) for name, new in results.items()]
         self._encode(self._ordered(list(results.values())))
         self.forms: dict[tuple[int, int], Any] = {}
+        self.sorted: Any = None  # the last number of systems, system of each atom, and what `sorted_by_system` found
 
     def _ordered(self, results: Sequence[Symbol]) -> list[Instruction]:
         """Instructions for the numbers that results need: first what is known of systems, then sums over atoms, ..."""
@@ -199,16 +202,23 @@ class Program:
             inputs, outputs = ([(rows[e[1]], *e[2]) for e in which] for which in (self.inputs, self.outputs))
             # an empty tensor like another one costs half
             likes = [(shape, inputs.index(shape) if shape in inputs else -1) for shape in outputs]
-            device, kind = warp_device(_CPU), (len(self.code), n_atoms // max(n_systems, 1))
-            run = prepared(program_kernel(), n_systems, device=device, lanes=0, kind=kind)
-            form = inputs, likes, run
+            each = n_atoms // max(n_systems, 1)
+            share = max(1, min(MOST_TOGETHER, BLOCK // max(each, 1)))
+            device, kind, n_rows = warp_device(_CPU), (len(self.code), share * each), -(-n_systems // share)
+            run = prepared(program_kernel(), n_rows, device=device, lanes=0, kind=kind)
+            form = inputs, likes, run, share
             self.forms = {(n_atoms, n_systems): form}
-        inputs, likes, run = form
+        inputs, likes, run, share = form
         order = begin = None
         if n_systems > 1:
-            if state.system.batch_idx is None:
+            batch_idx = state.system.batch_idx
+            if batch_idx is None:
                 raise NoProgram("no systems of atoms")
-            order, begin = sorted_by_system(state.system.batch_idx, n_systems)
+            known = self.sorted
+            # by value, since versions do not count all changes
+            if known is None or known[0] != n_systems or not torch.equal(known[1], batch_idx):
+                known = self.sorted = n_systems, batch_idx.clone(), *sorted_by_system(batch_idx, n_systems)
+            order, begin = known[2:]
         numbered = order, begin, *self._seeds(state, n_systems)
         given = []
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in numbered]
@@ -232,7 +242,7 @@ class Program:
             found.append(tensor)
             addresses.append(tensor.data_ptr())
         table = array("q", addresses)
-        run([*self.where, table.buffer_info()[0], n_atoms])
+        run([*self.where, table.buffer_info()[0], n_atoms, n_systems, share])
         results = {name: tensor for (name, *_), tensor in zip(self.outputs, found)}
         system, velocities = state.system, results.pop("velocities", state.velocities)
         moved: Any = {name: results.pop(name) for name in ("positions", "cell") if name in results}
