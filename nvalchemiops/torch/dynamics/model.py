@@ -175,23 +175,25 @@ class SumOfTerms:
             given = [{name: values[f"{name} {k}"] for name in named} for k, named in enumerate(names)]
             return _total([self._evaluate(term, here, near, wants_stress, more) for term, more in zip(terms, given)])
 
-        values, names, kinds = {}, [], []
+        values, names, kinds = {}, list[list[str]](), []
         for k, term in enumerate(terms):
-            potential, bound = _interaction(term), getattr(term, "keywords", {})
+            potential, bound, rest = _interaction(term), getattr(term, "keywords", {}), []
             formula = potential.formula
-            declared = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
-            names.append([name for name in declared if name in bound])
-            values.update({f"{name} {k}": bound[name] for name in names[-1]})
-            rest = tuple([(name, value) for name, value in bound.items() if name not in names[-1]])
-            kinds.append((formula, potential.cutoff, potential.r_switch, rest))
+            names.append([])
+            for name, value in bound.items():
+                if name in formula.per_atom or name in formula.global_parameters or name in formula.per_pair:
+                    names[-1].append(name)
+                    values[f"{name} {k}"] = value
+                else:
+                    rest.append((name, value))
+            kinds.append((formula, potential.cutoff, potential.r_switch, tuple(rest)))
         fixed: dict[str, Any] = {"batch_idx": system.batch_idx, "pbc": system.pbc}
         moving = {"positions": system.positions, "cell": system.cell, **values}
-        ways: tuple[Any, ...] | str = (wants_stress, count_systems(system), *kinds)
         if listed is None or any(type(_interaction(term)) is not PairPotential for term in terms):
             return evaluate(listed, **moving)
         if not listed.fits_cell:
             fixed["cell"] = moving.pop("cell")
-        return engine.run_function("sum of pair potentials", evaluate, moving, listed, fixed, ways)
+        return engine.run_function("sum of pair potentials", evaluate, moving, listed, fixed, (wants_stress, *kinds))
 
     def _evaluate(
         self,

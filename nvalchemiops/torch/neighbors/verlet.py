@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nvalchemiops.launch import prepared
@@ -164,8 +163,8 @@ class VerletList:
         seen = None
         if self._kept is not None and (look := _look(self, self._kept)) is not None:
             seen = look(positions, cell, pbc, batch_idx, batch_ptr)
-            if seen is not None and not seen.any():
-                self.rebuilt = torch.from_numpy(seen)
+            if seen is not None and 1 not in seen:
+                self.rebuilt = torch.zeros(len(seen), dtype=torch.bool)
                 return self._kept.result
         checks.check_positions(positions, finite=False)
         if pbc is not None:
@@ -177,7 +176,7 @@ class VerletList:
         with torch.no_grad(), torch.inference_mode(False), outside_of_transforms():
             kept, flags = self._kept, None
             if seen is not None:
-                flags = None if seen.all() else torch.from_numpy(seen)
+                flags = torch.tensor(list(seen), dtype=torch.bool) if 0 in seen else None
             elif kept is not None and _layout(given) == _layout(kept.systems):
                 flags, other_batch = _stale(self, kept, given)
                 is_other, some, every = torch.stack([other_batch, flags.any(), flags.all()]).tolist()
@@ -253,8 +252,8 @@ class _Look:
     def __reduce__(self) -> Any:  # a copy has memory of its own
         return _Look, self.given
 
-    def __call__(self, *given: Any) -> np.ndarray | None:
-        """For each system whether it is stale; None if `_stale` must decide."""
+    def __call__(self, *given: Any) -> bytes | None:
+        """For each system 1 if it is stale, else 0; None if `_stale` must decide."""
         for now, form in zip(given, self.forms):
             if now is None and form is None:
                 continue
@@ -266,7 +265,7 @@ class _Look:
         for now, before in zip(batch, self.batch):
             if now is not None and before is not None and not torch.equal(now, before):
                 return None
-        flags = np.empty(self.n_systems, dtype=bool)
+        flags = array("b", bytes(self.n_systems))
         positions = positions.contiguous()
         addresses = array("q", self.addresses)
         addresses[3] = positions.data_ptr()
@@ -276,9 +275,9 @@ class _Look:
         if cell is not None:
             cell = cell.detach().to(torch.float64).contiguous()
             addresses[7] = cell.data_ptr()
-        addresses.append(flags.ctypes.data)
+        addresses.append(flags.buffer_info()[0])
         self.run([addresses.buffer_info()[0], *self.numbers])
-        return flags
+        return flags.tobytes()
 
 
 def _look(verlet: VerletList, kept: _BuiltList) -> _Look | None:

@@ -200,6 +200,10 @@ def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
     return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
 
 
+_ALL = [True] * 3, [[True] * 3]
+"""Periodicity along all axes of one system."""
+
+
 def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> bool:
     """Whether there are cells that are known to be regular and periodic along all axes, so that any images fit them.
 
@@ -209,10 +213,13 @@ def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> b
         return False
     if cell.shape[-2:] != (3, 3) or not cell.is_floating_point() or cell.layout is not torch.strided:
         return False
-    if pbc is not None and not bool(pbc.all()):
+    # a list is faster than an operation of torch
+    if pbc is not None and not (pbc.tolist() in _ALL if pbc.numel() == 3 else bool(pbc.all())):
         return False
-    if cell.numel() == 9 and is_clearly_regular(cell.reshape(3, 3).tolist()):  # the usual case
-        return True
+    if cell.numel() == 9 and cell.ndim <= 3:  # the usual case
+        rows = cell.tolist()
+        if is_clearly_regular(rows if cell.ndim == 2 else rows[0]):
+            return True
     return not _has_open_axes(cell.reshape(-1, 3, 3))
 
 
