@@ -71,9 +71,9 @@ _RUN = f"""{DRAW}
     }};
     const long long step = number(4, 0);
     double of_systems[{SYSTEM_REGISTERS * MOST_TOGETHER}], of_atoms[{ATOM_REGISTERS * BLOCK}];
-    // the systems from `first` on whose atoms are a block, or one system; the number of a row's system among them, the
-    // place of a row's atom in its system, and the row of an atom if rows are not sorted
-    int first = thread * share, together = 1, member[{BLOCK}], place[{BLOCK}], sorted[{BLOCK}];
+    // the systems from `first` on whose atoms are a block, or one system; the number of a row's system among them, and
+    // the row of an atom if rows are not sorted
+    int first = thread * share, together = 1, member[{BLOCK}], sorted[{BLOCK}];
     // one instruction for n rows, whose registers are `width` apart: rows from `row` on, or those that are listed
     const auto run = [&](const int *at, double *registers, int width, int row, const int *rows, int n) {{
         double *d = registers + at[1] * width;
@@ -83,8 +83,10 @@ _RUN = f"""{DRAW}
         case {CODES["number"]}: for (int i = 0; i < n; ++i) d[i] = constants[at[2]]; break;
         case {CODES["normal"]}:
             for (int i = 0; i < n; ++i) {{
-                const long long seed = number(2, first + member[i]), key = number(3, first + member[i]);
-                d[i] = normal(block_of(seed, key, step, at[2], word(place[i]), at[3] / 2), at[3] % 2);
+                const int system = first + (registers == of_atoms ? member[i] : i);
+                const int place = registers == of_atoms ? row + i - (begin ? begin[system] : 0) : 0;
+                const auto drawn = block_of(number(2, system), number(3, system), step, at[2], word(place), at[3] / 2);
+                d[i] = normal(drawn, at[3] % 2);
             }}
             break;
         case {CODES["chi_square"]}:
@@ -129,20 +131,19 @@ _RUN = f"""{DRAW}
         for (together = 1; together < {MOST_TOGETHER} && first + together < last; ++together)
             if (begin[first + together + 1] - start > {BLOCK}) break;
         const int end = begin ? begin[first + together] : n_atoms;
+        for (int i = 0; together == 1 && i < {BLOCK}; ++i) member[i] = 0;
         for (int k = 0; k < length; ++k) {{
             const int *at = code + 5 * k;
             if (at[0] != {CODES["atoms"]}) {{
-                for (int i = 0; i < together; ++i) member[i] = i, place[i] = 0;
-                run(at, of_systems, together, first, nullptr, together);
+                if (together == 1) run(at, of_systems, 1, first, nullptr, 1);  // compiled for one number
+                else run(at, of_systems, together, first, nullptr, together);
                 continue;
             }}
             for (int from = start; from < end; from += {BLOCK}) {{
                 const int n = end - from < {BLOCK} ? end - from : {BLOCK};
-                for (int i = 0, system = 0; i < n; ++i) {{
-                    if (together > 1)
-                        while (from + i >= begin[first + system + 1]) ++system;
+                for (int i = 0, system = 0; together > 1 && i < n; ++i) {{
+                    while (from + i >= begin[first + system + 1]) ++system;
                     member[i] = system;
-                    place[i] = from + i - (begin ? begin[first + system] : 0);
                 }}
                 for (int i = 0; order && i < n; ++i) sorted[i] = order[from + i];
                 const int *rows = order ? sorted : nullptr;
