@@ -5,7 +5,6 @@ Anything with this signature is a model: a function, a torch module, `SumOfTerms
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -175,7 +174,9 @@ class SumOfTerms:
             given = [{name: values[f"{name} {k}"] for name in named} for k, named in enumerate(names)]
             return _total([self._evaluate(term, here, near, wants_stress, more) for term, more in zip(terms, given)])
 
-        values, names, kinds = {}, list[list[str]](), []
+        values: dict[str, Any] = {}
+        names: list[list[str]] = []
+        kinds: list[Any] = []
         for k, term in enumerate(terms):
             potential, bound, rest = _interaction(term), getattr(term, "keywords", {}), []
             formula = potential.formula
@@ -201,7 +202,7 @@ class SumOfTerms:
         system: System,
         near: GivenNeighbors | None,
         wants_stress: bool,
-        values: Mapping[str, Any] = MappingProxyType({}),
+        values: Mapping[str, Any] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Energies, forces and, if wanted, the stress of a term, in the units of the system."""
         interaction = _interaction(term)
@@ -223,7 +224,12 @@ class SumOfTerms:
             assert self.neighbors is not None and near.neighbor_matrix is not None
             kind, reach = _NeighborsOfFittingCells if near.fits_cell else Neighbors, self.neighbors.cutoff / length
             listed = (kind.from_matrix(near.neighbor_matrix, near.matrix_shifts, cutoff=reach),)
-        options: Any = {**values, "compute_forces": True, "compute_virial": wants_stress, "energy_reduction": "system"}
+        options: Any = {
+            **(values or {}),
+            "compute_forces": True,
+            "compute_virial": wants_stress,
+            "energy_reduction": "system",
+        }
         if isinstance(interaction, PairPotential) and system.batch_idx is not None:
             options["num_systems"] = count_systems(system)
         if isinstance(interaction, PairPotential) and system.domain is not None:
