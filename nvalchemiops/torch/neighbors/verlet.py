@@ -243,7 +243,7 @@ class _Look:
         self.fits = {n_cells, n_pbc} <= {1, n_systems} and (inverse is None or n_cells == inverse.shape[0])
         self.kept = order, begin, positions, None, pbc, None, cell, None, inverse
         self.addresses = [0 if t is None else t.data_ptr() for t in self.kept]
-        self.forms = [None if t is None else (t.shape, t.dtype) for t in old[:5]]
+        self.forms = [None if t is None else (t.shape, t.dtype, t.device) for t in old[:5]]
         numbers = n_atoms, n_systems, n_cells, n_pbc, int(positions.dtype == torch.float32)
         self.numbers = [*numbers, reach, skin]
         kind = n_atoms // max(n_systems, 1)
@@ -257,7 +257,7 @@ class _Look:
         for now, form in zip(given, self.forms):
             if now is None and form is None:
                 continue
-            if not isinstance(now, torch.Tensor) or form != (now.shape, now.dtype) or not now.is_cpu:
+            if not isinstance(now, torch.Tensor) or form != (now.shape, now.dtype, now.device):
                 return None
         positions, cell, pbc, *batch = given
         if not is_unobserved(*given, of_inference=True):
