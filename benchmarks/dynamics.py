@@ -1,19 +1,23 @@
-"""Steps per second of molecular dynamics, beside ASE and torch-sim, in one run, and what is spent on other than forces.
+"""Steps per second of molecular dynamics, beside ASE, torch-sim and 0.5.0, in one run, and how much is not forces.
 
 Argon (Lennard-Jones, truncated at 8.5 angstrom) in float64 on one thread at 60 K, 2 fs: crystals of 64 and of 4,096
 atoms, displaced, and a batch of 256 clusters of 13 atoms. Energies are conserved in NVE (velocity Verlet); NPT is
 isotropic with Nosé-Hoover chains at zero pressure (none for clusters). Contenders:
 
 - *ours*: ``Integrator.step`` with `SumOfTerms` and a skin of 1.5 angstrom. The share of other things than forces is the
-  time of the steps less that of the same calls of the model.
+  time of the steps less that of the calls of the model in them.
 - *ASE*: its integrators with our calculator and the same skin, so that forces are the same; one cluster after the
   other.
-- *torch-sim*: its integrators with its Lennard-Jones model and neighbor lists, which are built in each step.
+- *torch-sim*: its integrators with its Lennard-Jones model and neighbor lists, which are built in each step. The lists
+  are those of the ``nvalchemiops`` in its environment: of 0.5.0, or of this library if its stand-in is installed there.
+- *0.5.0*: the kernels of that release for velocity Verlet, Lennard-Jones sums and the look at the list, on memory that
+  is used again, with the same skin. NVE alone: its steps for a changing cell need a dozen calls more.
 
 Asked: at most 10 % for other things than forces at 4,096 atoms and 35 % at 64; five times torch-sim's rate for small
-systems. torch-sim lives in a separate environment (``--torch-sim``, or ``NVALCHEMIOPS_TORCH_SIM_PYTHON``).
+systems. The others live in separate environments (``--torch-sim`` and ``--peer``, or
+``NVALCHEMIOPS_TORCH_SIM_PYTHON`` and ``NVALCHEMIOPS_PEER_PYTHON``), which may be one, with ASE.
 
-Run: ``python benchmarks/dynamics.py [--quick] [--torch-sim PYTHON] [--csv FILE]``.
+Run: ``python benchmarks/dynamics.py [--quick] [--torch-sim PYTHON] [--peer PYTHON] [--csv FILE]``.
 """
 
 import json
@@ -60,10 +64,10 @@ def structures(name: str) -> list[Atoms]:
     return found
 
 
-def ours(name: str, ensemble: str) -> tuple[Callable[[int], None], Callable[[int], None]]:
-    """What makes steps, and what evaluates the model alone at the positions of such steps."""
+def ours(name: str, ensemble: str) -> tuple[Callable[[int], None], list[float]]:
+    """What makes steps, and the seconds of each call of the model in them."""
     from nvalchemiops.torch import System
-    from nvalchemiops.torch.dynamics import SumOfTerms, npt, nve
+    from nvalchemiops.torch.dynamics import Evaluation, SumOfTerms, npt, nve
     from nvalchemiops.torch.interactions.pair import lennard_jones
 
     atoms = structures(name)
@@ -74,20 +78,20 @@ def ours(name: str, ensemble: str) -> tuple[Callable[[int], None], Callable[[int
     integrator = nve(dt) if ensemble == "NVE" else npt(dt, TEMPERATURE * units.kB, 0.0)
     velocities = torch.tensor(np.concatenate([a.get_velocities() for a in atoms]))
     state = integrator.start(system, model, velocities=velocities, masses=torch.full((len(velocities),), MASS))
-    visited = []
+    inside: list[float] = []
+
+    def timed(system: System) -> Evaluation:
+        start = time.perf_counter()
+        found = model(system)
+        inside.append(time.perf_counter() - start)
+        return found
 
     def steps(n: int) -> None:
         nonlocal state
         for _ in range(n):
-            state = integrator.step(state, model)
-            visited.append(state.system)
-            del visited[:-400]
+            state = integrator.step(state, timed)
 
-    def forces(n: int) -> None:
-        for k in range(n):
-            model(visited[k % len(visited)])
-
-    return steps, forces
+    return steps, inside
 
 
 def in_ase(name: str, ensemble: str) -> Callable[[int], None]:
@@ -149,6 +153,76 @@ def in_torch_sim(name: str, ensemble: str) -> Callable[[int], None]:
     return steps
 
 
+def in_release(name: str, ensemble: str) -> Callable[[int], None]:
+    """The same steps of velocity Verlet with the kernels of 0.5.0."""
+    import warp as wp
+
+    from nvalchemiops.dynamics.integrators import velocity_verlet_position_update, velocity_verlet_velocity_finalize
+    from nvalchemiops.interactions.lj import lj_energy_forces
+    from nvalchemiops.torch.neighbors import neighbor_list
+    from nvalchemiops.torch.neighbors.rebuild_detection import (
+        batch_neighbor_list_needs_rebuild,
+        neighbor_list_needs_rebuild,
+    )
+
+    atoms = structures(name)
+    sizes = torch.tensor([len(one) for one in atoms])
+    positions, velocities = (
+        torch.tensor(np.concatenate([getattr(one, f"get_{what}")() for one in atoms]))
+        for what in ("positions", "velocities")
+    )
+    # it wants cells
+    cell = torch.tensor(np.array([one.cell.array if one.pbc.any() else 60.0 * np.eye(3) for one in atoms]))
+    pbc = torch.tensor(np.array([one.pbc for one in atoms]))
+    batch_idx = torch.arange(len(atoms), dtype=torch.int32).repeat_interleave(sizes) if len(atoms) > 1 else None
+    options = {} if batch_idx is None else {"batch_idx": wp.from_torch(batch_idx)}
+    arrays = {what: wp.from_torch(t, dtype=wp.vec3d) for what, t in (("r", positions), ("v", velocities))}
+    masses, energies = (wp.full(len(positions), value, dtype=wp.float64) for value in (MASS, 0.0))
+    forces = wp.zeros(len(positions), dtype=wp.vec3d)
+    dt = wp.full(len(atoms), TIMESTEP * units.fs, dtype=wp.float64)
+    cells, reference, listed = wp.from_torch(cell, dtype=wp.mat33d), positions.clone(), {}
+
+    def evaluate() -> None:
+        stale = True
+        if listed and batch_idx is None:
+            stale = bool(neighbor_list_needs_rebuild(reference, positions, SKIN / 2.0))
+        elif listed:
+            stale = bool(batch_neighbor_list_needs_rebuild(reference, positions, batch_idx, SKIN / 2.0).any())
+        if stale:
+            given = {} if batch_idx is None else {"batch_idx": batch_idx}
+            found = neighbor_list(positions, CUTOFF + SKIN, cell=cell, pbc=pbc, fill_value=len(positions), **given)
+            for what, kind, t in zip(("matrix", "counts", "shifts"), (wp.int32, wp.int32, wp.vec3i), found):
+                listed[what] = wp.from_torch(t, dtype=kind)
+            reference.copy_(positions)
+        lj_energy_forces(
+            arrays["r"],
+            cells,
+            EPSILON,
+            SIGMA,
+            CUTOFF,
+            neighbor_matrix=listed["matrix"],
+            neighbor_matrix_shifts=listed["shifts"],
+            num_neighbors=listed["counts"],
+            fill_value=len(positions),
+            half_neighbor_list=False,
+            energies_out=energies,
+            forces_out=forces,
+            **options,
+        )
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            velocity_verlet_position_update(arrays["r"], arrays["v"], forces, masses, dt, **options)
+            evaluate()
+            velocity_verlet_velocity_finalize(arrays["v"], forces, masses, dt, **options)
+
+    evaluate()
+    return steps
+
+
+ELSEWHERE = {"torch-sim": in_torch_sim, "0.5.0": in_release}
+
+
 def rate(run: Callable[[int], None], quick: bool) -> float:
     """Seconds of a step."""
     run(1)
@@ -167,24 +241,29 @@ class Ours:
         self.quick, self.kept = quick, {}
 
     def ask(self, contender: str, name: str, ensemble: str) -> list[float]:
+        """Seconds of a step, and for ours those of the model in it."""
         key = contender, name, ensemble
         if key not in self.kept:
-            self.kept[key] = ours(name, ensemble) if contender == "ours" else (in_ase(name, ensemble),)
+            self.kept[key] = ours(name, ensemble) if contender == "ours" else (in_ase(name, ensemble), None)
             self.kept[key][0](50 if contender == "ours" else 2)
-        return [rate(run, self.quick) for run in self.kept[key]]
+        run, inside = self.kept[key]
+        if inside is None:
+            return [rate(run, self.quick)]
+        inside.clear()
+        return [rate(run, self.quick), statistics.fmean(inside[2:])]  # without the two steps before those that count
 
 
 def serve() -> None:
-    """Answer as torch-sim, in its environment."""
+    """Answer as torch-sim or 0.5.0, in its environment."""
     torch.set_num_threads(1)
     kept: dict[Any, Any] = {}
     for line in sys.stdin:
-        found: Any = "torch-sim"
+        found: Any = ""
         question = json.loads(line)
         if question != [""]:
-            _, name, ensemble, quick = question
+            contender, name, ensemble, quick = question
             if (name, ensemble) not in kept:
-                kept[name, ensemble] = in_torch_sim(name, ensemble)
+                kept[name, ensemble] = ELSEWHERE[contender](name, ensemble)
             found = [rate(kept[name, ensemble], quick)]
         print("answer " + json.dumps(found), flush=True)
 
@@ -194,18 +273,18 @@ def main() -> None:
 
     parser = parser_for(__doc__, "shorter times", "torch-sim")
     arguments = parser.parse_args()
-    peer = Peer(arguments.torch_sim, __file__, "cpu") if arguments.torch_sim else None
-    start(1, "cpu", f"torch-sim {'there' if peer else 'not there'}")
+    pythons = {"torch-sim": arguments.torch_sim, "0.5.0": arguments.peer}
+    peers = {name: Peer(python, __file__, "cpu") for name, python in pythons.items() if python}
+    start(1, "cpu", f"beside {', '.join(['ASE', *peers])}")
     side, rows = Ours(arguments.quick), []
-    contenders = ["ours", "ASE"] + ["torch-sim"] * bool(peer)
     for name in SYSTEMS:
         for ensemble in ENSEMBLES[: 1 if name == "256 clusters" else 2]:
+            contenders = ["ours", "ASE", *[peer for peer in peers if ensemble == "NVE" or peer != "0.5.0"]]
             times: dict[str, list[list[float]]] = {c: [] for c in contenders}
             for _ in range(2 if arguments.quick else ROUNDS):
                 for contender in contenders:
-                    if contender == "torch-sim":
-                        assert peer is not None
-                        times[contender].append(peer.ask("time", name, ensemble, arguments.quick))
+                    if contender in peers:
+                        times[contender].append(peers[contender].ask(contender, name, ensemble, arguments.quick))
                     else:
                         times[contender].append(side.ask(contender, name, ensemble))
             mine, forces = (statistics.median(column) for column in zip(*times["ours"]))

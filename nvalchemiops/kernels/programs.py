@@ -1,9 +1,9 @@
 """An interpreter of small programs of numbers: what dozens of operations on a few numbers each do, in one launch.
 
 A program computes numbers of a system and numbers of its atoms, and sums over its atoms. A thread runs it for a system,
-and for blocks of `BLOCK` atoms, so that reading an instruction costs little. Atoms are added one after the other in a
-block, then blocks, so a sum has the same bits for a system alone and in a batch. Programs are written by
-`nvalchemiops.torch.dynamics.programs`, for CPUs.
+and for blocks of `BLOCK` atoms, so that reading an instruction costs little. Small systems share a block. Atoms are
+added one after the other in a block, then blocks, so a sum has the same bits for a system alone and in a batch.
+Programs are written by `nvalchemiops.torch.dynamics.programs`, for CPUs.
 """
 
 from typing import Any
@@ -16,6 +16,9 @@ from nvalchemiops.launch import kernel_variants
 
 BLOCK, SYSTEM_REGISTERS, ATOM_REGISTERS = 64, 1024, 64
 """Atoms in a block; registers of a system, and of each atom of a block."""
+
+MOST_TOGETHER = 8
+"""Largest number of systems that share a block."""
 
 # exp(x) - 1: W. Kahan, in N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed. (2002), section 1.14.1
 _EXPM1 = "const double u = wp::exp(a[i]); d[i] = u == 1.0 ? a[i] : u == 0.0 ? -1.0 : (u - 1.0) * (a[i] / wp::log(u))"
@@ -66,27 +69,44 @@ _RUN = f"""{DRAW}
     const auto number = [&](int array, int row) {{
         return arrays[array] ? reinterpret_cast<const long long *>(arrays[array])[row] : 0;
     }};
-    const long long seed = number(2, thread), key = number(3, thread), step = number(4, 0);
-    const int first = begin ? begin[thread] : 0, end = begin ? begin[thread + 1] : n_atoms;
-    double of_system[{SYSTEM_REGISTERS}], of_atoms[{ATOM_REGISTERS * BLOCK}];
-    int sorted[{BLOCK}];
+    const long long step = number(4, 0);
+    double of_systems[{SYSTEM_REGISTERS * MOST_TOGETHER}], of_atoms[{ATOM_REGISTERS * BLOCK}];
+    // the systems from `first` on whose atoms are a block, or one system; the number of a row's system among them, and
+    // the row of an atom if rows are not sorted
+    int first = thread * share, together = 1, member[{BLOCK}], sorted[{BLOCK}];
     // one instruction for n rows, whose registers are `width` apart: rows from `row` on, or those that are listed
-    const auto run = [&](const int *at, double *registers, int width, int row, const int *rows, int place, int n) {{
+    const auto run = [&](const int *at, double *registers, int width, int row, const int *rows, int n) {{
         double *d = registers + at[1] * width;
         const double *a = registers + at[2] * width, *b = registers + at[3] * width, *c = registers + at[4] * width;
         switch (at[0]) {{
 {_CASES}
         case {CODES["number"]}: for (int i = 0; i < n; ++i) d[i] = constants[at[2]]; break;
         case {CODES["normal"]}:
-            for (int i = 0; i < n; ++i)
-                d[i] = normal(block_of(seed, key, step, at[2], word(place + i), at[3] / 2), at[3] % 2);
+            for (int i = 0; i < n; ++i) {{
+                const int system = first + (registers == of_atoms ? member[i] : i);
+                const int place = registers == of_atoms ? row + i - (begin ? begin[system] : 0) : 0;
+                const auto drawn = block_of(number(2, system), number(3, system), step, at[2], word(place), at[3] / 2);
+                d[i] = normal(drawn, at[3] % 2);
+            }}
             break;
-        case {CODES["chi_square"]}: d[0] = chi_square(seed, key, step, at[3], a[0]); break;
-        case {CODES["spread"]}: for (int i = 0; i < n; ++i) d[i] = of_system[at[2]]; break;
+        case {CODES["chi_square"]}:
+            for (int i = 0; i < n; ++i)
+                d[i] = chi_square(number(2, first + i), number(3, first + i), step, at[3], a[i]);
+            break;
+        case {CODES["spread"]}: {{
+            const double *from = of_systems + at[2] * together;
+            if (together == 1) for (int i = 0; i < n; ++i) d[i] = from[0];
+            else for (int i = 0; i < n; ++i) d[i] = from[member[i]];
+            break;
+        }}
         case {CODES["sum"]}: {{
-            double sum = 0.0;
-            for (int i = 0; i < n; ++i) sum += a[i];
-            of_system[at[1]] += sum;
+            double *to = of_systems + at[1] * together;
+            for (int i = 0; i < n;) {{
+                const int system = member[i];
+                double sum = 0.0;
+                for (; i < n && member[i] == system; ++i) sum += a[i];
+                to[system] += sum;
+            }}
             break;
         }}
         case {CODES["load"]}: {{
@@ -105,19 +125,32 @@ _RUN = f"""{DRAW}
         }}
         }}
     }};
-    for (int k = 0; k < length; ++k) {{
-        const int *at = code + 5 * k;
-        if (at[0] != {CODES["atoms"]}) {{
-            run(at, of_system, 1, thread, nullptr, 0, 1);
-            continue;
+    const int last = first + share < n_systems ? first + share : n_systems;
+    for (; first < last; first += together) {{
+        const int start = begin ? begin[first] : 0;
+        for (together = 1; together < {MOST_TOGETHER} && first + together < last; ++together)
+            if (begin[first + together + 1] - start > {BLOCK}) break;
+        const int end = begin ? begin[first + together] : n_atoms;
+        for (int i = 0; together == 1 && i < {BLOCK}; ++i) member[i] = 0;
+        for (int k = 0; k < length; ++k) {{
+            const int *at = code + 5 * k;
+            if (at[0] != {CODES["atoms"]}) {{
+                if (together == 1) run(at, of_systems, 1, first, nullptr, 1);  // compiled for one number
+                else run(at, of_systems, together, first, nullptr, together);
+                continue;
+            }}
+            for (int from = start; from < end; from += {BLOCK}) {{
+                const int n = end - from < {BLOCK} ? end - from : {BLOCK};
+                for (int i = 0, system = 0; together > 1 && i < n; ++i) {{
+                    while (from + i >= begin[first + system + 1]) ++system;
+                    member[i] = system;
+                }}
+                for (int i = 0; order && i < n; ++i) sorted[i] = order[from + i];
+                const int *rows = order ? sorted : nullptr;
+                for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, from, rows, n);
+            }}
+            k += at[1];
         }}
-        for (int from = first; from < end; from += {BLOCK}) {{
-            const int n = end - from < {BLOCK} ? end - from : {BLOCK};
-            for (int i = 0; order && i < n; ++i) sorted[i] = order[from + i];
-            const int *rows = order ? sorted : nullptr;
-            for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, from, rows, from - first, n);
-        }}
-        k += at[1];
     }}
 """
 
@@ -138,7 +171,9 @@ def program_kernel() -> Any:
         #   (n_systems,) int64 seeds and keys, and the step (1,), or 0 without noise
         #   contiguous float64 arrays (n_systems or n_atoms, columns)
         n_atoms: wp.int32,
+        n_systems: wp.int32,
+        share: wp.int32,  # number of systems of a thread
     ):
-        """Run the program for a system."""
+        """Run the program for some systems."""
 
     return kernel

@@ -9,7 +9,8 @@ from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTRE
 from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
-from nvalchemiops.torch.interactions.pair import born_mayer_huggins, lennard_jones
+from nvalchemiops.torch.interactions.pair import PairPotential, born_mayer_huggins, lennard_jones
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
 
 from .systems import argon, crystal, float64, joined, wells
@@ -77,6 +78,50 @@ def test_one_list_serves_all_terms_and_is_kept_while_atoms_move_little():
     for n in range(4):
         model(system._replace(positions=system.positions + 0.04 * n))
     assert model.neighbors.cutoff == 6.0 and (model.neighbors.num_calls, model.neighbors.num_builds) == (4, 1)
+
+
+@pytest.mark.parametrize("cell_moves", [True, False])
+def test_pair_terms_are_one_call_whose_plan_follows_positions_cells_and_parameters(cell_moves):
+    """At each step the results are those of the terms alone, without a list: also where parameters change in place."""
+    generator = torch.Generator().manual_seed(0)
+    atoms = crystal((2, 2, 2))
+    system, sigma = System.from_ase(atoms), torch.full((len(atoms),), 3.4, dtype=float64)
+    potential, depth = lennard_jones(5.0), torch.tensor(0.01, dtype=float64)
+    model = SumOfTerms(
+        partial(potential, sigma=sigma, epsilon=depth), partial(lennard_jones(4.0), sigma=3.0, epsilon=0.02), skin=1.0
+    )
+    for step in range(8):
+        system = system._replace(
+            positions=system.positions + 0.01 * torch.randn(len(atoms), 3, generator=generator, dtype=float64),
+            cell=system.cell * (1.0 + 0.002 * cell_moves),
+        )
+        if step == 5:
+            sigma[3] = 3.5
+            depth.mul_(1.5)
+        found = model(system)
+        options = {"compute_forces": True, "compute_virial": True, "energy_reduction": "system"}
+        parts = [potential(system, sigma=sigma, epsilon=depth, **options)]
+        parts += [lennard_jones(4.0)(system, sigma=3.0, epsilon=0.02, **options)]
+        assert torch.allclose(found.energies, sum(p.energies for p in parts), rtol=1e-12)
+        assert torch.allclose(found.forces, sum(p.forces for p in parts), rtol=1e-9, atol=1e-12)
+        assert torch.allclose(found.stress, -sum(p.virial for p in parts) / system.volume, rtol=1e-9, atol=1e-12)
+    assert "sum of pair potentials: plan (replayed)" in engine.explain(model)
+    with pytest.raises(ValueError, match="cell"):
+        model(system._replace(cell=system.cell * torch.tensor([1.0, 1.0, 0.0], dtype=float64).unsqueeze(1)))
+
+
+def test_a_pair_potential_of_ones_own_is_called_as_it_is():
+    class Doubled(PairPotential):
+        def __call__(self, *arguments, **options):
+            found = super().__call__(*arguments, **options)
+            return found._replace(energies=2.0 * found.energies, forces=2.0 * found.forces)
+
+    own = Doubled("epsilon*(sigma/r)**6", global_parameters=("sigma", "epsilon"), cutoff=5.0)
+    system = System.from_ase(crystal((2, 2, 2)))
+    model = SumOfTerms(partial(own, sigma=3.4, epsilon=0.01), stress=False)
+    for _ in range(3):
+        once = PairPotential.__call__(own, system, sigma=3.4, epsilon=0.01, energy_reduction="system").energies
+        assert torch.allclose(model(system).energies, 2.0 * once, rtol=1e-12)
 
 
 def test_systems_without_cells_have_no_stress():

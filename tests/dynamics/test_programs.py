@@ -37,9 +37,13 @@ def calls(monkeypatch):
     return found
 
 
-def mixed(integrator, model):
-    """A batch of systems of 3, 0 and 70 atoms, more than a block, whose atoms come in a random order."""
-    parts = [few_atoms(n, seed) for seed, n in enumerate((3, 0, 70))]
+MORE_THAN_A_BLOCK, IN_ONE_BLOCK = (3, 0, 70), (5, 0, 9, 64, 1, 7, 0, 2, 2, 3, 1, 4, 2, 30, 35, 6)
+"""Numbers of atoms of the systems of a batch."""
+
+
+def mixed(integrator, model, sizes=MORE_THAN_A_BLOCK):
+    """A batch of systems whose atoms come in a random order."""
+    parts = [few_atoms(n, seed) for seed, n in enumerate(sizes)]
     system, masses, velocities = (
         joined([p[0] for p in parts]),
         torch.cat([p[1] for p in parts]),
@@ -59,7 +63,8 @@ def leaves(state):
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_do_what_their_flows_do(name, calls):
     integrator, model = every(0.1)[name], wells()
-    for state in (mixed(integrator, model), started(integrator, model)):
+    states = [mixed(integrator, model, sizes) for sizes in (MORE_THAN_A_BLOCK, IN_ONE_BLOCK)]
+    for state in (*states, started(integrator, model)):
         calls.clear()
         after = leaves(run(integrator, state, model, 5))
         assert len(calls) == 10  # two for each step

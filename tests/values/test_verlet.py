@@ -82,7 +82,7 @@ def test_a_list_is_kept_until_an_atom_moved_further_than_half_the_skin(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_quick_look_at_one_system_decides_as_all_others(dtype, monkeypatch):
+def test_the_look_by_a_kernel_decides_as_torch_does(dtype, monkeypatch):
     """Steps, changed cells and axes, a position that is lost, gradients, another dtype: same searches, same results."""
     generator = torch.Generator().manual_seed(1)
     x, cell = (t.to(dtype).clone() for t in random_system())
@@ -99,7 +99,7 @@ def test_the_quick_look_at_one_system_decides_as_all_others(dtype, monkeypatch):
         box = cell.double() if step == 17 else cell
         results = [quick(given, box, pbc)]
         with monkeypatch.context() as patch:
-            patch.setattr(verlet_module, "_is_unchanged", lambda *_: False)
+            patch.setattr(verlet_module, "_look", lambda *_: None)
             results.append(slow(given, box, pbc))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         assert torch.equal(quick.rebuilt, slow.rebuilt) and quick.num_builds == slow.num_builds
@@ -170,7 +170,7 @@ def test_a_changed_cell_alone_is_a_reason():
 def test_a_list_follows_the_cell(pbc, half_fill, quick, monkeypatch):
     """Cells that breathe and shear, with their atoms, as in NPT: complete at every step, with few searches."""
     if not quick:
-        monkeypatch.setattr(verlet_module, "_is_unchanged", lambda *_: False)
+        monkeypatch.setattr(verlet_module, "_look", lambda *_: None)
     generator = torch.Generator().manual_seed(3)
     x, cell = random_system(length=5.0)
     axes = None if pbc is None else torch.tensor(pbc)
@@ -510,8 +510,11 @@ def test_a_wild_system_number_is_refused():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_systems_of_a_batch_follow_their_cells(shared):
+@pytest.mark.parametrize("quick", [True, False])
+def test_systems_of_a_batch_follow_their_cells(shared, quick, monkeypatch):
     """Each system has its own strain, and is searched for it alone; a cell for all is a reason for all."""
+    if not quick:
+        monkeypatch.setattr(verlet_module, "_look", lambda *_: None)
     generator = torch.Generator().manual_seed(5)
     one, two = random_system(20, 5.0, 1), random_system(25, 5.5, 2)
     x, cells = torch.cat([one[0], two[0]]), one[1][None] if shared else torch.stack([one[1], two[1]])

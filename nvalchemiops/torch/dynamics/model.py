@@ -4,7 +4,7 @@ Anything with this signature is a model: a function, a torch module, `SumOfTerms
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,8 @@ from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
 from nvalchemiops.torch.interactions.electrostatics.modules import ConfiguredSum
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
+from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import Neighbors, System
@@ -148,16 +150,60 @@ class SumOfTerms:
     @engine.with_own_plans
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress of the sum."""
-        near = None
+        listed: GivenNeighbors | None = None
         if self.neighbors is not None and system.domain is None:
             matrix, _, *shifts = self.neighbors(system.positions, system.cell, system.pbc, system.batch_idx)
-            near = matrix, shifts[0] if shifts else None
+            fits = cells_fit_any_list(system.cell, system.pbc)
+            listed = GivenNeighbors(neighbor_matrix=matrix, matrix_shifts=shifts[0] if shifts else None, fits_cell=fits)
         wants_stress = self.stress and system.cell is not None
-        parts = [self._evaluate(term, system, near, wants_stress) for term in self.terms]
-        energies, forces, *stress = (functools.reduce(torch.add, column) for column in zip(*parts))
-        return Evaluation(energies, forces, stress[0] if stress else None)
+        pairs = [term for term in self.terms if isinstance(_interaction(term), PairPotential)]
+        others = [term for term in self.terms if not isinstance(_interaction(term), PairPotential)]
+        parts = [self._evaluate_pairs(pairs, system, listed, wants_stress)] if pairs else []
+        parts += [self._evaluate(term, system, listed, wants_stress) for term in others]
+        return Evaluation(*_total(parts))
 
-    def _evaluate(self, term: Any, system: System, near: Any, wants_stress: bool) -> tuple[torch.Tensor, ...]:
+    def _evaluate_pairs(
+        self, terms: Sequence[Any], system: System, listed: GivenNeighbors | None, wants_stress: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of all pair potentials: one call, which has a plan."""
+
+        def evaluate(
+            near: GivenNeighbors | None, /, positions: Any, cell: Any, **values: Any
+        ) -> tuple[torch.Tensor, ...]:
+            here = system._replace(positions=positions, cell=cell)
+            given = [{name: values[f"{name} {k}"] for name in named} for k, named in enumerate(names)]
+            return _total([self._evaluate(term, here, near, wants_stress, more) for term, more in zip(terms, given)])
+
+        values: dict[str, Any] = {}
+        names: list[list[str]] = []
+        kinds: list[Any] = []
+        for k, term in enumerate(terms):
+            potential, bound, rest = _interaction(term), getattr(term, "keywords", {}), []
+            formula = potential.formula
+            names.append([])
+            for name, value in bound.items():
+                if name in formula.per_atom or name in formula.global_parameters or name in formula.per_pair:
+                    names[-1].append(name)
+                    values[f"{name} {k}"] = value
+                else:
+                    rest.append((name, value))
+            kinds.append((formula, potential.cutoff, potential.r_switch, tuple(rest)))
+        fixed: dict[str, Any] = {"batch_idx": system.batch_idx, "pbc": system.pbc}
+        moving = {"positions": system.positions, "cell": system.cell, **values}
+        if listed is None or any(type(_interaction(term)) is not PairPotential for term in terms):
+            return evaluate(listed, **moving)
+        if not listed.fits_cell:
+            fixed["cell"] = moving.pop("cell")
+        return engine.run_function("sum of pair potentials", evaluate, moving, listed, fixed, (wants_stress, *kinds))
+
+    def _evaluate(
+        self,
+        term: Any,
+        system: System,
+        near: GivenNeighbors | None,
+        wants_stress: bool,
+        values: Mapping[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """Energies, forces and, if wanted, the stress of a term, in the units of the system."""
         interaction = _interaction(term)
         if not isinstance(interaction, PairPotential | ConfiguredSum | DFTD3):
@@ -174,9 +220,16 @@ class SumOfTerms:
         elif isinstance(interaction, ConfiguredSum):
             energy = self.hartree * self.bohr
         listed: tuple[Neighbors, ...] = ()
-        if near is not None and self.neighbors is not None and self._reach(interaction) is not None:
-            listed = (Neighbors.from_matrix(*near, cutoff=self.neighbors.cutoff / length),)
-        options: Any = {"compute_forces": True, "compute_virial": wants_stress, "energy_reduction": "system"}
+        if near is not None and self._reach(interaction) is not None:
+            assert self.neighbors is not None and near.neighbor_matrix is not None
+            kind, reach = _NeighborsOfFittingCells if near.fits_cell else Neighbors, self.neighbors.cutoff / length
+            listed = (kind.from_matrix(near.neighbor_matrix, near.matrix_shifts, cutoff=reach),)
+        options: Any = {
+            **(values or {}),
+            "compute_forces": True,
+            "compute_virial": wants_stress,
+            "energy_reduction": "system",
+        }
         if isinstance(interaction, PairPotential) and system.batch_idx is not None:
             options["num_systems"] = count_systems(system)
         if isinstance(interaction, PairPotential) and system.domain is not None:
@@ -192,6 +245,19 @@ class SumOfTerms:
             return results
         # a virial is symmetric up to rounding and the error of a mesh
         return *results, (found.virial + found.virial.mT) * (-0.5 * energy / length**3 / _volumes(system))
+
+
+class _NeighborsOfFittingCells(Neighbors):
+    """Neighbors in cells that are known to be regular and periodic along all axes: nobody reads the cells again."""
+
+    def given(self) -> GivenNeighbors:
+        """The neighbors as arguments of a function that takes tensors one by one."""
+        return super().given()._replace(fits_cell=True)
+
+
+def _total(parts: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """The sums of energies, of forces and so on."""
+    return tuple([functools.reduce(torch.add, column) for column in zip(*parts)])
 
 
 def _interaction(term: Any) -> Any:

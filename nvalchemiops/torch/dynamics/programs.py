@@ -8,7 +8,7 @@ operations: eager mode in float64 on a CPU, without gradients. Elsewhere the flo
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,10 @@ import torch
 
 from nvalchemiops.kernels.programs import (
     ATOM_REGISTERS,
+    BLOCK,
     CODES,
     FIRST_ARRAY,
+    MOST_TOGETHER,
     SYSTEM_REGISTERS,
     program_kernel,
 )
@@ -40,7 +42,10 @@ PROGRAMMED = frozenset(
 """Flows that become parts of programs: they compute the same from the same state."""
 
 
-_OPERANDS = {"load": 0, "number": 0, "normal": 0, "chi_square": 1}
+CHEAP = 6
+"""Number of operations for an atom that take less time than to store and to load the result."""
+
+_OPERANDS = {"load": 0, "load again": 0, "number": 0, "normal": 0, "chi_square": 1}
 """How many of the arguments are numbers that were computed before, if not all."""
 
 
@@ -97,6 +102,7 @@ class Program:
         self.outputs = [(name, new.level, new.tail) for name, new in results.items()]
         self._encode(self._ordered(list(results.values())))
         self.forms: dict[tuple[int, int], Any] = {}
+        self.sorted: Any = None  # the last number of systems, system of each atom, and what `sorted_by_system` found
 
     def _ordered(self, results: Sequence[Symbol]) -> list[Instruction]:
         """Instructions for the numbers that results need: first what is known of systems, then sums over atoms, ..."""
@@ -117,35 +123,65 @@ class Program:
             for column, k in enumerate(result.ids)
         ]
         code: list[Instruction] = []
+        loads: dict[int, tuple[int, int, int]] = {}  # array, column and width of numbers that were stored
+        until: dict[int, int] = {}  # the stage in which the result takes their place
         for at in range(1 + max(stage.values(), default=0)):
+            loads = {k: where for k, where in loads.items() if at <= until[k]}
             now = [k for k in needed if stage[k] == at and nodes[k].level == SYSTEM and nodes[k].operation != "sum"]
             code += [Instruction(nodes[k].operation, 0, k, nodes[k].arguments) for k in now]
             code += [store for k, store in stores if stage[k] == at and nodes[k].level == SYSTEM]
             sums = [k for k in needed if stage[k] == at + 1 and nodes[k].operation == "sum"]
             code += [Instruction("number", 0, k, (0.0,)) for k in sums]
-            # registers of atoms hold one block, so what a later stage needs again is computed again
+            # registers of atoms hold one block, so what a later stage needs again is computed again or was stored
             ends = [(nodes[k].arguments[0], Instruction("sum", at + 1, k, nodes[k].arguments)) for k in sums]
             ends += [
                 (k, store._replace(section=at + 1)) for k, store in stores if stage[k] == at and nodes[k].level == ATOM
             ]
+            inner = [k for k in self._ancestors([k for k, _ in ends], loads) if nodes[k].level == ATOM]
+            new: dict[int, tuple[int, int, int]] = {}
+            for k, (_, _, _, (place, _, column, width)) in stores:
+                # the memory of a result is free until then
+                free = stage[k] > at and nodes[k].level == ATOM and (place, column, width) not in loads.values()
+                kept = self._costly(k, inner) if free else None
+                if kept is not None and kept not in loads and kept not in new:
+                    ends.append((kept, Instruction("store", at + 1, None, (place, kept, column, width))))
+                    new[kept], until[kept] = (place, column, width), stage[k]
             body: list[Instruction] = []
-            for k in self._ancestors([k for k, _ in ends]):
-                if nodes[k].level == ATOM:
-                    body.append(Instruction(nodes[k].operation, at + 1, k, nodes[k].arguments))
-                    body += [end for j, end in ends if j == k]
+            for k in inner:
+                operation, arguments = (
+                    ("load again", loads[k]) if k in loads else (nodes[k].operation, nodes[k].arguments)
+                )
+                body.append(Instruction(operation, at + 1, k, arguments))
+                body += [end for j, end in ends if j == k]
+            loads |= new
             if body:
                 code += [Instruction("atoms", 0, None, (len(body),)), *body]
         return code
 
-    def _ancestors(self, waiting: list[int]) -> list[int]:
-        """These nodes and all that they need, in order."""
+    def _ancestors(self, waiting: list[int], known: Container[int] = ()) -> list[int]:
+        """These nodes and all that they need, in order; what is known needs nothing."""
         found = set()
         while waiting:
             k = waiting.pop()
             if k not in found:
                 found.add(k)
-                waiting.extend(_operands(*self.trace.nodes[k]))
+                waiting.extend(() if k in known else _operands(*self.trace.nodes[k]))
         return sorted(found)
+
+    def _of_this_atom(self, k: int) -> set[int]:
+        """The node and all numbers of the same atom that it needs."""
+        nodes, found, waiting = self.trace.nodes, {k}, [k]
+        while waiting:
+            inner = {j for j in _operands(*nodes[waiting.pop()]) if nodes[j].level == ATOM} - found
+            found |= inner
+            waiting += inner
+        return found
+
+    def _costly(self, k: int, computed: Sequence[int]) -> int | None:
+        """Of the numbers of this atom that the node needs and that are computed, the costliest; None if it is cheap."""
+        costs = {j: len(self._of_this_atom(j)) for j in self._of_this_atom(k) if j in computed}
+        kept = max(costs, key=lambda j: (costs[j], j), default=None)
+        return None if kept is None or costs[kept] < CHEAP else kept
 
     def _encode(self, code: Sequence[Instruction]) -> None:
         """Give the numbers registers, and write the instructions as integers."""
@@ -169,6 +205,8 @@ class Program:
                 target = register[key]
             if operation == "load":
                 given = [self.places[arguments[0]], *arguments[1:]]
+            elif operation == "load again":
+                operation, given = "load", list(arguments)
             elif operation == "number":
                 given = [constants.setdefault(arguments[0], len(constants))]
             elif operation == "store":
@@ -199,16 +237,23 @@ class Program:
             inputs, outputs = ([(rows[e[1]], *e[2]) for e in which] for which in (self.inputs, self.outputs))
             # an empty tensor like another one costs half
             likes = [(shape, inputs.index(shape) if shape in inputs else -1) for shape in outputs]
-            device, kind = warp_device(_CPU), (len(self.code), n_atoms // max(n_systems, 1))
-            run = prepared(program_kernel(), n_systems, device=device, lanes=0, kind=kind)
-            form = inputs, likes, run
+            each = n_atoms // max(n_systems, 1)
+            share = max(1, min(MOST_TOGETHER, BLOCK // max(each, 1)))
+            device, kind, n_rows = warp_device(_CPU), (len(self.code), share * each), -(-n_systems // share)
+            run = prepared(program_kernel(), n_rows, device=device, lanes=0, kind=kind)
+            form = inputs, likes, run, share
             self.forms = {(n_atoms, n_systems): form}
-        inputs, likes, run = form
+        inputs, likes, run, share = form
         order = begin = None
         if n_systems > 1:
-            if state.system.batch_idx is None:
+            batch_idx = state.system.batch_idx
+            if batch_idx is None:
                 raise NoProgram("no systems of atoms")
-            order, begin = sorted_by_system(state.system.batch_idx, n_systems)
+            known = self.sorted
+            # by value, since versions do not count all changes
+            if known is None or known[0] != n_systems or not torch.equal(known[1], batch_idx):
+                known = self.sorted = n_systems, batch_idx.clone(), *sorted_by_system(batch_idx, n_systems)
+            order, begin = known[2:]
         numbered = order, begin, *self._seeds(state, n_systems)
         given = []
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in numbered]
@@ -232,7 +277,7 @@ class Program:
             found.append(tensor)
             addresses.append(tensor.data_ptr())
         table = array("q", addresses)
-        run([*self.where, table.buffer_info()[0], n_atoms])
+        run([*self.where, table.buffer_info()[0], n_atoms, n_systems, share])
         results = {name: tensor for (name, *_), tensor in zip(self.outputs, found)}
         system, velocities = state.system, results.pop("velocities", state.velocities)
         moved: Any = {name: results.pop(name) for name in ("positions", "cell") if name in results}

@@ -1,20 +1,25 @@
 """`VerletList`: a neighbor list for dynamics and relaxations that is rebuilt only when necessary."""
 
+from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.launch import prepared
 from nvalchemiops.layout import layout
 from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
+from nvalchemiops.neighbors.staleness import stale_kernel
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.arrays import warp_device
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, build, method_number
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
 from nvalchemiops.torch.neighbors.rebuild_detection import stale_systems
 from nvalchemiops.torch.neighbors.search import count_systems
-from nvalchemiops.torch.operators.segments import batch_idx_of
-from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.operators.segments import batch_idx_of, sorted_by_system
+from nvalchemiops.torch.runtime._torch_internals import is_unobserved, outside_of_transforms
 from nvalchemiops.torch.runtime.context import eager, is_eager, is_mapped, values_of
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 __all__ = ["VerletList"]
 
@@ -28,6 +33,7 @@ class _BuiltList(NamedTuple):
     rows: tuple[torch.Tensor, ...]  # matrix, counts, shifts if there is a cell
     result: tuple[torch.Tensor, ...]
     inverse: list[torch.Tensor]  # `inverse_of_periodic` of the cells; empty until a cell changes
+    look: "list[_Look]"  # what decides whether it is stale; empty until it is asked
 
 
 class VerletList:
@@ -154,9 +160,12 @@ class VerletList:
             does not change.
         """
         self.num_calls += 1
-        if self._kept is not None and _is_unchanged(self, self._kept, positions, cell, pbc, batch_idx, batch_ptr):
-            self.rebuilt = torch.zeros(1, dtype=torch.bool, device=positions.device)
-            return self._kept.result
+        seen = None
+        if self._kept is not None and (look := _look(self, self._kept)) is not None:
+            seen = look(positions, cell, pbc, batch_idx, batch_ptr)
+            if seen is not None and 1 not in seen:
+                self.rebuilt = torch.zeros(len(seen), dtype=torch.bool)
+                return self._kept.result
         checks.check_positions(positions, finite=False)
         if pbc is not None:
             pbc = checks.pbc_tensor(pbc, positions.device)
@@ -166,7 +175,9 @@ class VerletList:
         # an inference tensor could not be saved for a backward pass later on
         with torch.no_grad(), torch.inference_mode(False), outside_of_transforms():
             kept, flags = self._kept, None
-            if kept is not None and _layout(given) == _layout(kept.systems):
+            if seen is not None:
+                flags = torch.tensor(list(seen), dtype=torch.bool) if 0 in seen else None
+            elif kept is not None and _layout(given) == _layout(kept.systems):
                 flags, other_batch = _stale(self, kept, given)
                 is_other, some, every = torch.stack([other_batch, flags.any(), flags.all()]).tolist()
                 if not (some or is_other):
@@ -205,33 +216,78 @@ class VerletList:
             # only the counts mark padding: the caller's padding value may be the number of an atom
             matrix, counts, *shifts = rows
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
-        return _BuiltList(systems, system, n_systems, rows, result, [])
+        return _BuiltList(systems, system, n_systems, rows, result, [], [])
 
 
-def _is_unchanged(
-    verlet: VerletList, kept: _BuiltList, positions: Any, cell: Any, pbc: Any, batch_idx: Any, batch_ptr: Any
-) -> bool:
-    """Whether the list of one system is known to be valid, for plain tensors on a CPU; False if `_stale` decides."""
-    old = kept.systems
-    if verlet.skin == 0.0 or batch_idx is not None or batch_ptr is not None or kept.system is not None:
-        return False
-    strain = None
-    for now, before in ((positions, old.positions), (cell, old.cell), (pbc, old.pbc)):
-        if now is None and before is None:
-            continue
-        if type(now) is not torch.Tensor or before is None or not is_eager(now) or not layout(now.device.type).reads:
-            return False
-        if now.shape != before.shape or now.dtype is not before.dtype or now.device != before.device:
-            return False
-        if before is not old.positions and not torch.equal(now, before):
-            if before is not old.cell:
-                return False
-            strain = now.detach()
-    if strain is not None:
-        moved, left = _after_strain(verlet, kept, positions.detach(), strain)
-        return bool((moved <= left).all())
-    displacement = (positions.detach().to(torch.float64) - old.positions.to(torch.float64)).square_().sum(1).sqrt_()
-    return bool((displacement <= verlet.skin / 2.0).all())
+class _Look:
+    """Which systems of a list are stale, decided by one kernel for plain tensors on a CPU.
+
+    Elsewhere `_stale` decides the same.
+    """
+
+    def __init__(self, old: Systems, system: torch.Tensor | None, n_systems: int, reach: float, skin: float) -> None:
+        self.given = old, system, n_systems, reach, skin
+        old = _each(torch.Tensor.contiguous, old)
+        positions, cell, pbc, *self.batch = old[:5]
+        self.n_systems, n_atoms = n_systems, positions.shape[0]
+        order = begin = None
+        if system is not None:
+            order, begin = sorted_by_system(system.to(torch.int32), n_systems)
+        n_cells = n_pbc = 1
+        inverse = None
+        if cell is not None:
+            cell, inverse = cell.to(torch.float64), inverse_of_periodic(cell, pbc)
+            n_cells = inverse.shape[0] if cell.ndim == 3 else 1
+        if pbc is not None:
+            n_pbc = pbc.shape[0] if pbc.ndim == 2 else 1
+        self.fits = {n_cells, n_pbc} <= {1, n_systems} and (inverse is None or n_cells == inverse.shape[0])
+        self.kept = order, begin, positions, None, pbc, None, cell, None, inverse
+        self.addresses = [0 if t is None else t.data_ptr() for t in self.kept]
+        self.forms = [None if t is None else (t.shape, t.dtype, t.device) for t in old[:5]]
+        numbers = n_atoms, n_systems, n_cells, n_pbc, int(positions.dtype == torch.float32)
+        self.numbers = [*numbers, reach, skin]
+        kind = n_atoms // max(n_systems, 1)
+        self.run = prepared(stale_kernel(), n_systems, device=warp_device(positions.device), lanes=0, kind=kind)
+
+    def __reduce__(self) -> Any:  # a copy has memory of its own
+        return _Look, self.given
+
+    def __call__(self, *given: Any) -> bytes | None:
+        """For each system 1 if it is stale, else 0; None if `_stale` must decide."""
+        for now, form in zip(given, self.forms):
+            if now is None and form is None:
+                continue
+            if not isinstance(now, torch.Tensor) or form != (now.shape, now.dtype, now.device):
+                return None
+        positions, cell, pbc, *batch = given
+        if not is_unobserved(*given, of_inference=True):
+            return None
+        for now, before in zip(batch, self.batch):
+            if now is not None and before is not None and not torch.equal(now, before):
+                return None
+        flags = array("b", bytes(self.n_systems))
+        positions = positions.contiguous()
+        addresses = array("q", self.addresses)
+        addresses[3] = positions.data_ptr()
+        if pbc is not None:
+            pbc = pbc.contiguous()
+            addresses[5] = pbc.data_ptr()
+        if cell is not None:
+            cell = cell.detach().to(torch.float64).contiguous()
+            addresses[7] = cell.data_ptr()
+        addresses.append(flags.buffer_info()[0])
+        self.run([addresses.buffer_info()[0], *self.numbers])
+        return flags.tobytes()
+
+
+def _look(verlet: VerletList, kept: _BuiltList) -> _Look | None:
+    """What looks at a list, made when it is first looked at; None where `_stale` decides."""
+    how = layout(kept.systems.positions.device.type)
+    if not how.reads or how.warps or not is_eager() or current_recorder() is not None:
+        return None
+    if not kept.look:
+        kept.look.append(_Look(kept.systems, kept.system, kept.n_systems, verlet.reach, verlet.skin))
+    return kept.look[0] if kept.look[0].fits else None
 
 
 def _after_strain(

@@ -11,11 +11,11 @@ from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts, ghosts_of, whole_call
-from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, fits_any_list
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime.context import is_eager, may_read
+from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.systems import System
 
 
@@ -80,7 +80,7 @@ def run(
     elif is_eager(atoms.positions):
         if given.neighbor_list is None and given.neighbor_matrix is None:
             near = system_of(atoms, given).rows
-        elif is_eager(cell, pbc) and cell is not None and may_read(cell, pbc) and fits_any_list(cell, pbc):
+        elif given.fits_cell or cells_fit_any_list(cell, pbc):
             near = given._replace(fits_cell=True)
     fixed = {"batch_idx": atoms.batch_idx, "pbc": pbc, **fixed}
     if near is given:

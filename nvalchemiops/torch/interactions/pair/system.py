@@ -21,7 +21,7 @@ from nvalchemiops.torch.neighbors.rows import (
 )
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
 from nvalchemiops.torch.operators.segments import check_system_numbers, largest_system
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, values_of
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ def pair_system(
     positions, pbc = atoms.positions, atoms.pbc
     checks.check_positions(positions, finite=False)
     checks.check_flag("check", check)
+    fits = isinstance(given, GivenNeighbors) and given.fits_cell
+    if fits and pbc is not None and pbc.shape in ((3,), (1, 3)):
+        atoms = atoms._replace(pbc=None)  # no axis is open
     cell, of_atoms, n_systems = _batch(atoms, num_systems, by_system)
     # the search must distinguish systems even if the sum does not
     searched = atoms.batch_idx if of_atoms is None else of_atoms
@@ -106,7 +109,7 @@ def pair_system(
         cell = cell_without_images(rows, positions, n_systems)
     elif not may_read(cell):
         cell = nan_if_singular(cell, may_be_open=True)
-    elif not (rows is given or (isinstance(given, GivenNeighbors) and given.fits_cell)):
+    elif not (rows is given or fits):
         _check_images(rows, is_own, cell, of_atoms, positions)
     return PairSystem(positions, cell, of_atoms, n_systems, rows)
 
@@ -197,17 +200,26 @@ def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
     return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
 
 
-def fits_any_list(cell: torch.Tensor, pbc: torch.Tensor | None) -> bool:
-    """Whether the cells, whose values can be read, are regular and periodic along all axes.
+_ALL = [True] * 3, [[True] * 3]
+"""Periodicity along all axes of one system."""
 
-    Raises for a singular cell. False if the shape or dtype is wrong.
+
+def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> bool:
+    """Whether there are cells that are known to be regular and periodic along all axes, so that any images fit them.
+
+    Raises for a singular cell. False if values cannot be read, or the shape or dtype is wrong.
     """
+    if cell is None or not is_eager(cell, pbc) or not may_read(cell, pbc):
+        return False
     if cell.shape[-2:] != (3, 3) or not cell.is_floating_point() or cell.layout is not torch.strided:
         return False
-    if pbc is not None and not bool(pbc.all()):
+    # a list is faster than an operation of torch
+    if pbc is not None and not (pbc.tolist() in _ALL if pbc.numel() == 3 else bool(pbc.all())):
         return False
-    if cell.ndim == 2 and is_clearly_regular(cell.tolist()):  # the usual case
-        return True
+    if cell.numel() == 9 and cell.ndim <= 3:  # the usual case
+        rows = cell.tolist()
+        if is_clearly_regular(rows if cell.ndim == 2 else rows[0]):
+            return True
     return not _has_open_axes(cell.reshape(-1, 3, 3))
 
 
