@@ -47,6 +47,7 @@ from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.operators.noise import places_in_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.runtime.acts import never_change, unrecorded
 from nvalchemiops.torch.systems import PER_ATOM, System, of_each_atom
 
 OfAtoms = TypeVar("OfAtoms", torch.Tensor, System)
@@ -339,6 +340,8 @@ class Domain:
         if not is_far:
             return self, lambda value: value
         self.settle()
+        if self._ledger is not None:
+            self._ledger.divided += 1
         options = self._options if cell is None else {**self._options, "cell": cell.detach().clone()}
         new = Domain(positions, batch_idx=self.batch_idx, **options)
         if later is not None and new._ledger is not None:
@@ -749,10 +752,10 @@ class Domain:
             if cutoff > self.cutoff:
                 raise ValueError(f"`cutoff` = {cutoff} is larger than that of the `domain`, {self.cutoff}")
             if cutoff not in self._rows:
-                with torch.inference_mode(False), outside_of_transforms():
+                with torch.inference_mode(False), outside_of_transforms(), unrecorded():
                     self._rows[cutoff] = self._search(cutoff + self.skin)
                     self._count_work()
-        return self._rows[cutoff]
+        return self._found_rows(cutoff)
 
     def _count_work(self) -> None:
         """Let the neighbors of owned atoms be their work when atoms are divided again, unless weights were given."""
@@ -764,6 +767,7 @@ class Domain:
 
     def _found_rows(self, cutoff: float) -> OwnedRows:
         """The result of `_owned_rows`, which was called before for these positions and this cutoff."""
+        never_change(*self._rows[cutoff].alone[:3])
         return self._rows[cutoff]
 
     def _must_be_near(self, positions: torch.Tensor, cell: torch.Tensor | None) -> None:

@@ -9,10 +9,11 @@ read one call later; or it is sent when somebody asks.
 """
 
 import collections
+import functools
 import math
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from nvalchemiops.torch.distributed.communication import (
     on_device,
 )
 from nvalchemiops.torch.distributed.movement import Reference
+from nvalchemiops.torch.runtime.acts import act
 from nvalchemiops.torch.runtime.context import is_capturing, values_of
 
 NEVER = 0
@@ -99,6 +101,8 @@ class Ledger:
             # calls; wrong ones; `BEYOND` less the first of these, or zero; the largest displacement in halves of the
             # skin, by its bits; the checksum
             self._state = torch.zeros(5, dtype=torch.int64, device=device)
+            # how often the atoms were divided again; a plan that depends on it is recorded again
+            self.divided = torch.zeros(1, dtype=torch.int64)
         self._sums: list[torch.Tensor] = []
         self._host_sum = 0
         self._calls: collections.deque[tuple[int, str, dict[str, str]]] = collections.deque(maxlen=RECENT)
@@ -109,11 +113,14 @@ class Ledger:
 
     # -- what calls find --------------------------------------------------------------------------
 
-    def compare(self, same: dict[str, str], values: list[torch.Tensor]) -> None:
-        """Note descriptions and values of tensors that must be the same on all ranks. Sends nothing, reads nothing."""
+    def note(self, same: dict[str, str], text: bytes) -> None:
+        """Note descriptions of values that must be the same on all ranks, and these as one text."""
         here = messages_of(self.group)
-        self._host_sum = zlib.crc32(repr(sorted(same.items())).encode(), self._host_sum)
+        self._host_sum = zlib.crc32(text, self._host_sum)
         self._calls.append((here.calls, here.place, same))
+
+    def compare(self, values: Sequence[torch.Tensor]) -> None:
+        """Note values of tensors that must be the same on all ranks. Sends nothing, reads nothing."""
         for value in values:
             self._state[4].mul_(FACTOR).add_(_checksum(value)).bitwise_and_(MASK)
 
@@ -250,14 +257,25 @@ class Entry(Agreement):
         self.is_over = True
         if error is None:
             with untransformed(), torch.no_grad():
-                self._ledger.compare(self.same, self._compared)
-                if self._counts:
-                    self._ledger.add(None if self._moved is None else values_of(self._moved), self._skin)
+                compared = [values_of(value) for value in self._compared]
+                moved = None if self._moved is None else values_of(self._moved)
+                text = repr(sorted(self.same.items())).encode()
+                act(
+                    functools.partial(self._ledger.note, self.same, text),
+                    functools.partial(self._note, compared, moved),
+                    (*compared, *(() if moved is None else (moved,)), self._ledger.divided),
+                )
+
+    def _note(self, compared: Sequence[torch.Tensor], moved: torch.Tensor | None) -> None:
+        with torch.no_grad():
+            self._ledger.compare(compared)
+            if self._counts:
+                self._ledger.add(moved, self._skin)
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:
     """A checksum () of the values of a tensor, in int64."""
-    plain = values_of(values).resolve_conj().resolve_neg()
+    plain = values.resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     bits = plain.double().view(torch.int64) if plain.is_floating_point() else plain.long()
