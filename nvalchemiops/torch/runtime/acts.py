@@ -94,7 +94,7 @@ def enter_block(begin: Step, end: End, condition: Callable[[], bool]) -> None:
     """
     recorder = current_recorder()
     if recorder is None:
-        begin()
+        act(begin)
         return
 
     def enter() -> None:
@@ -109,7 +109,7 @@ def leave_block(end: End) -> None:
     """Leave a block without an error."""
     recorder = current_recorder()
     if recorder is None:
-        end(None)
+        act(functools.partial(end, None))
         return
 
     def leave() -> None:
@@ -126,6 +126,22 @@ def refuse(faults: Sequence[torch.Tensor]) -> None:
             "the call raises or warns for these values. Ranks have sent the messages of its plan already, so it cannot "
             "be called in place of the plan: call it without `record`"
         )
+
+
+def decided(flag: torch.Tensor) -> bool:
+    """Read a decision on which the rest of the call depends. A replay with another decision raises an error."""
+    recorder = current_recorder()
+    if recorder is None:
+        return bool(flag)
+    with recorder.pause():
+        found = bool(flag)
+
+    def check() -> None:
+        if bool(flag) != found:
+            raise ValueError("weights of energies differ between ranks, unlike in the call that was recorded, or not")
+
+    recorder.always(check, (flag,))
+    return found
 
 
 # -- the recorder, if there is one ----------------------------------------------------------------
