@@ -104,3 +104,168 @@ def recorded_steps_have_the_same_bits(group: Any) -> None:
                 assert messages == others and messages[1], (check, name, number, messages, others)
             assert "last call: replayed. Calls: 1 recorded, 3 replayed, 1 ordinary" in step.explain(), step.explain()
         assert divided.domain.settle() == ordinary.domain.settle(), check
+
+
+@case(3)
+def ranks_that_replay_beside_ranks_that_do_not(group: Any) -> None:
+    """Each rank on its own: it may record again, compare with the function, or call it."""
+    rank = dist.get_rank(group)
+    for check in ("never", 2):
+        ordinary, divided = Divided(group, check), Divided(group, check)
+        for name in STEPS:
+            plain, step = getattr(divided, name), record(getattr(divided, name))
+            for number in range(8):
+                x = divided.at(number if rank else 0)  # rank 0 never sees other positions: it compares nothing
+                ways = (step, plain) if number % 3 != rank else (plain, step)
+                if (number + rank) % 4 == 3:
+                    step.clear()
+                expected = getattr(ordinary, name)(x)
+                assert same(ways[0](x), expected), (check, name, number)
+            assert step._counts["replayed"] >= 1, step.explain()
+        assert divided.domain.settle() == ordinary.domain.settle(), check
+
+
+@case(3)
+def a_rank_that_fails_in_a_replay_is_named(group: Any) -> None:
+    """By lack of memory before a message, while others replay or call the function; then ranks need a new group."""
+    rank = dist.get_rank(group)
+    for others_replay in (True, False):
+        fresh = group_like(group)
+        divided = Divided(fresh)
+        step = record(divided.pme)
+        for number in range(3):
+            step(divided.at(number))
+        assert "replayed" in step.explain().split(".")[0]
+        x = divided.at(3)
+        if rank == 1:
+            plan = next(iter(step._recordings.values())).plan
+
+            def fail() -> None:
+                raise torch.OutOfMemoryError("no memory left")
+
+            plan.steps.insert(len(plan.steps) // 2, fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                step(x)
+        else:
+            soon(lambda: (step if others_replay else divided.pme)(x), "rank 1 failed in call", "OutOfMemoryError: no mem")
+        soon(partial(step, x), "out of step", "new_group")  # noqa: B023  # called at once
+
+
+@case(2)
+def ranks_go_on_after_errors_of_all(group: Any) -> None:
+    """The call after them agrees as without recordings, and is not recorded; then plans are used again."""
+    for n_before in (0, 3):
+        ordinary, divided = Divided(group), Divided(group)
+        step = record(divided.pme)
+        for number in range(n_before):
+            step(divided.at(number))
+        with pytest.raises(KeyError), fail_together(group):
+            raise KeyError("on all ranks")
+        assert same(step(divided.at(4)), ordinary.pme(divided.at(4)))
+        assert "last call: ordinary" in step.explain() and "after an error" in step.explain(), step.explain()
+        for number in range(5, 8):
+            assert same(step(divided.at(number)), ordinary.pme(divided.at(number)))
+        assert "last call: replayed" in step.explain()
+
+
+@case(2)
+def faults_of_a_replay_are_errors(group: Any) -> None:
+    """Another call cannot repeat the error in place of the plan, which has sent its messages. The others learn it."""
+    divided, rank = Divided(group_like(group)), dist.get_rank(group)
+    step = record(divided.pair)
+    for number in range(3):
+        step(divided.at(number))
+    if rank == 1:  # its list gets an atom that does not exist
+        divided.domain._found_rows(CUTOFF).alone.neighbors[0] = 10**6
+        with pytest.raises(ValueError, match="raises or warns for these values"):
+            step(divided.at(3))
+    else:
+        soon(lambda: step(divided.at(3)), "rank 1 failed in call", "raises or warns")
+
+
+@case(2, 3)
+def a_new_division_is_recorded_again(group: Any) -> None:
+    """With the domain as an argument, or as a variable of the function, although all sizes are the same."""
+    for raises in (False, True):
+        divided = Divided(group)
+
+        @record
+        def of_argument(x: torch.Tensor, q: torch.Tensor, domain: Domain) -> Any:
+            return dsf_coulomb(x, q, CUTOFF, 0.2, divided.atoms.cell, compute_forces=True, domain=domain)  # noqa: B023
+
+        of_variable = record(lambda x: domain.with_ghosts(x), if_changed="raise" if raises else "record")  # noqa: B023
+        domain, x, q = divided.domain, divided.x, divided.q
+        for number in range(8):
+            new, x, q = domain.follow(x + 0.35 * (number == 4), q)
+            assert (new is domain) == (number != 4)
+            domain = new
+            expected = dsf_coulomb(x, q, CUTOFF, 0.2, divided.atoms.cell, compute_forces=True, domain=domain)
+            assert same(of_argument(x, q, domain), expected), number
+            if raises and number >= 4:
+                if x.shape == divided.x.shape:
+                    with pytest.raises(RecordingError, match="tensors that have changed since"):
+                        of_variable(x)
+                break
+            assert torch.equal(of_variable(x), domain.with_ghosts(x)), number
+        else:
+            assert of_argument._counts["recorded"] == of_variable._counts["recorded"] == 2
+            assert len(of_argument._recordings) == 1, "none of a domain that was left"
+            assert of_argument._counts["replayed"] >= 5
+
+
+@case(2)
+def what_ranks_find_in_replays_is_told(group: Any) -> None:
+    """Atoms that have moved too far, a cell that differs, arguments: as of ordinary calls, by the line of the call."""
+    there = dist.get_rank(group) == 1
+    for check in ("later", "never"):
+        divided = Divided(group, check)
+
+        @record
+        def step(x: torch.Tensor, cell: torch.Tensor, alpha: float = 0.2) -> Any:
+            return dsf_coulomb(x, divided.q, CUTOFF, alpha, cell, domain=divided.domain)  # noqa: B023
+
+        cell = divided.atoms.cell
+        for number in range(3):
+            step(divided.at(number), cell)
+        divided.domain.settle()
+        step(divided.x + 0.3 * there, cell)
+        with pytest.raises(ValueError, match=r"moved by 0\.51\d*, .* in call \d+ \(recorded\.py:\d+\), whose results"):
+            step(divided.x, cell)
+            divided.domain.settle()
+        step(divided.x, cell)  # they agree
+        assert divided.domain.settle().wrong == 0
+        step(divided.x, cell + 1e-12 * there)
+        with pytest.raises(ValueError, match="values of a tensor on the device"):
+            step(divided.x, cell)
+            divided.domain.settle()
+        step(divided.x, cell)
+        step(divided.x, cell, **({"alpha": 0.3} if there else {}))  # recorded on one rank, and replayed on the other
+        with pytest.raises(ValueError, match="`alpha` in call .* must be the same on all ranks"):
+            step(divided.x, cell)
+            divided.domain.settle()
+    divided = Divided(group)
+    step = record(Divided(group, "each").pme)
+    with pytest.raises(RecordingError, match='ranks compare arguments before the call goes on.*check="later"'):
+        step(divided.x)
+    assert "not recorded: ranks compare" in step.explain()
+
+
+@case(3)
+def ranks_without_atoms_send_in_replays(group: Any) -> None:
+    """And those whose share never changes: messages do not depend on what a rank has."""
+    rank, cell = dist.get_rank(group), 12.0 * torch.eye(3, dtype=F64)
+    positions = torch.tensor([[1.0, 2.0, 3.0], [2.1, 2.0, 3.0]], dtype=F64)[: 2 * (rank == 0)]
+    domain = Domain(positions, cell, cutoff=CUTOFF, skin=SKIN, group=group, check="never")
+    assert 0 in told(domain.n_owned, group)
+    own, potential = domain.distribute(positions), lennard_jones(CUTOFF)
+
+    def step(x: torch.Tensor) -> Any:
+        found = potential(x, cell, sigma=1.0, epsilon=0.1, compute_forces=True, domain=domain)
+        share = torch.full((1,), 1.0 + rank, dtype=F64) if rank else x.sum().reshape(1) + 0.0
+        return *found, domain.sum(found[0].sum()), domain.sum(share)
+
+    recorded = record(step)
+    for number in range(4):
+        x = own + 0.05 * number
+        assert same(recorded(x), step(x)), number
+    assert recorded._counts["recorded"] == 1

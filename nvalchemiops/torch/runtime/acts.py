@@ -115,17 +115,7 @@ def leave_block(end: End) -> None:
     def leave() -> None:
         recorder.open.pop()(None)
 
-    recorder.always(lambda: refuse(recorder.faults))
     act(leave)
-
-
-def refuse(faults: Sequence[torch.Tensor]) -> None:
-    """Raise if kernels of a replay, which has sent messages, have found faults."""
-    if _thread.told is None and any(map(int, faults)):
-        raise ValueError(
-            "the call raises or warns for these values. Ranks have sent the messages of its plan already, so it cannot "
-            "be called in place of the plan: call it without `record`"
-        )
 
 
 def decided(flag: torch.Tensor) -> bool:

@@ -19,8 +19,7 @@ from nvalchemiops import notices
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all
-from nvalchemiops.torch.runtime.acts import refuse
-from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, storage_of
+from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, refuse, storage_of
 
 MOST_BYTES, MOST_BYTES_ON_GPU = 2**24, 2**30
 """Largest memory of a plan of an operation, in bytes."""

@@ -576,12 +576,27 @@ def current_recorder() -> Recorder | None:
     return None if recorder is None or recorder.paused or recorder.reason else recorder
 
 
+class FaultInReplay(ValueError):
+    """A replay, which acts on other ranks, has reached a fault."""
+
+
+def refuse(faults: Sequence[torch.Tensor]) -> None:
+    """Raise if kernels have found faults."""
+    if any(map(int, faults)):
+        raise FaultInReplay(
+            "the call raises or warns for these values. Messages of its plan have been sent, so it cannot be called in "
+            "place of the plan: call it without `record`"
+        )
+
+
 def read_fault(fault: torch.Tensor) -> int:
     """The number of the fault that kernels have written; zero means no fault."""
     recorder = current_recorder()
     if recorder is None:
         return int(fault)
     recorder.faults.append(fault)
+    if recorder.acts:
+        recorder.always(functools.partial(refuse, (fault,)), (fault,))
     with recorder.pause():
         number = int(fault)
     return number
