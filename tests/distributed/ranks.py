@@ -27,7 +27,7 @@ TIMEOUT = 300
 
 TOPICS = (
     *("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics"),
-    *("networks", "restarts", "pairs", "faults", "deferred"),
+    *("networks", "restarts", "pairs", "faults", "deferred", "recorded"),
 )
 """Files with cases."""
 

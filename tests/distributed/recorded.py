@@ -1,17 +1,15 @@
 """Cases for several ranks whose steps are recorded (`nvalchemiops.torch.record`). See `ranks.py`."""
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch import RecordingError, record
-from nvalchemiops.torch.distributed import Domain, communication, fail_together
+from nvalchemiops.torch.distributed import Domain, fail_together
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
@@ -28,17 +26,16 @@ CUTOFF, SKIN = 3.0, 0.5
 class Divided:
     """Atoms of this rank, which move, and steps that use them."""
 
-    def __init__(self, group: Any, check: Any = "never", owners: Callable[[torch.Tensor], torch.Tensor] | None = None):
-        self.atoms, mine = Atoms(n=4), None
+    def __init__(self, group: Any, check: Any = "never") -> None:
+        self.atoms = Atoms(n=4)
         mine = self.atoms.mine(group)
-        self.domain = Domain(
-            self.atoms.positions[mine], self.atoms.cell, cutoff=CUTOFF, skin=SKIN, group=group, check=check
-        )
+        options = {"cutoff": CUTOFF, "skin": SKIN, "group": group, "check": check}
+        self.domain = Domain(self.atoms.positions[mine], self.atoms.cell, **options)
         self.x, self.q = (self.domain.distribute(v[mine]) for v in (self.atoms.positions, self.atoms.charges))
         self.numbers = self.atoms.numbers[self.domain.global_index]
 
     def at(self, step: int) -> torch.Tensor:
-        """Positions in a step; only atoms of rank 0 stay between the first two steps."""
+        """Positions in a step."""
         number = self.domain.global_index.to(F64).unsqueeze(1)
         return self.x + 0.1 * torch.sin(step * number + torch.arange(3.0, dtype=F64))
 
@@ -147,8 +144,10 @@ def a_rank_that_fails_in_a_replay_is_named(group: Any) -> None:
             with pytest.raises(torch.OutOfMemoryError):
                 step(x)
         else:
-            soon(lambda: (step if others_replay else divided.pme)(x), "rank 1 failed in call", "OutOfMemoryError: no mem")
-        soon(partial(step, x), "out of step", "new_group")  # noqa: B023  # called at once
+            soon(
+                partial(step if others_replay else divided.pme, x), "rank 1 failed in call", "OutOfMemoryError: no mem"
+            )
+        soon(partial(step, x), "out of step", "new_group")
 
 
 @case(2)
@@ -240,12 +239,12 @@ def what_ranks_find_in_replays_is_told(group: Any) -> None:
             divided.domain.settle()
         step(divided.x, cell)
         step(divided.x, cell, **({"alpha": 0.3} if there else {}))  # recorded on one rank, and replayed on the other
-        with pytest.raises(ValueError, match="`alpha` in call .* must be the same on all ranks"):
+        with pytest.raises(ValueError, match=r"`alpha` in call .* must be the same on all ranks"):
             step(divided.x, cell)
             divided.domain.settle()
     divided = Divided(group)
     step = record(Divided(group, "each").pme)
-    with pytest.raises(RecordingError, match='ranks compare arguments before the call goes on.*check="later"'):
+    with pytest.raises(RecordingError, match=r'ranks compare arguments before the call goes on.*check="later"'):
         step(divided.x)
     assert "not recorded: ranks compare" in step.explain()
 
