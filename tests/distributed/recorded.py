@@ -3,22 +3,26 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch import RecordingError, record
-from nvalchemiops.torch.distributed import Domain, fail_together
+from nvalchemiops.torch.distributed import Domain, fail_together, ledger
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.runtime import graphs
 from tests.distributed.cases import d3_parameters
 from tests.distributed.common import F64, Atoms, case
 from tests.distributed.deferred import told
 from tests.distributed.faults import soon
 from tests.distributed.steps import group_like
+from tests.support.plans import StandInGraph
 
 CUTOFF, SKIN = 3.0, 0.5
 
@@ -55,9 +59,13 @@ class Divided:
         options = {"mesh_dimensions": (8, 9, 10), "cutoff": CUTOFF, "compute_forces": True, "domain": self.domain}
         return particle_mesh_ewald(x, self.q, self.atoms.cell, 0.7, **options)
 
-    def d3(self, x: torch.Tensor) -> Any:
+    def d3(self, x: torch.Tensor, tables: Any = None) -> Any:
         options = {"cutoff": CUTOFF, "compute_forces": True, "compute_virial": True, "domain": self.domain}
-        return d3_dispersion(x, self.numbers, damping_parameters("pbe"), d3_parameters(), self.atoms.cell, **options)
+        tables = tables or d3_parameters()
+        return d3_dispersion(x, self.numbers, damping_parameters("pbe"), tables, self.atoms.cell, **options)
+
+    def prepared_d3(self, x: torch.Tensor) -> Any:
+        return self.d3(x, STATES)
 
     def gradients(self, x: torch.Tensor) -> Any:
         """Energies with a backward pass, and a second derivative."""
@@ -70,6 +78,7 @@ class Divided:
         return energy.detach(), plain, *torch.autograd.grad(self.domain.sum(first.square().sum()), x)
 
 
+STATES = d3_parameters().states([1, 6, 8])
 STEPS = ("pair", "ewald", "pme", "d3", "gradients")
 
 
@@ -270,3 +279,38 @@ def ranks_without_atoms_send_in_replays(group: Any) -> None:
         x = own + 0.05 * number
         assert same(recorded(x), step(x)), number
     assert recorded._counts["recorded"] == 1
+
+
+@case(2)
+def what_a_captured_step_counts(group: Any) -> None:
+    """On a GPU a graph holds the messages, and the host counts them in each replay: with a stand-in for graphs."""
+    divided, ordinary = Divided(group), Divided(group)
+
+    class Graph(StandInGraph):
+        def captured(self, *given: Any) -> Any:  # a capture runs nothing on the device
+            state = divided.domain._ledger._state
+            before = state.clone()
+            found = super().captured(*given)
+            state.copy_(before)
+            return found
+
+    with (
+        replaced_layout("cpu", CPU._replace(reads=False, serial=False)),
+        mock.patch.object(graphs, "Graph", Graph),
+        mock.patch.object(graphs, "obstacle", lambda device: ""),
+    ):
+        for name in ("pair", "pme", "prepared_d3", "gradients"):
+            step = record(getattr(divided, name))
+            getattr(divided, name)(divided.at(0))
+            getattr(ordinary, name)(divided.at(0))
+            for number in range(4):
+                expected, messages = sent(group, partial(getattr(ordinary, name), divided.at(number)))
+                found, others = sent(group, partial(step, divided.at(number)))
+                assert same(found, expected), (name, number)
+                assert messages[:3] == others[:3], (name, number, messages, others)
+            assert "last call: replayed. Calls: 1 recorded, 3 replayed, 0 ordinary" in step.explain(), step.explain()
+        assert divided.domain.settle() == ordinary.domain.settle()
+        later = Divided(group, "later")
+        step = record(later.pair)
+        with mock.patch.object(ledger, "is_capturing", lambda: True), pytest.raises(ValueError, match="is captured"):
+            step(later.at(0))
