@@ -119,10 +119,10 @@ class Ledger:
         self._host_sum = zlib.crc32(text, self._host_sum)
         self._calls.append((here.calls, here.place, same))
 
-    def compare(self, values: Sequence[torch.Tensor]) -> None:
-        """Note values of tensors that must be the same on all ranks. Sends nothing, reads nothing."""
-        for value in values:
-            self._state[4].mul_(FACTOR).add_(_checksum(value)).bitwise_and_(MASK)
+    def compare(self, checksums: Sequence[torch.Tensor]) -> None:
+        """Note tensors that must be the same on all ranks, by checksums. Sends nothing, reads nothing."""
+        for checksum in checksums:
+            self._state[4].mul_(FACTOR).add_(checksum).bitwise_and_(MASK)
 
     def add(self, moved: torch.Tensor | None, skin: float) -> None:
         """Count a call, with the displacement () that it has found, and the skin in its unit."""
@@ -257,7 +257,8 @@ class Entry(Agreement):
         self.is_over = True
         if error is None:
             with untransformed(), torch.no_grad():
-                compared = [values_of(value) for value in self._compared]
+                # not in the act, so that a recording has no steps for a cell that stays
+                compared = [_checksum(value) for value in self._compared]
                 moved = None if self._moved is None else values_of(self._moved)
                 text = repr(sorted(self.same.items())).encode()
                 act(
@@ -275,7 +276,7 @@ class Entry(Agreement):
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:
     """A checksum () of the values of a tensor, in int64."""
-    plain = values.resolve_conj().resolve_neg()
+    plain = values_of(values).resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     bits = plain.double().view(torch.int64) if plain.is_floating_point() else plain.long()
