@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.layout import CPU, replaced_layout
-from nvalchemiops.torch import RecordingError, record
+from nvalchemiops.torch import RecordingError, System, record
 from nvalchemiops.torch.distributed import Domain, fail_together, ledger
 from nvalchemiops.torch.distributed.communication import messages_of
+from nvalchemiops.torch.dynamics import SumOfTerms, nve, simulate
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
@@ -258,6 +259,24 @@ def what_ranks_find_in_replays_is_told(group: Any) -> None:
     with pytest.raises(RecordingError, match=r'ranks compare arguments before the call goes on.*check="later"'):
         step(divided.x)
     assert "not recorded: ranks compare" in step.explain()
+
+
+@case(2)
+def dynamics_with_a_recorded_model(group: Any) -> None:
+    """The trajectory has the same bits; each division of the atoms is recorded, and replayed while it lasts."""
+    atoms, model = Atoms(n=4), SumOfTerms(partial(lennard_jones(CUTOFF), sigma=1.4, epsilon=0.1))
+    mine, found, domains = atoms.mine(group), [], set()
+    step = record(model)
+    for way in (model, step):
+        domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, skin=SKIN, group=group, check="later")
+        system = domain.distribute(System(atoms.positions[mine], cell=atoms.cell, numbers=atoms.numbers[mine]))
+        velocities = domain.distribute(atoms.vectors[mine])
+        hooks = [lambda state: domains.add(state.system.domain)] if way is step else []
+        run = simulate(system, way, nve(0.004), steps=60, velocities=velocities, hooks=hooks)
+        found.append(run.state.system.positions)
+    assert torch.equal(*found)
+    assert step._counts["recorded"] == len(domains) > 1, (step.explain(), len(domains))
+    assert step._counts["replayed"] > 30, step.explain()
 
 
 @case(3)
