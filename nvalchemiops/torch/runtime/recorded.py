@@ -304,7 +304,8 @@ def record(
     RecordingError
         In a call: the function reads values of tensors, has results whose shapes depend on values (such as a neighbor
         list that is built inside), draws random numbers, writes into tensors that existed before the call, sends
-        messages to other processes, or returns tensors with a graph.
+        messages to other processes that are not those of a `Domain` with ``check="later"`` or "never", or returns
+        tensors with a graph.
     ValueError, TypeError
         A bad argument, named in the message.
 
