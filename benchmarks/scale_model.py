@@ -252,8 +252,8 @@ def main() -> None:
                 )
         return
     head = (
-        "devices      grid       ms  efficiency   in turn  efficiency   eager kernels   pairs    mesh  its messages  others"
-        "   ghosts  bytes an ion   GiB"
+        "devices      grid       ms  efficiency   in turn  efficiency   eager kernels   pairs    mesh  its messages"
+        "  others   ghosts  bytes an ion   GiB"
     )
     for title, atoms in kinds:
         print(f"{title}\n{head}")
@@ -266,8 +266,8 @@ def main() -> None:
             print(
                 f"{n_ranks:7} {' x '.join(map(str, found.grid)):>9} {1e3 * best:8.2f} {gain / best:11.2f} "
                 f"{1e3 * in_turn:9.2f} {gain / in_turn:11.2f} {gain / eager:7.2f} {with_kernels:7.2f} "
-                f"{1e3 * found.pairs:7.2f} {1e3 * found.mesh:7.2f} {1e3 * found.of_mesh:13.2f} {1e3 * found.others:7.2f} {found.ghosts:8.2f} "
-                f"{found.sent:13.0f} {found.memory / 2**30:5.2f}"
+                f"{1e3 * found.pairs:7.2f} {1e3 * found.mesh:7.2f} {1e3 * found.of_mesh:13.2f} "
+                f"{1e3 * found.others:7.2f} {found.ghosts:8.2f} {found.sent:13.0f} {found.memory / 2**30:5.2f}"
             )
 
 
