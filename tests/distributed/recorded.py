@@ -222,6 +222,10 @@ def a_new_division_is_recorded_again(group: Any) -> None:
             assert of_argument._counts["recorded"] == of_variable._counts["recorded"] == 2
             assert len(of_argument._recordings) == 1, "none of a domain that was left"
             assert of_argument._counts["replayed"] >= 5
+            # another domain of the same sizes, in the same variable
+            domain = Domain(domain.gather(x), divided.atoms.cell, cutoff=CUTOFF, skin=SKIN, group=group, check="never")
+            of_variable(domain.distribute(new.gather(x)))
+            assert of_variable._counts["recorded"] == 3
 
 
 @case(2)

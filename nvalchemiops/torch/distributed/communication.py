@@ -81,12 +81,17 @@ class Messages:
         Pairs of different places from which ranks have made the same call, and about which they were warned.
     answers : list of int
         How often each rank had answered by the end of the last failure.
+    domains : (1,) int64 tensor
+        How often atoms were divided. A plan that depends on a domain is recorded again after that: its function may
+        use the new one.
     """
 
     def __init__(self) -> None:
         self.calls, self.count, self.place, self.out_of_step = 0, 0, "", ""
         self.places: set[tuple[float, float]] = set()
         self.answers: list[int] = []
+        with torch.inference_mode(False):
+            self.domains = torch.zeros(1, dtype=torch.int64)
         self.scope, self.left, self._depth, self._found = 0, "", 0, 0.0
         self._recent: deque[tuple[int, str, int, str]] = deque(maxlen=RECENT)
 

@@ -199,6 +199,7 @@ class Domain:
                 work = weights.detach().to(self.device).double() * (ONE / agreement.largest[0])
                 work.round_().clamp_(min=1.0)
             self._divide(positions.detach(), here, work, shape_of(self.n_ranks, grid), cuts)
+        messages_of(self.group).domains += 1
         self._ledger = None if every is None else Ledger(self.group, self.device, self.skin, every)
 
     # -- making it --------------------------------------------------------------------------------
@@ -340,8 +341,6 @@ class Domain:
         if not is_far:
             return self, lambda value: value
         self.settle()
-        if self._ledger is not None:
-            self._ledger.divided += 1
         options = self._options if cell is None else {**self._options, "cell": cell.detach().clone()}
         new = Domain(positions, batch_idx=self.batch_idx, **options)
         if later is not None and new._ledger is not None:

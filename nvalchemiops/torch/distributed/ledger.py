@@ -101,8 +101,6 @@ class Ledger:
             # calls; wrong ones; `BEYOND` less the first of these, or zero; the largest displacement in halves of the
             # skin, by its bits; the checksum
             self._state = torch.zeros(5, dtype=torch.int64, device=device)
-            # how often the atoms were divided again; a plan that depends on it is recorded again
-            self.divided = torch.zeros(1, dtype=torch.int64)
         self._sums: list[torch.Tensor] = []
         self._host_sum = 0
         self._calls: collections.deque[tuple[int, str, dict[str, str]]] = collections.deque(maxlen=RECENT)
@@ -264,7 +262,7 @@ class Entry(Agreement):
                 act(
                     functools.partial(self._ledger.note, self.same, text),
                     functools.partial(self._note, compared, moved),
-                    (*compared, *(() if moved is None else (moved,)), self._ledger.divided),
+                    (*compared, *(() if moved is None else (moved,)), messages_of(self._group).domains),
                 )
 
     def _note(self, compared: Sequence[torch.Tensor], moved: torch.Tensor | None) -> None:
