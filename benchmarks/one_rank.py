@@ -9,6 +9,7 @@ messages, of ranks that get them, and bytes are exact for this rank; values that
 - *owners and ghosts*: atoms are divided again, as `Domain.follow` does, with the same cuts.
 - *exclusions, once*: a pair for each atom is brought to its owners (`Domain.distribute_pairs`).
 - *exclusions, each call*: their rows are made.
+- *PME*, *PME, recorded*: a call with forces, and the same as `record` replays it.
 
 *Network* is the time by the model of ``scale_model.py``: 5 µs for a message of all ranks or a batch of messages to
 partners, 1 µs for each partner, 50 GB/s; a sum over ranks has log2(n) partners. *Processor* is the processor time of
@@ -30,11 +31,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.torch import record
 from nvalchemiops.torch.distributed import Domain, communication, exchange
 from nvalchemiops.torch.distributed.bricks import Bricks, Frames, make_bricks, shape_of
+from nvalchemiops.torch.interactions.electrostatics import particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import shares
 
-ATOMS, REACH, DENSITY = 2000, 10.0, 1.0 / 22.4
+ATOMS, REACH, DENSITY, SPACING = 2000, 10.0, 1.0 / 22.4, 1.25
 SAMPLE = 50  # atoms for each rank, for the cuts
 ROUNDS = 15
 BANDWIDTH, START, PARTNER = 50e9, 5e-6, 1e-6
@@ -152,6 +155,18 @@ def run(n_ranks: int, show: Callable[[str, Traffic, float, str], None]) -> None:
     x = domain.distribute(length * places)
     each = measured(others, lambda: shares.exclusions_of_share(domain, own, None, x))
     show("exclusions, each call", *each, f"{own.pairs.nbytes / 1e3:.0f} kB of pairs")
+    later = Domain(length * places, cell, cutoff=REACH, cuts=bricks, check="never")
+    charges = torch.ones(ATOMS, dtype=torch.float64)
+    points = (2 * round(length / (2.0 * SPACING)),) * 3
+
+    def pme(x: torch.Tensor) -> Any:
+        options = {"mesh_dimensions": points, "cutoff": REACH, "compute_forces": True, "domain": later}
+        return particle_mesh_ewald(x, charges, cell, 0.3, **options)
+
+    replay = record(pme)
+    ordinary = measured(others, lambda: pme(x))
+    show("PME", *ordinary, "kernels of all atoms included")
+    show("PME, recorded", ordinary[0], measured(others, lambda: replay(x))[1], "")
 
 
 def main() -> None:

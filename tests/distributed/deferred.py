@@ -15,14 +15,17 @@ from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch import System
 from nvalchemiops.torch.distributed import Domain, ledger
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, simulate
+from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.distributed.agreement import messages
+from tests.distributed.cases import d3_parameters
 from tests.distributed.common import F64, Atoms, assert_equal, case
 from tests.distributed.faults import soon
 from tests.distributed.steps import group_like
 
 SKIN = 0.5
+STATES = d3_parameters().states([1, 6, 8])
 
 
 class Divided:
@@ -37,6 +40,11 @@ class Divided:
 
     def dsf(self, shift: float = 0.0, alpha: float = 0.2, **options: Any) -> Any:
         return dsf_coulomb(self.x + shift, self.q, 3.0, alpha, self.atoms.cell, domain=self.domain, **options)
+
+    def d3(self) -> Any:
+        numbers = self.atoms.numbers[self.domain.global_index]
+        options = {"cutoff": 3.0, "compute_forces": True, "domain": self.domain}
+        return d3_dispersion(self.x, numbers, damping_parameters("pbe"), STATES, self.atoms.cell, **options)
 
     def pme(self, x: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
         return particle_mesh_ewald(x, self.q, cell, 0.7, cutoff=3.0, mesh_dimensions=(8, 9, 10), domain=self.domain)
@@ -182,6 +190,7 @@ def the_host_reads_nothing_in_a_step(group: Any) -> None:
         "PME with a backward pass": lambda atoms: atoms.domain.sum(
             atoms.pme(atoms.x.clone().requires_grad_(), atoms.atoms.cell).sum()
         ).backward(),
+        "D3": lambda atoms: atoms.d3(),
         "values": lambda atoms: atoms.domain.sum(atoms.domain.with_ghosts(atoms.x).sum()),
     }
     follows = {"follow": lambda atoms: atoms.domain.follow(atoms.x, atoms.q, cell=atoms.atoms.cell)}

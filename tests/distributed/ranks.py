@@ -20,6 +20,8 @@ FEW = {
     *("networks_are_those_of_one_process", "runs_go_on_with_other_numbers_of_ranks"),
     *("no_memory_in_the_middle_of_a_call", "atoms_that_have_moved_too_far_are_told_later"),
     *("the_host_reads_nothing_in_a_step", "what_ranks_do_differently_is_named_later"),
+    *("recorded_steps_have_the_same_bits", "a_new_division_is_recorded_again"),
+    *("a_rank_that_fails_in_a_replay_is_named",),
 }
 """Cases of every day, for two ranks."""
 TIMEOUT = 300
@@ -27,7 +29,7 @@ TIMEOUT = 300
 
 TOPICS = (
     *("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics"),
-    *("networks", "restarts", "pairs", "faults", "deferred"),
+    *("networks", "restarts", "pairs", "faults", "deferred", "recorded"),
 )
 """Files with cases."""
 

@@ -7,6 +7,7 @@ reason.
 """
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from nvalchemiops.torch.distributed.communication import OtherRankError, extremes, messages_of, tell
 from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.runtime import _torch_internals as internals
+from nvalchemiops.torch.runtime.acts import act, end_recording
 from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.recorder import FOR_NOW
 
 N_NUMBERS = 4
 """How many numbers are reduced to their maximum over the ranks. The message has the same size in all calls."""
@@ -74,8 +77,11 @@ class Agreement:
 
     def __enter__(self) -> "Agreement":
         self._messages = messages_of(self._group)
-        self._messages.calls += 1
-        self._messages.place = _place()
+        if self._messages.left:
+            end_recording(FOR_NOW + "ranks agree after an error")
+        elif not self.is_deferred:
+            end_recording('ranks compare arguments before the call goes on: make the `domain` with check="later"')
+        act(functools.partial(self._messages.begin_call, _place()))
         return self
 
     def must_be_same(self, **values: Any) -> None:

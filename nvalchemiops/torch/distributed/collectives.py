@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
-from nvalchemiops.torch.distributed.communication import add, swap_rows
+from nvalchemiops.torch.distributed.communication import add, present, swap_rows
 
 _groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Groups of ranks by number; ops take numbers. References are weak: ``destroy_process_group`` ends the groups."""
@@ -51,10 +51,7 @@ def number_of(group: Any) -> int:
 
 def group_of(number: int) -> Any:
     """The group of ranks with this number."""
-    group = _groups.get(number)
-    if group is None:
-        raise RuntimeError("the process group of this `domain` no longer exists: destroy_process_group was called")
-    return group
+    return present(lambda: _groups.get(number))
 
 
 @functools.cache
@@ -99,6 +96,7 @@ def _dtype(values: torch.Tensor, *_: Any) -> Any:
         grad_rows, partners, receive, send, group
     ),
     vmap=refuse_slices,
+    trusted=True,
 )
 def rows_from_partners(
     values: torch.Tensor, partners: Sequence[int], send: Sequence[int], receive: Sequence[int], group: int
@@ -122,7 +120,8 @@ def rows_from_partners(
 def _like_values(name: str, result: str, backward: Callable[..., torch.Tensor]) -> Any:
     """The decorator of an op whose result has the shape and the dtype of the values."""
     outputs = [OutputSpec(result, _dtype, lambda values, _: tuple(values.shape))]
-    return warp_custom_op(f"nvalchemiops::{name}", outputs=outputs, backward=backward, vmap=refuse_slices)
+    name = f"nvalchemiops::{name}"
+    return warp_custom_op(name, outputs=outputs, backward=backward, vmap=refuse_slices, trusted=True)
 
 
 def _add(values: torch.Tensor, group: int) -> torch.Tensor:

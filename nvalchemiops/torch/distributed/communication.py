@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from nvalchemiops.threads import available_cores
 from nvalchemiops.torch.distributed.works import Works
+from nvalchemiops.torch.runtime.acts import act
 from nvalchemiops.torch.runtime.memory import new_empty
 
 PATIENCE = 2.0
@@ -80,14 +81,23 @@ class Messages:
         Pairs of different places from which ranks have made the same call, and about which they were warned.
     answers : list of int
         How often each rank had answered by the end of the last failure.
+    domains : (1,) int64 tensor
+        How often atoms were divided. A plan that depends on a domain is recorded again after that: its function may
+        use the new one.
     """
 
     def __init__(self) -> None:
         self.calls, self.count, self.place, self.out_of_step = 0, 0, "", ""
         self.places: set[tuple[float, float]] = set()
         self.answers: list[int] = []
+        with torch.inference_mode(False):
+            self.domains = torch.zeros(1, dtype=torch.int64)
         self.scope, self.left, self._depth, self._found = 0, "", 0, 0.0
         self._recent: deque[tuple[int, str, int, str]] = deque(maxlen=RECENT)
+
+    def begin_call(self, place: str) -> None:
+        """Note that this rank begins a call, made at this place."""
+        self.calls, self.place = self.calls + 1, place
 
     def begin(self, kind: str) -> None:
         """Note that this rank takes part in a message."""
@@ -114,10 +124,10 @@ class Messages:
             self.scope, self._found = self.scope + 1, 0.0
         self._depth += 1
 
-    def exit(self, group: Any, error: BaseException | None) -> None:
+    def exit(self, there: "weakref.ref[Any]", error: BaseException | None) -> None:
         """Leave such a block. Ranks that wait in the outermost one learn of an ``error`` at their next `look`."""
         self._depth -= 1
-        if self._depth or error is None or self.out_of_step:
+        if self._depth or error is None or self.out_of_step or (group := there()) is None:
             return
         where = f"call {self.calls} ({self.place}) after {self.count} messages"
         self.left = f"rank {dist.get_rank()} failed in {where}: {type(error).__name__}: {error}"
@@ -241,15 +251,35 @@ def _wait(work: Any, tensor: torch.Tensor, group: Any, messages: Messages) -> No
         messages.look(group)
 
 
-def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, group: Any, **options: Any) -> None:
+def _take_part(
+    kind: str,
+    operation: Callable[..., Any],
+    tensor: torch.Tensor,
+    group: Any,
+    writes: torch.Tensor | None = None,
+    **options: Any,
+) -> None:
     """Take part in a message of all ranks: run an operation of torch.distributed with this tensor, and wait for it.
 
-    If the message fails, the error names the ranks that are gone.
+    It ``writes`` into another tensor, or else into this one. If the message fails, the error names the ranks that are
+    gone.
     """
-    messages = messages_of(group)
-    messages.begin(kind)
-    with _named_failures(kind, group, messages):
-        _wait(operation(tensor, group=group, async_op=True, **options), tensor, group, messages)
+    messages, there = messages_of(group), weakref.ref(group)  # a plan must not keep a group that is destroyed
+
+    def send() -> None:
+        group = present(there)
+        with _named_failures(kind, group, messages):
+            _wait(operation(tensor, group=group, async_op=True, **options), tensor, group, messages)
+
+    act(functools.partial(messages.begin, kind), send, (tensor,), (tensor if writes is None else writes,))
+
+
+def present(group: Callable[[], Any]) -> Any:
+    """The group of a weak reference."""
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group of this `domain` no longer exists: destroy_process_group was called")
+    return found
 
 
 @contextlib.contextmanager
@@ -344,7 +374,7 @@ def extremes(numbers: Sequence[float], group: Any, device: torch.device) -> tupl
 def _gathered(kind: str, values: torch.Tensor, group: Any) -> torch.Tensor:
     """The values (n,) of all ranks, as (n_ranks, n)."""
     found = values.new_empty((dist.get_world_size(group), len(values)))
-    _take_part(kind, functools.partial(dist.all_gather, list(found.unbind())), values, group)
+    _take_part(kind, functools.partial(dist.all_gather, list(found.unbind())), values, group, found)
     return found
 
 
@@ -387,8 +417,9 @@ def swap_rows(
     part, also those without partners.
     """
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
-    parts = list(zip(partners, values.contiguous().split(list(send)), rows.split(list(receive)), strict=True))
-    _take_part("rows", functools.partial(_swap, parts), values, group)
+    values = values.contiguous()
+    parts = list(zip(partners, values.split(list(send)), rows.split(list(receive)), strict=True))
+    _take_part("rows", functools.partial(_swap, parts), values, group, rows)
     return rows
 
 

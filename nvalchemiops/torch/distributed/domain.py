@@ -47,6 +47,7 @@ from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.operators.noise import places_in_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.runtime.acts import decided, never_change, unrecorded
 from nvalchemiops.torch.systems import PER_ATOM, System, of_each_atom
 
 OfAtoms = TypeVar("OfAtoms", torch.Tensor, System)
@@ -198,6 +199,7 @@ class Domain:
                 work = weights.detach().to(self.device).double() * (ONE / agreement.largest[0])
                 work.round_().clamp_(min=1.0)
             self._divide(positions.detach(), here, work, shape_of(self.n_ranks, grid), cuts)
+        messages_of(self.group).domains += 1
         self._ledger = None if every is None else Ledger(self.group, self.device, self.skin, every)
 
     # -- making it --------------------------------------------------------------------------------
@@ -631,10 +633,22 @@ class Domain:
         return not bool((ends[0] > -ends[1]).any())  # NaN is no difference
 
     def _union(self, numbers: torch.Tensor, size: int) -> list[int]:
-        """The numbers from 0 to ``size - 1`` that occur on any rank. A collective call."""
-        there = torch.bincount(numbers.long().clamp(0, size), minlength=size + 1)
-        add(there, self.group)
-        return there[:size].nonzero().flatten().tolist()
+        """The numbers from 0 to ``size - 1`` that occur on any rank. A collective call.
+
+        If ranks compare later, these are the numbers of the first call.
+        """
+        kept = self.kept if self.is_deferred else {}
+        if ("union", size) not in kept:
+            with unrecorded():
+                there = torch.bincount(numbers.long().clamp(0, size), minlength=size + 1)
+                add(there, self.group)
+                kept["union", size] = there[:size].nonzero().flatten().tolist()
+        return list(kept["union", size])
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether ranks compare after a call has gone on, so that it reads no values; see ``check``."""
+        return self._ledger is not None
 
     # -- neighbors --------------------------------------------------------------------------------
 
@@ -676,7 +690,7 @@ class Domain:
             found[0, here], found[1, here] = weights[here], -weights[here]
         highest, lowest = maximum(found, self.group) * found.new_tensor([[1.0], [-1.0]])
         empty = highest == -torch.inf
-        return torch.where(empty, 0.0, highest) if bool((empty | (highest == lowest)).all()) else None
+        return torch.where(empty, 0.0, highest) if decided((empty | (highest == lowest)).all()) else None
 
     def displacement(self, positions: torch.Tensor, cell: torch.Tensor | None = None) -> float:
         """Return the largest displacement of an atom on any rank since the domain was made. A collective call.
@@ -749,10 +763,10 @@ class Domain:
             if cutoff > self.cutoff:
                 raise ValueError(f"`cutoff` = {cutoff} is larger than that of the `domain`, {self.cutoff}")
             if cutoff not in self._rows:
-                with torch.inference_mode(False), outside_of_transforms():
+                with torch.inference_mode(False), outside_of_transforms(), unrecorded():
                     self._rows[cutoff] = self._search(cutoff + self.skin)
                     self._count_work()
-        return self._rows[cutoff]
+        return self._found_rows(cutoff)
 
     def _count_work(self) -> None:
         """Let the neighbors of owned atoms be their work when atoms are divided again, unless weights were given."""
@@ -764,6 +778,7 @@ class Domain:
 
     def _found_rows(self, cutoff: float) -> OwnedRows:
         """The result of `_owned_rows`, which was called before for these positions and this cutoff."""
+        never_change(*self._rows[cutoff].alone[:3])
         return self._rows[cutoff]
 
     def _must_be_near(self, positions: torch.Tensor, cell: torch.Tensor | None) -> None:

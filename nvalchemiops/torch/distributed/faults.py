@@ -7,6 +7,8 @@ in the same scope for a message that the first one has not begun finds this note
 """
 
 import contextlib
+import functools
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed.communication import messages_of
+from nvalchemiops.torch.runtime.acts import enter_block, leave_block
 
 
 class fail_together(contextlib.ContextDecorator):  # it reads as a statement
@@ -46,13 +49,17 @@ class fail_together(contextlib.ContextDecorator):  # it reads as a statement
         is_default = self._given is None and dist.is_initialized()
         self._group = dist.group.WORLD if is_default else self._given
         if self._group is not None:
-            messages_of(self._group).enter()
+            messages, there = messages_of(self._group), weakref.ref(self._group)
+            self._end = functools.partial(messages.exit, there)
+            enter_block(messages.enter, self._end, lambda: not messages.left)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._group is not None:
-            messages_of(self._group).exit(self._group, error)
+        if self._group is not None and error is None:
+            leave_block(self._end)
+        elif self._group is not None:
+            self._end(error)
 
 
 def in_call(group: Any) -> contextlib.AbstractContextManager[None]:

@@ -9,10 +9,11 @@ read one call later; or it is sent when somebody asks.
 """
 
 import collections
+import functools
 import math
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from nvalchemiops.torch.distributed.communication import (
     on_device,
 )
 from nvalchemiops.torch.distributed.movement import Reference
+from nvalchemiops.torch.runtime.acts import act
 from nvalchemiops.torch.runtime.context import is_capturing, values_of
 
 NEVER = 0
@@ -109,13 +111,16 @@ class Ledger:
 
     # -- what calls find --------------------------------------------------------------------------
 
-    def compare(self, same: dict[str, str], values: list[torch.Tensor]) -> None:
-        """Note descriptions and values of tensors that must be the same on all ranks. Sends nothing, reads nothing."""
+    def note(self, same: dict[str, str], text: bytes) -> None:
+        """Note descriptions of values that must be the same on all ranks, and these as one text."""
         here = messages_of(self.group)
-        self._host_sum = zlib.crc32(repr(sorted(same.items())).encode(), self._host_sum)
+        self._host_sum = zlib.crc32(text, self._host_sum)
         self._calls.append((here.calls, here.place, same))
-        for value in values:
-            self._state[4].mul_(FACTOR).add_(_checksum(value)).bitwise_and_(MASK)
+
+    def compare(self, checksums: Sequence[torch.Tensor]) -> None:
+        """Note tensors that must be the same on all ranks, by checksums. Sends nothing, reads nothing."""
+        for checksum in checksums:
+            self._state[4].mul_(FACTOR).add_(checksum).bitwise_and_(MASK)
 
     def add(self, moved: torch.Tensor | None, skin: float) -> None:
         """Count a call, with the displacement () that it has found, and the skin in its unit."""
@@ -250,9 +255,21 @@ class Entry(Agreement):
         self.is_over = True
         if error is None:
             with untransformed(), torch.no_grad():
-                self._ledger.compare(self.same, self._compared)
-                if self._counts:
-                    self._ledger.add(None if self._moved is None else values_of(self._moved), self._skin)
+                # not in the act, so that a recording has no steps for a cell that stays
+                compared = [_checksum(value) for value in self._compared]
+                moved = None if self._moved is None else values_of(self._moved)
+                text = repr(sorted(self.same.items())).encode()
+                act(
+                    functools.partial(self._ledger.note, self.same, text),
+                    functools.partial(self._note, compared, moved),
+                    (*compared, *(() if moved is None else (moved,)), messages_of(self._group).domains),
+                )
+
+    def _note(self, compared: Sequence[torch.Tensor], moved: torch.Tensor | None) -> None:
+        with torch.no_grad():
+            self._ledger.compare(compared)
+            if self._counts:
+                self._ledger.add(moved, self._skin)
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.neighbors.search import Search, neighbor_rows
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.runtime.acts import unrecorded
 
 
 class OwnedRows:
@@ -64,7 +65,7 @@ class OwnedRows:
     def of_both(self) -> Rows:
         """Rows of owned atoms, then rows of ghosts, which contain owned atoms only."""
         if self._of_both is None:
-            with torch.inference_mode(False), outside_of_transforms():  # it is kept
+            with torch.inference_mode(False), outside_of_transforms(), unrecorded():  # it is kept
                 self._of_both = self._rows(*self._write_rows_of_ghosts())
         return self._of_both
 

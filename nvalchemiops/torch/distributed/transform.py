@@ -152,6 +152,7 @@ def _values_pullback(
     outputs=[OutputSpec("spectrum", real_of, _of_spectrum)],
     backward=_spectrum_pullback,
     vmap=refuse_slices,
+    trusted=True,
 )
 def window_spectrum(
     values: torch.Tensor, mesh: Sequence[int], told: Sequence[int], n_ranks: int, group: int
@@ -183,7 +184,7 @@ def window_spectrum(
     for turn, axes in zip(division.turns, others):
         spectrum = _turned(spectrum, turn, division, ranks)
         spectrum = torch.fft.fftn(spectrum, dim=axes) if axes and spectrum.numel() else spectrum
-    return torch.view_as_real(spectrum).unflatten(0, values.shape[:2])
+    return torch.view_as_real(spectrum).unflatten(0, values.shape[:2]).contiguous()
 
 
 @warp_custom_op(
@@ -191,6 +192,7 @@ def window_spectrum(
     outputs=[OutputSpec("values", real_of, _of_values)],
     backward=_values_pullback,
     vmap=refuse_slices,
+    trusted=True,
 )
 def window_values(
     spectrum: torch.Tensor, mesh: Sequence[int], told: Sequence[int], n_ranks: int, group: int

@@ -20,7 +20,7 @@ from nvalchemiops import notices
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all
-from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, storage_of
+from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, refuse, storage_of
 
 MOST_BYTES, MOST_BYTES_ON_GPU = 2**27, 2**30
 """Largest memory of a plan of an operation, in bytes."""
@@ -46,6 +46,8 @@ class Plan:
         Tensors other than arguments on which results depend.
     n_bytes : int
         Memory that only the plan uses.
+    acts : bool
+        Whether it acts on other ranks. It then raises if the normal call would raise for these values.
     """
 
     is_graph = False
@@ -59,6 +61,7 @@ class Plan:
         self.copied, self.results = copied, results
         self.addresses = recorder.addresses  # of arguments used in place, then their length; the steps read them
         self.external = list(recorder.external.values())
+        self.acts, self._conditions, self._open = recorder.acts, recorder.conditions, recorder.open
         self.kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
         self.n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
         self._lock = threading.Lock()  # if held at a fork it stays held in the child, where calls then run without it
@@ -82,12 +85,13 @@ class Plan:
     ) -> tuple[torch.Tensor, ...] | None:
         """Return the results for these arguments, or None if the normal call must run.
 
-        The normal call must run if the plan is in use in another thread, or if the normal call raises for these values.
+        The normal call must run if the plan is in use in another thread, if the normal call raises for these values, or
+        if ranks must agree after an error.
         ``length`` is the length of lists among ``used``, if the plan takes any length (see `takes`). Results are
         copies. If ``end`` is given, its return value is the result: it gets the plan's memory, and must not keep
         references to it.
         """
-        if not self._lock.acquire(blocking=False):
+        if not all([holds() for holds in self._conditions]) or not self._lock.acquire(blocking=False):
             return None
         try:
             with torch.no_grad():
@@ -95,8 +99,14 @@ class Plan:
                 for step in self.steps:
                     step()
             if any(map(int, self.faults)):
+                if self.acts:
+                    refuse(self.faults)
                 return None
             return tuple([t.clone() for t in self.results]) if end is None else end(self.results)
+        except BaseException as error:
+            while self._open:
+                self._open.pop()(error)
+            raise
         finally:
             self._lock.release()
 
@@ -141,7 +151,7 @@ class GraphPlan(Plan):
         self.n_bytes += graph.n_bytes
 
     def _steps(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> list[Step]:
-        return [self._graph.replay]
+        return [*recorder.notes, self._graph.replay]
 
     def _memory(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         return {storage_of(t): t for t in results if t.numel()}  # the graph holds all other memory
@@ -251,6 +261,7 @@ def _captured(
             room = (length + length // 4) // 64 * 64 + 64
             memory[len(copied) :] = [_with_room(t, length, room) for t in memory[len(copied) :]]
         recorder = Recorder(memory, (), (), 0, (), makes_steps=False)  # notes external tensors, which must be kept
+        recorder.captures = True
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             with recording(recorder):

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +11,12 @@ import torch
 
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import fork_safe
-from nvalchemiops.torch.runtime import graphs
+from nvalchemiops.torch.runtime import acts, graphs
 from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import Plan, follow
-from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder
 
 _records = fork_safe(threading.Lock())
 """Held while a function is recorded, since compiled functions then run eagerly in all threads."""
@@ -125,14 +126,14 @@ class Recorded:
             return self._ordinary(self._not_captured[key], args, kwargs)
         if found is None:
             return self._record(key, moving, args, kwargs)
-        results = fairly(lambda *values: found.plan(values) or (), *moving) if moving else found.plan(())
-        if not results and found.plan.results:
-            return self._ordinary("the plan is in use, or the ordinary call raises an error", args, kwargs)
-        if found.is_new(moving):
-            return self._checked(results or (), args, kwargs)
+        if not (found.plan.acts and found.plan.is_graph) and found.is_new(moving):
+            return self._checked(found.plan, moving, args, kwargs)
+        results = _replayed(found.plan, moving)
+        if results is None:
+            return self._ordinary(_NOT_NOW, args, kwargs)
         self._counts["replayed"] += 1
         self._way = "replayed"
-        return _put_together(found.form, iter(results or ()))
+        return _put_together(found.form, iter(results))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the instance is the first argument."""
@@ -141,12 +142,27 @@ class Recorded:
     def __reduce__(self) -> Any:
         return Recorded, (self._function, self._changing, self._if_changed, self._most)
 
-    def _checked(self, results: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """Return the results of the function; raise a RecordingError if its plan has other ``results``."""
+    def _checked(self, plan: Plan, moving: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """Return the results of the function; raise a RecordingError if its plan has other results.
+
+        The function sends messages to other ranks, not the plan, which is told what has come back.
+        """
         expected: list[torch.Tensor] = []
-        returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
+        heard: acts.Written = deque()
+        with acts.hearing(heard):
+            returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
         _taken_apart(returned, expected)
-        if len(results) != len(expected) or not all(map(_is_close, results, expected)):
+        try:
+            with acts.telling(heard):
+                results = _replayed(plan, moving)
+            is_same = results is None or (not heard and len(results) == len(expected))
+        except FaultInReplay:  # the function has warned
+            results, is_same = None, True
+        except (IndexError, ValueError):  # other messages
+            if not plan.acts:
+                raise
+            results, is_same = None, False
+        if not is_same or not all(map(_is_close, results or expected, expected)):
             self.clear()
             raise RecordingError(
                 f"`{self._name}` and its plan have different results: the function does something that is not "
@@ -213,8 +229,11 @@ class Recorded:
         finally:
             _records.release()
         form, found = returned[0]
-        if plan is None and graph is not None and graph.reason:  # the capture failed, not the function
-            self._not_captured[key] = graph.reason
+        # the capture failed, not the function; or ranks come back from an error
+        failed = "" if graph is None else graph.reason
+        if plan is None and (failed or reason.startswith(FOR_NOW)):
+            if failed:
+                self._not_captured[key] = failed
             self._counts["ordinary"] += 1
             self._way = f"ordinary, since {reason}"
             return _put_together(form, iter(found))
@@ -226,7 +245,9 @@ class Recorded:
                 f"`{self._name}` returns tensors with a graph, but a plan has no graph: take derivatives inside of the "
                 "function, and return detached tensors"
             )
-        self._recordings.pop(key, None)
+        for old, kept in list(self._recordings.items()):
+            if old == key or not kept.is_current():  # it may hold the lists of a domain that was left
+                self._recordings.pop(old, None)
         self._recordings[key] = _Recording(plan, self._changing, moving, form)
         for oldest in list(self._recordings)[: -self._most]:
             self._recordings.pop(oldest, None)
@@ -285,7 +306,8 @@ def record(
     RecordingError
         In a call: the function reads values of tensors, has results whose shapes depend on values (such as a neighbor
         list that is built inside), draws random numbers, writes into tensors that existed before the call, sends
-        messages to other processes, or returns tensors with a graph.
+        messages to other processes that are not those of a `Domain` with ``check="later"`` or "never", or returns
+        tensors with a graph.
     ValueError, TypeError
         A bad argument, named in the message.
 
@@ -349,6 +371,16 @@ def _put_together(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if kind is dict:
         return dict(zip(names, parts))
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+_NOT_NOW = "the plan is in use, or ranks agree after an error, or the ordinary call raises an error"
+"""Why a plan is not replayed."""
+
+
+def _replayed(plan: Plan, moving: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+    """The results of a plan; None if the ordinary call must run."""
+    results = fairly(lambda *values: plan(values) or (), *moving) if moving else plan(())
+    return None if not results and plan.results else results or ()
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -32,6 +32,13 @@ OF_LENGTH = "a list of this length: "
 """Prefix of reasons that may not hold for a list of another length."""
 
 
+FOR_NOW = "for now: "
+"""Prefix of reasons that will not hold for the next call."""
+
+ORDER = -1
+"""In the place of a storage that all acts write, so that a plan has all of them, in their order."""
+
+
 class NoPlan(Exception):
     """The reason why a call cannot be recorded. Only the recorder catches it; the call itself continues."""
 
@@ -50,6 +57,7 @@ _WATCHED = {getattr(torch.Tensor, name) for name in (*_READS, "data_ptr")}
 """Methods that give values or memory of a tensor to code that is not recorded. Launches use ``data_ptr``, too."""
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
+"""Messages between ranks that are not sent as acts of the library (`nvalchemiops.torch.runtime.acts`)."""
 
 
 not_repeatable: set[Any] = set()
@@ -87,6 +95,16 @@ class Recorder:
     ----------
     needs_length : bool
         Whether anything other than kernels depends on the length of ``lists``.
+    acts : bool
+        Whether the call acts on other ranks.
+    captures : bool
+        Whether a graph is being captured. It is set after the recorder is made.
+    notes : list of callable
+        What the host notes for the acts of a captured call, in each replay.
+    conditions : list of callable
+        Unless all are true, the normal call runs in place of a replay.
+    open : list of callable
+        Ends of the blocks that a replay has entered; see `nvalchemiops.torch.runtime.acts.enter_block`.
     """
 
     def __init__(
@@ -102,6 +120,10 @@ class Recorder:
     ) -> None:
         self.makes_steps, self.needs_length = makes_steps, False
         self.n_bytes, self.most_bytes = 0, most_bytes
+        self.acts, self.captures = False, False
+        self.notes: list[Step] = []
+        self.conditions: list[Callable[[], bool]] = []
+        self.open: list[Callable[[BaseException | None], None]] = []
         self.device = copied[0].device if copied else None
         self._lists = {storage_of(tensor) for tensor in lists if tensor.numel()}
         self.before: list[tuple[Step, set[int]]] = []  # with the storages that each writes
@@ -287,12 +309,23 @@ class Recorder:
                 self.varying.add(storage_of(out))
         return out
 
+    def always(self, step: Step, reads: Sequence[Any] = (), writes: Sequence[torch.Tensor] = ()) -> None:
+        """Record a step of every replay, before it runs. What it writes is new in each call."""
+        with self.pause():
+            found, written = _by_storage(reads), _by_storage(writes)
+            self._note_external(found)
+            self._refuse_unwritten("a message", found)
+            self._refuse_lists("a message", found)
+            self._will_vary(written)
+            self.read |= found.keys()
+            self._add(step, found, (*written, ORDER))
+
     def _add(self, step: Step, reads: Iterable[int], writes: Iterable[int]) -> None:
         self.steps.append((step, set(reads), set(writes)))
 
     def needed(self, results: Iterable[torch.Tensor]) -> list[Step]:
         """The steps on which these results depend."""
-        live = set(map(storage_of, results))
+        live = {ORDER, *map(storage_of, results)}
         found: list[Step] = []
         for step, reads, writes in reversed(self.steps):
             if not live.isdisjoint(writes):
@@ -557,12 +590,27 @@ def current_recorder() -> Recorder | None:
     return None if recorder is None or recorder.paused or recorder.reason else recorder
 
 
+class FaultInReplay(ValueError):
+    """A replay, which acts on other ranks, has reached a fault."""
+
+
+def refuse(faults: Sequence[torch.Tensor]) -> None:
+    """Raise if kernels have found faults."""
+    if any(map(int, faults)):
+        raise FaultInReplay(
+            "the call raises or warns for these values. Messages of its plan have been sent, so it cannot be called in "
+            "place of the plan: call it without `record`"
+        )
+
+
 def read_fault(fault: torch.Tensor) -> int:
     """The number of the fault that kernels have written; zero means no fault."""
     recorder = current_recorder()
     if recorder is None:
         return int(fault)
     recorder.faults.append(fault)
+    if recorder.acts:
+        recorder.always(functools.partial(refuse, (fault,)), (fault,))
     with recorder.pause():
         number = int(fault)
     return number

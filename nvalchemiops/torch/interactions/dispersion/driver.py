@@ -145,7 +145,7 @@ def _dispersion_sum(
                 request=request,
                 parameters=type(parameters).__name__,
             )
-            if bool((numbers <= 0).any()):
+            if may_read(numbers, wait=not domain.is_deferred) and bool((numbers <= 0).any()):
                 raise ValueError("`numbers`: padding (0) is not allowed with a `domain`")
     elements, tables = None, parameters
     complete = functools.partial(shares.replicated, domain)
