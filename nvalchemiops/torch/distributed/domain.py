@@ -351,6 +351,12 @@ class Domain:
             new._to_owners = new._from_holders()
         return new, lambda value: carried(move, value)
 
+    def _of_atoms(self, atoms: System, n_systems: int) -> "Domain":
+        """A domain with the same options of other atoms, those that this rank holds. A collective call."""
+        self.settle()
+        same = {name: self._options[name] for name in ("cutoff", "skin", "group", "grid", "check")}
+        return Domain(atoms.positions, atoms.cell, atoms.pbc, atoms.batch_idx, num_systems=n_systems, **same)
+
     def _in_units(self, length: float) -> "Domain":
         """The same division for positions in another unit, whose ``length`` is given in the present unit."""
         if ("units", length) not in self.kept:
