@@ -58,6 +58,21 @@ def test_steps_are_those_without_an_interruption(optimizer: Any, cell: Any, tmp_
             seen.clear()
 
 
+@pytest.mark.parametrize("optimizer", ["fire", "fire2", LBFGS(memory=3)], ids=["fire", "fire2", "lbfgs"])
+def test_states_of_all_evaluations_serve_several_times(optimizer: Any) -> None:
+    """What goes on changes no state: neither the relaxation that it is from, nor another one from it."""
+    generator = torch.Generator().manual_seed(1)
+    for batch_idx in ([0, 0, 1, 2], [0]):
+        index = torch.tensor(batch_idx, dtype=torch.int32)
+        positions = torch.randn((len(index), 3), generator=generator, dtype=torch.float64)
+        system, states = System(positions, batch_idx=index, numbers=torch.arange(1, len(index) + 1)), []
+        run = partial(relax, model=springs, optimizer=optimizer, fmax=1e-2, compact_every=3)
+        expected = run(system, hooks=[lambda now, states=states: states.append(now.state())])
+        assert expected.converged.all() and (optimizer != "fire2" or (expected.evaluations > expected.steps + 1).any())
+        for state in states[:: len(states) // 5]:
+            assert equal(run(state), expected) and equal(run(state), expected)
+
+
 @unconverged
 @pytest.mark.parametrize("optimizer", ["fire", "lbfgs"])
 def test_more_steps_from_the_last_state(optimizer: str, tmp_path: Path) -> None:

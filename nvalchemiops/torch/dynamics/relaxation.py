@@ -133,7 +133,8 @@ def relax(
     compact_every : int, optional
         After each so many evaluations, converged systems are taken out of the batch, so that they are no longer
         evaluated. This changes no result. The model is then called with fewer systems. If it holds values for each
-        atom or system of the batch given, choose None: all systems are then evaluated until the last one is done.
+        atom or system of the batch given, or exclusions, choose None: all systems are then evaluated until the last
+        one is done.
     hooks : sequence of callable, optional
         Called with a `RelaxationProgress` after each evaluation.
     progress : bool, optional

@@ -88,8 +88,6 @@ class RelaxationState(NamedTuple):
         What the optimizer keeps for each row of coordinates; zeros for systems that are not in the batch.
     optimizer : dict from str to value
         What else it keeps, of the systems in the batch.
-    is_step : (n_systems,) bool tensor
-        As in `Move`.
     evaluations : int
         Number of evaluations so far.
     arguments : dict from str to value
@@ -102,7 +100,6 @@ class RelaxationState(NamedTuple):
     systems: torch.Tensor
     rows: list[torch.Tensor]
     optimizer: OptimizerState
-    is_step: torch.Tensor
     evaluations: int
     arguments: dict[str, Any]
 
@@ -185,8 +182,8 @@ class Batch:
 
     def resume(self, saved: RelaxationState, max_steps: int) -> None:
         """Go on from a state, whose system and fixed atoms this object was made with. On ranks a collective call."""
-        record, self.count, self.is_step = saved.record, saved.evaluations, saved.is_step
-        is_over = record.converged | record.fault | (self.is_step & (record.steps >= max_steps))
+        record, self.count = saved.record, saved.evaluations
+        is_over = record.converged | record.fault | (record.steps >= max_steps)
         if bool((~is_over & (record.evaluations < self.count)).any()):
             # with half steps back of the others
             raise ValueError("`max_steps` must be that of the state, in which systems have stopped before others")
@@ -196,10 +193,8 @@ class Batch:
         if len(saved.systems) < self.chart.n_systems:
             self.take_out(saved.systems)
         rows: Iterator[torch.Tensor] = iter(self.state)
-        self._optimizer, self.state = (
-            optimizer,
-            optimizer.carried(_copied(saved.optimizer), lambda _: next(rows).clone()),
-        )
+        self._optimizer = optimizer
+        self.state = optimizer.carried(_copied(saved.optimizer), lambda _: next(rows).clone())
 
     def follow(self) -> None:
         """Bring atoms to their owners in a domain that is valid for the coordinates. On ranks a collective call."""
@@ -239,9 +234,8 @@ class Batch:
 
         others = _copied(self._optimizer.carried(self.state, taken))
         chart, record, rows = self._of_all(rows)
-        is_step = torch.ones_like(record.active).index_copy(0, self.places.systems, self.is_step)
-        systems = self.places.systems
-        return RelaxationState(chart.system, chart.fixed, record, systems, rows, others, is_step, self.count, arguments)
+        of_systems = record, self.places.systems
+        return RelaxationState(chart.system, chart.fixed, *of_systems, rows, others, self.count, arguments)
 
     def _of_all(self, rows: list[torch.Tensor]) -> tuple[Chart, Record, list[torch.Tensor]]:
         """The chart and the record of all systems, and these values of rows, with zeros for the others."""
