@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.exchange import carried
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.operators.segments import system_sums
@@ -299,15 +300,15 @@ class Chart:
         system, domain = self.system, self.system.domain
         assert domain is not None
         numbers = {"batch_idx": domain._batch_idx_held(), "pbc": domain._pbc_of(system)}
-        return self._moved(domain.gather, domain=None, **numbers)
+        return self._moved(lambda values: carried(domain._to_holders, values), domain=None, **numbers)
 
     def at_owners(self, like: "Domain", x: torch.Tensor) -> tuple["Chart", Callable[[torch.Tensor], torch.Tensor]]:
         """The chart in a new domain of the atoms that this rank holds, for coordinates x, and how rows go there.
 
         The domain is made ``like`` another one. A collective call.
         """
-        domain = like._of_atoms(self.at(x), self.n_systems)
-        return self._moved(domain.distribute, domain=domain, batch_idx=None, pbc=None)
+        domain, move = like._of_atoms(self.at(x), self.n_systems)
+        return self._moved(move, domain=domain, batch_idx=None, pbc=None)
 
     # -- parts ------------------------------------------------------------------------------------
 

@@ -165,9 +165,9 @@ def relax(
     On a GPU the host asks whether all systems are done once in ``compact_every`` evaluations, by default 10.
 
     With a ``domain`` this is a collective call, with the same arguments on all ranks, except ``fixed``, for the atoms
-    that a rank owns. Atoms move to other ranks with all that the optimizer knows of them. When systems are taken out,
-    the atoms of the others are divided anew, and a new domain has numbers for these atoms only. The ``domain`` of the
-    result has all atoms again.
+    that a rank owns. Atoms move to other ranks with all that the optimizer knows of them. Systems are taken out
+    when they have a quarter of the atoms. The others are then divided anew, and their domain has numbers for their
+    atoms only. The ``domain`` of the result has all atoms again.
 
     Examples
     --------
@@ -261,7 +261,7 @@ def relax(
                 if compacts and n_active < batch.chart.n_systems:
                     # those that have taken all steps stay, since a state may go on with more
                     left = torch.nonzero(~(known.converged | known.fault)).squeeze(1)
-                    if len(left) < batch.chart.n_systems:
+                    if len(left) < batch.chart.n_systems and batch.pays(left):
                         batch.take_out(left)
             with torch.no_grad():
                 moved, batch.state, batch.is_step = optimizer.step(batch.chart.rows, batch.state, batch.x, batch.forces)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Moves = Callable[[torch.Tensor], torch.Tensor]
 """From values of atoms, or of rows, to those in another order or on other ranks."""
 
+LEAST_OUT = 0.25
+"""Part of the atoms that are taken out together on ranks, at least."""
+
 
 class Places(NamedTuple):
     """Numbers of systems, of their atoms and of their rows."""
@@ -201,6 +204,13 @@ class Batch:
         chart, move = self.chart.followed(self.x)
         if move is not None:
             self._move_to(chart, move)
+
+    def pays(self, left: torch.Tensor) -> bool:
+        """Whether to take out all others: on ranks this takes as long as some evaluations."""
+        domain = self.chart.system.domain
+        if domain is None:
+            return True
+        return float(domain.atoms_in_systems[left].sum()) <= (1.0 - LEAST_OUT) * domain.n_atoms
 
     def take_out(self, left: torch.Tensor) -> None:
         """Leave only these systems (k,), in ascending order, in the batch. On ranks a collective call."""
