@@ -106,7 +106,7 @@ def runs_go_on_with_other_numbers_of_ranks(group: Any) -> None:
         rest: Any = (integrator, expected, names)
         check_rest(saved, *rest, "from ranks to one process")
         check_rest(divide(alone, group=group, per_atom=names, **reach), *rest, "from one process to ranks")
-        fewer = max(size - 1, 2)
+        fewer = max(n for n in groups if n < max(size, 3))
         if rank < fewer:
             check_rest(divide(saved, group=groups[fewer], per_atom=names, **reach), *rest, "from ranks to fewer")
         dist.barrier(group)
@@ -185,7 +185,7 @@ def check_relaxation(group: Any, saved_at: tuple[int, int], **options: Any) -> N
             check("from one process to ranks", divide(alone[number], group=group, **reach), number + 1)
         else:
             check("on the same ranks", of_ranks[number], number + 1)
-            fewer = max(size - 1, 2)
+            fewer = max(n for n in groups if n < max(size, 3))
             if rank < fewer:
                 check("from ranks to fewer", divide(saved, group=groups[fewer], **reach), number + 1)
         dist.barrier(group)
