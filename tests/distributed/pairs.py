@@ -129,6 +129,8 @@ def pairs_follow_atoms(group: Any) -> None:
         assert_equal(domain.gather(found), expected[mine], step)
         wrong = functools.partial(WITH_CHARGES, x, atoms.cell, q=q, exclusions=before, domain=domain)
         raises(wrong, "another `domain`")
+    other = Domain(x, atoms.cell, cutoff=3.0, group=group)  # numbers of atoms are new
+    raises(lambda: own.followed(other), "a `domain` of other atoms")
 
     def run(system: System, excluded: torch.Tensor | OwnedPairs) -> System:
         screened = functools.partial(WITH_CHARGES, q=0.1 * atoms.charges, exclusions=excluded)

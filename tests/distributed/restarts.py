@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -14,7 +15,12 @@ from nvalchemiops.constants import GIGAPASCAL, KELVIN
 from nvalchemiops.torch import System
 from nvalchemiops.torch.distributed import OtherRankError, divide
 from nvalchemiops.torch.dynamics import (
+    FIRE,
+    LBFGS,
+    CellFilter,
     Constraints,
+    ConvergenceWarning,
+    Evaluation,
     Integrator,
     Simulation,
     State,
@@ -26,6 +32,7 @@ from nvalchemiops.torch.dynamics import (
     stochastic_cell,
 )
 from nvalchemiops.torch.dynamics.flows import Flow, kept
+from nvalchemiops.torch.systems import of_each_atom
 from tests.distributed.common import F64, assert_equal, case, groups
 from tests.distributed.dynamics import ALL, DT, KT, Held
 from tests.dynamics.systems import argon, crystal, joined
@@ -99,9 +106,88 @@ def runs_go_on_with_other_numbers_of_ranks(group: Any) -> None:
         rest: Any = (integrator, expected, names)
         check_rest(saved, *rest, "from ranks to one process")
         check_rest(divide(alone, group=group, per_atom=names, **reach), *rest, "from one process to ranks")
-        fewer = max(size - 1, 2)
+        fewer = max(n for n in groups if n < max(size, 3))
         if rank < fewer:
             check_rest(divide(saved, group=groups[fewer], per_atom=names, **reach), *rest, "from ranks to fewer")
+        dist.barrier(group)
+
+
+@case(2, 3)
+def relaxations_go_on_with_other_numbers_of_ranks(group: Any) -> None:
+    """Before and after a system has converged, which is then taken out: fewer atoms are evaluated, all others as in one
+    process. States go from P ranks to fewer and to one process, and from one process to P."""
+    check_relaxation(group, (4, 33), optimizer=FIRE(), fmax=4e-3, cell=CellFilter(hydrostatic_strain=True))
+    check_relaxation(group, (3, 17), optimizer=LBFGS(memory=5), fmax=2e-3)
+
+
+def check_relaxation(group: Any, saved_at: tuple[int, int], **options: Any) -> None:
+    """A relaxation on ranks, and what follows after evaluations with these numbers, are those of one process."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    near, far = crystal(rattle=0.02, sheared=False, a=5.3), crystal((2, 2, 3), a=5.3, rattle=0.4, seed=2)
+    whole = System.from_ase([near, far, crystal((1, 2, 2), a=5.3, rattle=0.3, seed=3)])
+    order = torch.randperm(len(whole.positions), generator=torch.Generator().manual_seed(2))
+    whole = of_each_atom(whole, lambda values: values[order])._replace(batch_idx=whole.batch_idx[order])
+    fixed, mine = order % 7 == 0, slice(len(order) * rank // size, len(order) * (rank + 1) // size)
+    reach: Any = {"cutoff": 5.5, "skin": 0.5}
+    model, numbers = argon(skin=0.0), []
+
+    def counted(system: System) -> Evaluation:
+        numbers.append(len(system.positions) if system.domain is None else system.domain.n_atoms)
+        return model(system)
+
+    def run(start: Any, states: dict[int, Any], **given: Any) -> tuple[Any, list[int]]:
+        def hook(now: Any) -> None:
+            if now.number in saved_at:
+                states[now.number] = now.state()
+
+        numbers.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            found = relax(start, counted, hooks=[hook], max_steps=40, compact_every=8, **options, **given)
+        return found, list(numbers)
+
+    alone: dict[int, Any] = {}
+    expected, sizes = run(whole, alone, fixed=fixed)
+    assert expected.converged.tolist() == [True, False, False] and sizes[0] > sizes[-1]
+    assert [len(alone[number].systems) for number in saved_at] == [3, 2]
+
+    def check(what: str, start: Any, first: int, **given: Any) -> dict[int, Any]:
+        states: dict[int, Any] = {}
+        found, evaluated = run(start, states, **given)
+        assert evaluated == sizes[first:], (what, evaluated)
+        domain = found.system.domain
+        for name in ("steps", "evaluations", "converged", "failed"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), (what, name)
+        assert_equal(found.system.cell, expected.system.cell, what, 1e-12)
+        assert_equal(found.evaluation.energies, expected.evaluation.energies, what, 1e-12)
+        positions, forces = found.system.positions, found.evaluation.forces
+        if domain is not None:
+            assert domain.n_atoms == len(order)
+            positions, forces = domain.collect(positions), domain.collect(forces)
+        if domain is None or domain.rank == 0:
+            assert_equal(positions, expected.system.positions, what, 1e-12)
+            assert_equal(forces, expected.evaluation.forces, what, 1e-9)
+        return states
+
+    own = divide(whole, group=group, **reach)
+    of_ranks = check("ranks", own, 0, fixed=own.domain.distribute(fixed[mine]))
+    for number in saved_at:
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [str(Path(folder, "relaxation.pt"))]
+            dist.broadcast_object_list(paths, group_src=0, group=group)
+            save_state(paths[0], of_ranks[number])
+            saved = load_state(paths[0])
+            dist.barrier(group)
+        assert saved.system.domain is None and torch.equal(saved.systems, alone[number].systems)
+        assert_equal(saved.record.x, alone[number].record.x, "coordinates in the file", 1e-12)
+        check("from ranks to one process", saved, number + 1)
+        if number == saved_at[0]:
+            check("from one process to ranks", divide(alone[number], group=group, **reach), number + 1)
+        else:
+            check("on the same ranks", of_ranks[number], number + 1)
+            fewer = max(n for n in groups if n < max(size, 3))
+            if rank < fewer:
+                check("from ranks to fewer", divide(saved, group=groups[fewer], **reach), number + 1)
         dist.barrier(group)
 
 

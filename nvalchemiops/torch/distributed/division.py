@@ -1,4 +1,4 @@
-"""`divide`: systems and states of dynamics, which all ranks have, divided among them."""
+"""`divide`: systems, and states of dynamics and relaxations, which all ranks have, divided among them."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -9,14 +9,15 @@ import torch.distributed as dist
 from nvalchemiops.torch.distributed.agreement import Agreement, kind_of
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.dynamics.model import count_systems
+from nvalchemiops.torch.dynamics.relaxing import RelaxationState
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.systems import System, of_each_atom
 
-Atoms = TypeVar("Atoms", System, State)
+Atoms = TypeVar("Atoms", System, State, RelaxationState)
 
 
 def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None, per_atom: Iterable[str] = ()) -> Atoms:
-    """Divide a system, or a state of dynamics, that is the same on all ranks. A collective call.
+    """Divide a system, or a state of dynamics or of a relaxation, that is the same on all ranks. A collective call.
 
     For systems that each rank can hold once; for larger ones make a `Domain` of what each rank holds.
 
@@ -26,7 +27,7 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
 
     Parameters
     ----------
-    atoms : System or State
+    atoms : System, State or RelaxationState
         All atoms, the same on all ranks; a state may come from a run on any number of ranks (`load_state`).
     cutoff, skin, group
         As for `Domain`.
@@ -35,7 +36,7 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
 
     Returns
     -------
-    System or State
+    System, State or RelaxationState
         The atoms that this rank owns, with a ``domain`` in which atoms have their numbers in ``atoms``. It *holds* an
         equal share of them, in their order: this is what ``domain.gather`` returns. ``domain.collect`` returns values
         of all atoms, on the first rank. Gradients with respect to ``atoms`` are complete on all ranks.
@@ -51,7 +52,7 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
     >>> own = divide(System(positions, charges, cell), cutoff=5.0)
     >>> forces = ParticleMeshEwald(accuracy=1e-4, cutoff=5.0)(own, compute_forces=True).forces
     """
-    system = atoms.system if isinstance(atoms, State) else atoms
+    system = atoms if isinstance(atoms, System) else atoms.system
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
             return atoms
@@ -67,6 +68,8 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
             agreement.must_be_same(**{name: (kind_of(value), value.detach().cpu()) if is_tensor else value})
         if isinstance(atoms, State):
             agreement.must_be_same(step=atoms.step.cpu(), velocities=atoms.velocities.detach().cpu())
+        elif isinstance(atoms, RelaxationState):
+            agreement.must_be_same(evaluations=atoms.evaluations, x=atoms.record.x.cpu())
         n_systems = count_systems(system)
     held = slice(n_atoms * rank // size, n_atoms * (rank + 1) // size)
     batch_idx = None if system.batch_idx is None else system.batch_idx[held]
@@ -85,4 +88,6 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
 
     if isinstance(atoms, State):
         return atoms.divided(domain, bring, per_atom)
+    if isinstance(atoms, RelaxationState):
+        return atoms.divided(domain, bring)
     return of_each_atom(system, bring)._replace(batch_idx=None, pbc=None, domain=domain)

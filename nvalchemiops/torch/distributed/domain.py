@@ -353,6 +353,16 @@ class Domain:
             new._to_owners = new._from_holders()
         return new, lambda value: carried(move, value)
 
+    def _of_atoms(self, atoms: System, n_systems: int) -> tuple["Domain", Callable[[torch.Tensor], torch.Tensor]]:
+        """A domain with the same options of other atoms, those that this rank holds, and how values go to its owners.
+
+        A collective call.
+        """
+        self.settle()
+        same = {name: self._options[name] for name in ("cutoff", "skin", "group", "grid", "check")}
+        new = Domain(atoms.positions, atoms.cell, atoms.pbc, atoms.batch_idx, num_systems=n_systems, **same)
+        return new, lambda value: carried(new._to_owners.apply, value)
+
     def _in_units(self, length: float) -> "Domain":
         """The same division for positions in another unit, whose ``length`` is given in the present unit."""
         if ("units", length) not in self.kept:
@@ -456,7 +466,10 @@ class Domain:
         if isinstance(values, System):
             held = of_each_atom(values, self.gather)
             return held._replace(batch_idx=self._batch_idx_held(), pbc=self._pbc_of(values), domain=None)
-        return self._carried(lambda rows: self._to_owners.transpose(rows, self._n_held), values, self.n_owned)
+        return self._carried(self._to_holders, values, self.n_owned)
+
+    def _to_holders(self, values: torch.Tensor) -> torch.Tensor:
+        return self._to_owners.transpose(values, self._n_held)
 
     def collect(self, values: OfAtoms) -> OfAtoms:
         """Bring values of all atoms to the first rank, in the order of their numbers. A collective call.
@@ -492,7 +505,7 @@ class Domain:
 
     def _batch_idx_held(self) -> torch.Tensor | None:
         """System (n,) of each atom that this rank holds. A collective call."""
-        return None if self.batch_idx is None else self._to_owners.transpose(self.batch_idx, self._n_held)
+        return None if self.batch_idx is None else self._to_holders(self.batch_idx)
 
     def _places_in_systems(self) -> torch.Tensor:
         """Number (n_owned,) int32 of each owned atom among all atoms of its system. A collective call."""

@@ -43,6 +43,7 @@ class OwnedPairs:
     near: torch.Tensor
     call: int
     _numbers: torch.Tensor
+    _first_held: torch.Tensor  # an object that domains share whose atoms have the same numbers
 
     @classmethod
     def of(cls, domain: "Domain", pairs: torch.Tensor, factors: torch.Tensor | None = None) -> "OwnedPairs":
@@ -52,7 +53,8 @@ class OwnedPairs:
         seen = known[place] == pairs if len(known) else torch.zeros_like(pairs, dtype=torch.bool)
         near = seen.all(0).nonzero().squeeze(1)
         local = order[place.index_select(1, near)]
-        return cls(pairs, factors, local, near, messages_of(domain.group).calls, domain._known_numbers)
+        call = messages_of(domain.group).calls
+        return cls(pairs, factors, local, near, call, domain._known_numbers, domain._first_held)
 
     @property
     def __name__(self) -> str:
@@ -75,9 +77,16 @@ class OwnedPairs:
         -------
         OwnedPairs
             The same object if they belong to this domain.
+
+        Raises
+        ------
+        ValueError
+            The domain has other atoms.
         """
         if self._numbers is domain._known_numbers:
             return self
+        if self._first_held is not domain._first_held:
+            raise ValueError("the pairs belong to a `domain` of other atoms, whose numbers differ")
         if self not in domain.kept:
             domain.kept[self] = owned_pairs(domain, self.pairs, self.factors)
         return domain.kept[self]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.exchange import carried
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.operators.segments import system_sums
@@ -193,6 +194,11 @@ class Chart:
             "volume": _cofactors(self._lattice)[1].abs(),
         }
 
+    @property
+    def fixed(self) -> torch.Tensor | None:
+        """The argument of this name, for the atoms of this chart."""
+        return None if self._free is None else (~self._free).squeeze(1)
+
     # -- coordinates ------------------------------------------------------------------------------
 
     def at(self, x: torch.Tensor) -> System:
@@ -284,22 +290,48 @@ class Chart:
         new, move = domain._followed(now.positions, (), now.cell)
         if new is domain:
             return self, None
+        return self._moved(move, domain=new)
+
+    def at_holders(self) -> tuple["Chart", Callable[[torch.Tensor], torch.Tensor]]:
+        """The chart of the atoms that this rank holds, to `select` systems of it, and how rows go there.
+
+        Its rows have no domain, so its sums are not those of all ranks. A collective call.
+        """
+        system, domain = self.system, self.system.domain
+        assert domain is not None
+        numbers = {"batch_idx": domain._batch_idx_held(), "pbc": domain._pbc_of(system)}
+        return self._moved(lambda values: carried(domain._to_holders, values), domain=None, **numbers)
+
+    def at_owners(self, like: "Domain", x: torch.Tensor) -> tuple["Chart", Callable[[torch.Tensor], torch.Tensor]]:
+        """The chart in a new domain of the atoms that this rank holds, for coordinates x, and how rows go there.
+
+        The domain is made ``like`` another one. A collective call.
+        """
+        domain, move = like._of_atoms(self.at(x), self.n_systems)
+        return self._moved(move, domain=domain, batch_idx=None, pbc=None)
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _moved(
+        self, move: Callable[[torch.Tensor], torch.Tensor], **changes: Any
+    ) -> tuple["Chart", Callable[[torch.Tensor], torch.Tensor]]:
+        """The chart after atoms have moved, with changes of its system, and how rows move, those of cells with them."""
         n = self.n_atoms
 
         def moved(rows: torch.Tensor) -> torch.Tensor:
             return torch.cat([move(rows[:n]), rows[n:]])
 
         found = copy.copy(self)
-        found.system = of_each_atom(self.system, move)._replace(domain=new)
-        found.n_atoms, found.start = new.n_owned, moved(self.start)
+        found.system = of_each_atom(self.system, move)._replace(**changes)
+        found.n_atoms, found.start = found.system.positions.shape[0], moved(self.start)
         found._free = None if self._free is None else move(self._free)
-        found.rows = found.rows_of_atoms = Rows(self.n_systems, new.batch_idx, new)
+        domain = found.system.domain
+        batch_idx = found.system.batch_idx if domain is None else domain.batch_idx
+        found.rows = found.rows_of_atoms = Rows(self.n_systems, batch_idx, domain)
         if self._lattice is not None:
             found.rows = self._with_cells(found.rows_of_atoms)
         found._latest = None
         return found, moved
-
-    # -- parts ------------------------------------------------------------------------------------
 
     def _with_cells(self, rows: Rows) -> Rows:
         """Rows of atoms, then three for each system."""

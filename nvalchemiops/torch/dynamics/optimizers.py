@@ -48,7 +48,10 @@ class Optimizer(Protocol):
         """The state of some systems, with the numbers of their rows."""
 
     def carried(self, state: OptimizerState, move: Callable[[torch.Tensor], torch.Tensor]) -> OptimizerState:
-        """The state after rows have moved to other ranks: ``move(values)`` is for values (n_rows, ...)."""
+        """The state after rows have moved: ``move(values)`` is for values (n_rows, ...), in any number of rows.
+
+        Needed on ranks, and for a `RelaxationState`. It calls ``move`` for each of these values, in the same order.
+        """
 
 
 class Pace(NamedTuple):
@@ -312,6 +315,8 @@ class LBFGS:
 
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems."""
+        if state["work"].numel() < (needed := max(state["steps"].numel(), state["inverse"].numel())):
+            state = state | {"work": x.new_empty(needed)}
         if state["x"] is not None:
             state = self._extended(rows, state, x, forces)
         size = min(state["count"], self.memory)
@@ -360,7 +365,7 @@ class LBFGS:
         new = state | {name: move(state[name]) for name in ("x", "forces") if state[name] is not None}
         for name in ("steps", "changes"):
             new[name] = move(state[name].movedim(2, 0).contiguous()).movedim(0, 2).contiguous()
-        return new | {"work": state["work"].new_empty(max(new["steps"].numel(), new["inverse"].numel()))}
+        return new | {"work": state["work"].new_empty(0)}
 
 
 OPTIMIZERS: dict[str, type[FIRE | FIRE2 | LBFGS]] = {"fire": FIRE, "fire2": FIRE2, "lbfgs": LBFGS}

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,11 @@ import torch
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
+from nvalchemiops.torch.dynamics.relaxing import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.systems import System
 
@@ -70,6 +73,9 @@ class RelaxationProgress(NamedTuple):
         Systems that will take another step.
     number : int
         Number of evaluations before this one.
+    state : callable
+        ``state()`` returns the `RelaxationState` from which `relax` goes on with the next step. For use in the hook;
+        on ranks a collective call.
     """
 
     evaluation: Evaluation
@@ -79,10 +85,11 @@ class RelaxationProgress(NamedTuple):
     fmax: torch.Tensor
     active: torch.Tensor
     number: int
+    state: Callable[[], RelaxationState]
 
 
 def relax(
-    system: System,
+    system: System | RelaxationState,
     model: Model,
     optimizer: str | Optimizer = "fire",
     *,
@@ -102,8 +109,9 @@ def relax(
 
     Parameters
     ----------
-    system : System
-        One system, or a batch of any sizes.
+    system : System or RelaxationState
+        One system, or a batch of any sizes. A state goes on as if there had been no interruption, with the same
+        arguments; ``max_steps`` may be larger, and the state has ``fixed``.
     model : Model
         Energies, forces and, if cells relax, stress.
     optimizer : "fire", "fire2", "lbfgs" or Optimizer, optional
@@ -125,7 +133,8 @@ def relax(
     compact_every : int, optional
         After each so many evaluations, converged systems are taken out of the batch, so that they are no longer
         evaluated. This changes no result. The model is then called with fewer systems. If it holds values for each
-        atom or system of the batch given, choose None: all systems are then evaluated until the last one is done.
+        atom or system of the batch given, or exclusions, choose None: all systems are then evaluated until the last
+        one is done.
     hooks : sequence of callable, optional
         Called with a `RelaxationProgress` after each evaluation.
     progress : bool, optional
@@ -151,13 +160,14 @@ def relax(
     -----
     A system fails if its results are not finite, or if the model raises an error for it, as for a cell that has
     collapsed. The others go on. To find the system of an error, each is evaluated alone, so not without
-    ``compact_every``: errors of the model then end the relaxation, as do errors at the start.
+    ``compact_every`` and not on ranks: errors of the model then end the relaxation, as do errors at the start.
 
     On a GPU the host asks whether all systems are done once in ``compact_every`` evaluations, by default 10.
 
     With a ``domain`` this is a collective call, with the same arguments on all ranks, except ``fixed``, for the atoms
-    that a rank owns. Atoms move to other ranks with all that the optimizer knows of them. The result has the last
-    ``domain``, and systems that are done stay in the batch.
+    that a rank owns. Atoms move to other ranks with all that the optimizer knows of them. Systems are taken out
+    when they have a quarter of the atoms. The others are then divided anew, and their domain has numbers for their
+    atoms only. The ``domain`` of the result has all atoms again.
 
     Examples
     --------
@@ -182,71 +192,84 @@ def relax(
     max_steps = checks.check_count("max_steps", max_steps)
     if compact_every is not None and checks.check_count("compact_every", compact_every) == 0:
         raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
-    domain = system.domain if isinstance(system, System) else None
+    saved = system if isinstance(system, RelaxationState) else None
+    given = system.system if isinstance(system, RelaxationState) else system
+    domain = given.domain if isinstance(given, System) else None
+    name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
+    arguments = {"optimizer": name, "fmax": fmax, "smax": smax, "cell": described(cell)}
     with together(domain, now=True):
-        name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
-        must_be_same(domain, optimizer=name, fmax=fmax, smax=smax, max_steps=max_steps, cell=cell)
-        if domain is not None:
-            compact_every = None
-            if not hasattr(optimizer, "carried"):
-                raise TypeError(f"`optimizer`: {optimizer!r} has no method `carried`, which ranks need")
-        whole = Chart(system, cell=cell, fixed=fixed)
-    chart, x = whole, whole.start
-    state = optimizer.start(chart.rows, x)
-    device, n = x.device, whole.n_systems
-    ask_every = 1 if layout(device.type).reads else compact_every or ASK_EVERY
-    # numbers of the systems, atoms and rows that are still in the batch
-    places = _Places(*(torch.arange(k, device=device) for k in (n, whole.n_atoms, x.shape[0])))
-    is_step = torch.ones(n, dtype=torch.bool, device=device)
-    known: _Record | None = None
-    results: _Record | None = None
-    count = 0
+        must_be_same(domain, **arguments, max_steps=max_steps, compact_every=compact_every)
+        if domain is not None and not hasattr(optimizer, "carried"):
+            raise TypeError(f"`optimizer`: {optimizer!r} has no method `carried`, which ranks need")
+        if saved is not None:
+            if fixed is not None:
+                raise TypeError("`fixed` goes with a System; the state has it")
+            for key, value in arguments.items():
+                if saved.arguments[key] != value:
+                    raise ValueError(f"`{key}` must be that of the state, {saved.arguments[key]}, got {value}")
+            fixed = saved.fixed
+        batch = Batch(given, optimizer, cell, fixed)
+    n = batch.chart.n_systems
+    ask_every = 1 if layout(batch.x.device.type).reads else compact_every or ASK_EVERY
+    is_first = True
+
+    def state_now(number: int) -> RelaxationState:
+        if number != batch.count:
+            raise RuntimeError("`state()` is for the hook that it was given to, before the next step")
+        return batch.saved(arguments)._replace(evaluations=number + 1)
+
     with whole_call(domain), _bar(n, progress and (domain is None or domain.rank == 0)) as show:
+        if saved is None:
+            batch.start()
+        else:
+            batch.resume(saved, max_steps)
         while True:
-            chart, move = chart.followed(x)
-            if move is not None:
-                whole, x, state = chart, move(x), optimizer.carried(state, move)
-                known = None if known is None else known._replace(x=move(known.x), forces=move(known.forces))
-            now = chart.at(x)
-            try:
-                found = _evaluated(model, now, chart, n)
-            except Exception:
-                refused = _refused(model, chart, x, n) if known is not None and compact_every is not None else None
-                if known is None or refused is None:
-                    raise
-                known = known._replace(fault=known.fault | refused, active=known.active & ~refused)
-                x = torch.where(chart.rows.of_rows(refused)[0], known.x, x)
-                now = chart.at(x)
-                found = _evaluated(model, now, chart, n)
-            if count == 0:
-                check_same(found, domain)
-            with torch.no_grad():
-                forces = chart.forces(x, found)
-                known = _judged(known, chart, x, found, forces, is_step, fmax, smax, max_steps)
-            for hook in hooks:
-                hook(RelaxationProgress(found, now, places.systems, known.steps, known.fmax, known.active, count))
-            count += 1
-            compacts = compact_every is not None and count % compact_every == 0
-            if compacts or count % ask_every == 0:
+            if not is_first or saved is None:
+                batch.follow()
+                now = batch.chart.at(batch.x)
+                try:
+                    found = _evaluated(model, now, batch.chart, n)
+                except Exception:
+                    can_search = batch.known is not None and compact_every is not None and domain is None
+                    refused = _refused(model, batch.chart, batch.x, n) if can_search else None
+                    if batch.known is None or refused is None:
+                        raise
+                    known = batch.known
+                    batch.known = known._replace(fault=known.fault | refused, active=known.active & ~refused)
+                    batch.x = torch.where(batch.chart.rows.of_rows(refused)[0], known.x, batch.x)
+                    now = batch.chart.at(batch.x)
+                    found = _evaluated(model, now, batch.chart, n)
+                if is_first:
+                    check_same(found, domain)
+                with torch.no_grad():
+                    batch.forces = batch.chart.forces(batch.x, found)
+                    batch.known = known = _judged(batch, found, fmax, smax, max_steps)
+                told = batch.places.systems, known.steps, known.fmax, known.active
+                for hook in hooks:
+                    hook(RelaxationProgress(found, now, *told, batch.count, partial(state_now, batch.count)))
+                batch.count += 1
+            assert batch.known is not None
+            is_first, known = False, batch.known
+            compacts = compact_every is not None and batch.count % compact_every == 0
+            if compacts or batch.count % ask_every == 0:
                 n_active = int(known.active.sum())
                 show(n - n_active)
                 if n_active == 0:
-                    if chart.system.domain is not None:
-                        chart.system.domain.settle()
+                    if batch.chart.system.domain is not None:
+                        batch.chart.system.domain.settle()
                     break
-                if compacts and n_active < chart.n_systems:
-                    results = known.put_into(results, places)
-                    left = torch.nonzero(known.active).squeeze(1)
-                    chart, atoms, rows = chart.select(left)
-                    index = _Places(left, atoms, rows)
-                    state, known, is_step = optimizer.select(state, left, rows), known.select(index), is_step[left]
-                    x, forces, places = x[rows], forces[rows], _Places(*(of[at] for of, at in zip(places, index)))
+                if compacts and n_active < batch.chart.n_systems:
+                    # those that have taken all steps stay, since a state may go on with more
+                    left = torch.nonzero(~(known.converged | known.fault)).squeeze(1)
+                    if len(left) < batch.chart.n_systems and batch.pays(left):
+                        batch.take_out(left)
             with torch.no_grad():
-                moved, state, is_step = optimizer.step(chart.rows, state, x, forces)
+                moved, batch.state, batch.is_step = optimizer.step(batch.chart.rows, batch.state, batch.x, batch.forces)
                 # what stays keeps its bits, and what failed is where it was before
-                x = torch.where(chart.rows.of_rows(known.active)[0], moved, known.x)
-                known = known._replace(steps=known.steps + (known.active & is_step))
-    results = known.put_into(results, places)
+                known = batch.known
+                batch.x = torch.where(batch.chart.rows.of_rows(known.active)[0], moved, known.x)
+                batch.known = known._replace(steps=known.steps + (known.active & batch.is_step))
+        whole, results = batch.all_systems()
     failed = torch.nonzero(results.fault).squeeze(1).tolist()
     if failed:
         which = f"for the systems {', '.join(map(str, failed))}"
@@ -261,10 +284,9 @@ def relax(
     missing = n - int(results.converged.sum()) - len(failed)
     if missing:
         notify(f"{missing} of {n} systems did not converge in {max_steps} steps", ConvergenceWarning, "relax")
-    evaluation = Evaluation(results.energies, results.forces, results.stress)
     return Relaxation(
         whole.at(results.x),
-        evaluation,
+        results.evaluation,
         results.converged,
         results.steps,
         results.evaluations,
@@ -307,56 +329,9 @@ def _refused(model: Model, chart: Chart, x: torch.Tensor, n_systems: int) -> tor
     return None if found in (0, n_systems) else refused
 
 
-class _Places(NamedTuple):
-    """Numbers of systems, of their atoms and of their rows."""
-
-    systems: torch.Tensor
-    atoms: torch.Tensor
-    rows: torch.Tensor
-
-
-class _Record(NamedTuple):
-    """What is known of systems from their last evaluation in which they were active."""
-
-    x: torch.Tensor  # of rows
-    forces: torch.Tensor  # of atoms
-    energies: torch.Tensor  # this and the rest of systems
-    stress: torch.Tensor | None
-    fmax: torch.Tensor
-    converged: torch.Tensor
-    fault: torch.Tensor
-    active: torch.Tensor
-    steps: torch.Tensor
-    evaluations: torch.Tensor
-
-    def select(self, index: _Places) -> "_Record":
-        chosen: Any = (None if value is None else value[at] for value, at in self._with(index))
-        return _Record(*chosen)
-
-    def put_into(self, whole: "_Record | None", places: _Places) -> "_Record":
-        """The record of all systems, with these numbers of these systems; without it these are all systems."""
-        if whole is None:
-            return self
-        parts = zip(whole, self._with(places))
-        merged: Any = (None if a is None or b is None else a.index_copy(0, at, b) for a, (b, at) in parts)
-        return _Record(*merged)
-
-    def _with(self, index: _Places) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
-        return list(zip(self, (index.rows, index.atoms, *[index.systems] * (len(self) - 2))))
-
-
-def _judged(
-    known: _Record | None,
-    chart: Chart,
-    x: torch.Tensor,
-    found: Evaluation,
-    forces: torch.Tensor,
-    is_step: torch.Tensor,
-    fmax: float,
-    smax: float | None,
-    max_steps: int,
-) -> _Record:
+def _judged(batch: Batch, found: Evaluation, fmax: float, smax: float | None, max_steps: int) -> Record:
     """What is known after an evaluation, and which systems need another step."""
+    known, chart, x, forces, is_step = batch.known, batch.chart, batch.x, batch.forces, batch.is_step
     energies = found.energies
     if smax is None:
         largest = chart.rows.largest(forces)
@@ -371,7 +346,7 @@ def _judged(
     if known is None:
         none, all_of_them = torch.zeros_like(is_step), torch.ones_like(is_step)
         zeros = torch.zeros_like(is_step, dtype=torch.int64)
-        known = _Record(x, found.forces, energies, found.stress, largest, none, none, all_of_them, zeros, zeros)
+        known = Record(x, found.forces, energies, found.stress, largest, none, none, all_of_them, zeros, zeros)
     was = known.active
     good = was & finite
 

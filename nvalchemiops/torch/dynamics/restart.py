@@ -1,4 +1,4 @@
-"""Files from which dynamics goes on, on any number of ranks: `save_state` and `load_state`."""
+"""Files from which dynamics and relaxations go on, on any number of ranks: `save_state` and `load_state`."""
 
 import os
 from collections.abc import Iterable
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch.dynamics.model import Evaluation
+from nvalchemiops.torch.dynamics.relaxing import Record, RelaxationState
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.systems import System
@@ -15,8 +16,10 @@ from nvalchemiops.torch.systems import System
 FORMAT = "nvalchemiops 1"
 
 
-def save_state(path: str | PathLike[str], state: State | System, *, per_atom: Iterable[str] = ()) -> None:
-    """Write a state of dynamics, or a system, to a file for `load_state`.
+def save_state(
+    path: str | PathLike[str], state: State | RelaxationState | System, *, per_atom: Iterable[str] = ()
+) -> None:
+    """Write a state of dynamics or of a relaxation, or a system, to a file for `load_state`.
 
     With a ``domain`` this is a collective call, and the first rank writes the state of all atoms. A file that exists is
     replaced when the new one is complete, so that an interrupt leaves one of the two.
@@ -24,7 +27,7 @@ def save_state(path: str | PathLike[str], state: State | System, *, per_atom: It
     Parameters
     ----------
     path : path
-    state : State or System
+    state : State, RelaxationState or System
         Values only, no gradients.
     per_atom : iterable of str, optional
         Names in ``state.extra`` of values that your flows keep for each atom (`Flow.per_atom`); with a
@@ -43,7 +46,7 @@ def save_state(path: str | PathLike[str], state: State | System, *, per_atom: It
     ...     if int(state.step) % 1000 == 0:
     ...         save_state("run.pt", state)
     """
-    system = state.system if isinstance(state, State) else state
+    system = state if isinstance(state, System) else state.system
     domain = system.domain
     if isinstance(state, State):
         names = tuple(per_atom)
@@ -51,6 +54,8 @@ def save_state(path: str | PathLike[str], state: State | System, *, per_atom: It
         with together(domain):
             must_be_same(domain, **{f"extra[{name!r}]": v for name, v in state.extra.items() if name not in rows})
         state = state.collected(names)
+    elif isinstance(state, RelaxationState):
+        state = state.collected()
     elif domain is not None:
         state = domain.collect(state)
     with together(domain):  # what fails on the first rank ends the others
@@ -59,10 +64,10 @@ def save_state(path: str | PathLike[str], state: State | System, *, per_atom: It
 
 
 def load_state(path: str | PathLike[str], *, device: torch.device | str | None = None) -> Any:
-    """Read a state of dynamics, or a system, that `save_state` wrote on any number of ranks.
+    """Read a state of dynamics or of a relaxation, or a system, that `save_state` wrote on any number of ranks.
 
-    `simulate` goes on from a state as if there had been no interruption, also with noise. On ranks divide it first
-    (`nvalchemiops.torch.distributed.divide`); their number may differ from that of the run before.
+    `simulate` and `relax` go on from a state as if there had been no interruption, also with noise. On ranks
+    divide it first (`nvalchemiops.torch.distributed.divide`); their number may differ from that of the run before.
 
     Parameters
     ----------
@@ -72,7 +77,7 @@ def load_state(path: str | PathLike[str], *, device: torch.device | str | None =
 
     Returns
     -------
-    State or System
+    State, RelaxationState or System
         Of all atoms, on each rank that reads the file.
 
     Raises
@@ -84,15 +89,19 @@ def load_state(path: str | PathLike[str], *, device: torch.device | str | None =
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"`path`: {os.fspath(path)} has another format than {FORMAT!r}")
     values = found["state"]
+    if "optimizer" in values:
+        return RelaxationState(**values | {"system": System(**values["system"]), "record": Record(**values["record"])})
     if "velocities" not in values:
         return System(**values)
     return State(**values | {"system": System(**values["system"]), "evaluation": Evaluation(**values["evaluation"])})
 
 
 def _plain(value: Any) -> Any:
-    """Nested dictionaries of tensors without gradients, which torch loads without running code of the file."""
+    """Nested dictionaries and lists of tensors without gradients, which torch loads without running code of a file."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()  # a view would be saved with all the memory that it views
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
     found = value._asdict() if hasattr(value, "_asdict") else value
     return {name: _plain(v) for name, v in found.items()} if isinstance(found, dict) else value
 
