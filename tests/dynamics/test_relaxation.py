@@ -33,6 +33,7 @@ from nvalchemiops.torch.dynamics import (
 from nvalchemiops.torch.dynamics.chart import _exp_minus_one
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.systems import System
+from tests.support.comparing import close
 
 LJ = {"sigma": 3.4, "epsilon": 0.3}
 SMOOTH = {"cutoff": 6.0, "r_switch": 4.5}  # without a kink at the cutoff, so that minima are smooth
@@ -528,6 +529,31 @@ def test_models_that_hold_values_of_atoms_say_so() -> None:
         relax(system, model, compact_every=1)
     assert any("compact_every=None" in note for note in caught.value.__notes__)
     assert relax(system, model, compact_every=None).converged.all()
+
+
+@pytest.mark.parametrize("bound", ["exclusions", "parameters"])
+def test_values_of_atoms_in_a_sum_of_terms_keep_all_systems(bound: str) -> None:
+    """Pairs and parameters go by the numbers of atoms, so no system is taken out: each relaxes as alone."""
+    generator = torch.Generator().manual_seed(3)
+    positions = [2.4 * torch.rand((4, 3), generator=generator, dtype=torch.float64) + 3.0 for _ in range(3)]
+    positions[0] = torch.tensor([[0.0, 0, 0], [30, 0, 0], [0, 30, 0], [0, 0, 30]], dtype=torch.float64)  # far apart
+    parts = [System(x, batch_idx=torch.zeros(4, dtype=torch.int32)) for x in positions]
+    batch = System(torch.cat(positions), batch_idx=torch.arange(3, dtype=torch.int32).repeat_interleave(4))
+    pairs = torch.tensor([[0, 5, 6], [1, 4, 7]])
+    sigmas = torch.linspace(1.5, 2.5, 12, dtype=torch.float64)
+
+    def model(first: int, last: int) -> SumOfTerms:
+        here = (pairs[0] >= first) & (pairs[0] < last)
+        given = {"exclusions": pairs[:, here] - first} if bound == "exclusions" else {"sigma": sigmas[first:last]}
+        return SumOfTerms(partial(lennard_jones(8.0), **{"sigma": 2.0, "epsilon": 0.1, **given}), stress=False)
+
+    options: dict[str, Any] = {"fmax": 0.02, "compact_every": 1, "max_steps": 500}
+    together = relax(batch, model(0, 12), **options)
+    assert together.converged.all() and together.steps[0] == 0 < together.steps[1:].min()
+    for k, part in enumerate(parts):
+        alone = relax(part, model(4 * k, 4 * k + 4), **options)
+        assert torch.equal(alone.steps, together.steps[k : k + 1])
+        close(together.system.positions[4 * k : 4 * k + 4], alone.system.positions, 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,19 @@ class SumOfTerms:
         return *results, (found.virial + found.virial.mT) * (-0.5 * energy / length**3 / _volumes(system))
 
 
+def holds_atoms(model: Any) -> bool:
+    """Whether a model is known to hold values of the atoms or systems of one batch, so that it fits no part of it."""
+    for term in model.terms if isinstance(model, SumOfTerms) else ():
+        interaction, bound = _interaction(term), getattr(term, "keywords", {})
+        if isinstance(interaction, PairPotential | ConfiguredSum | DFTD3):
+            of_kinds = interaction.formula.per_pair if isinstance(interaction, PairPotential) else ()
+            if any(getattr(value, "ndim", 0) and name not in of_kinds for name, value in bound.items()):
+                return True
+            if bound.get("exclusions") is not None:
+                return True
+    return False
+
+
 class _NeighborsOfFittingCells(Neighbors):
     """Neighbors in cells that are known to be regular and periodic along all axes: nobody reads the cells again."""
 

@@ -14,7 +14,7 @@ from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, holds_atoms
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxing import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
@@ -134,7 +134,7 @@ def relax(
         After each so many evaluations, converged systems are taken out of the batch, so that they are no longer
         evaluated. This changes no result. The model is then called with fewer systems. If it holds values for each
         atom or system of the batch given, or exclusions, choose None: all systems are then evaluated until the last
-        one is done.
+        one is done. A `SumOfTerms` with such values is recognized, and treated as with None.
     hooks : sequence of callable, optional
         Called with a `RelaxationProgress` after each evaluation.
     progress : bool, optional
@@ -192,6 +192,8 @@ def relax(
     max_steps = checks.check_count("max_steps", max_steps)
     if compact_every is not None and checks.check_count("compact_every", compact_every) == 0:
         raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
+    if holds_atoms(model):
+        compact_every = None
     saved = system if isinstance(system, RelaxationState) else None
     given = system.system if isinstance(system, RelaxationState) else system
     domain = given.domain if isinstance(given, System) else None
