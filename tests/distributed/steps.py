@@ -69,6 +69,10 @@ def interrupted(at: Any, name: str, first: bool = True) -> Iterator[None]:
         raise AssertionError("not interrupted")
 
 
+class Finished(AssertionError):
+    """A call did not raise."""
+
+
 def raises(call: Callable[[], Any], *texts: str) -> None:
     """Raise unless the call ends soon with an `OtherRankError` with these words."""
     begin = time.monotonic()
@@ -78,7 +82,7 @@ def raises(call: Callable[[], Any], *texts: str) -> None:
         except OtherRankError as error:
             assert all(text in str(error) for text in texts), error
         else:
-            raise AssertionError(texts)
+            raise Finished(texts)
     assert time.monotonic() - begin < SOON
 
 
@@ -103,9 +107,16 @@ def an_interrupt_between_two_messages(group: Any) -> None:
             with interrupted(transform, name, first):
                 steps(1)
         else:
-            raises(
-                lambda steps=steps: steps(1), "out of step", "rank 1 failed in call", "KeyboardInterrupt", "new_group"
-            )
+            # a rank that needs nothing more of rank 1 finishes this call, and finds out in the next one
+            may_finish = dist.get_world_size(group) > 3 and rank not in (0, 2)
+            with contextlib.suppress(Finished) if may_finish else contextlib.nullcontext():
+                raises(
+                    lambda steps=steps: steps.check(1, steps(1)),
+                    "out of step",
+                    "rank 1 failed in call",
+                    "KeyboardInterrupt",
+                    "new_group",
+                )
         raises(lambda steps=steps: steps(2), "out of step", "rank 1 failed in call", "new_group")
     steps = Steps(group_like(group))
     steps.check(3, steps(3))
