@@ -38,7 +38,7 @@ from tests.routes.test_pair_on_gpu import VARIANTS
 LENGTHS = (0, 1, 31, 32, 33, 64, 65)
 """Of rows, and atoms of systems."""
 
-CPU_ONLY = {"prepare_search", "sort_atoms", "end_rows", "compact_neighbors", "program_kernel"}
+CPU_ONLY = {"prepare_search", "sort_atoms", "end_rows", "compact_neighbors", "program_kernel", "stale_kernel"}
 """Kernels for the layout of a CPU, which on a GPU nothing launches."""
 
 F64 = torch.float64
