@@ -23,6 +23,7 @@ from nvalchemiops.launch import registered_kernels
 from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.neighbors.grid import end_rows, sort_atoms
 from nvalchemiops.neighbors.rows import NO_PADDING
+from nvalchemiops.neighbors.staleness import stale_kernel
 from nvalchemiops.torch import neighbors, ops  # noqa: F401  # all kernels are registered
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
@@ -49,7 +50,7 @@ RADIUS = 1.2
 CUTOFF = 3.0
 """More than clusters are wide."""
 
-CPU_ONLY = (sort_atoms, end_rows, program_kernel)
+CPU_ONLY = (sort_atoms, end_rows, program_kernel, stale_kernel)
 """Factories of kernels that are launched on a CPU only."""
 
 
