@@ -160,12 +160,12 @@ class VerletList:
             does not change.
         """
         self.num_calls += 1
-        seen = None
-        if self._kept is not None and (look := _look(self, self._kept)) is not None:
+        kept, seen = self._kept, None  # a call in a signal handler may replace the list
+        if kept is not None and (look := _look(self, kept)) is not None:
             seen = look(positions, cell, pbc, batch_idx, batch_ptr)
             if seen is not None and 1 not in seen:
                 self.rebuilt = torch.zeros(len(seen), dtype=torch.bool)
-                return self._kept.result
+                return kept.result
         checks.check_positions(positions, finite=False)
         if pbc is not None:
             pbc = checks.pbc_tensor(pbc, positions.device)
@@ -174,7 +174,7 @@ class VerletList:
         given = _each(_plain, given)
         # an inference tensor could not be saved for a backward pass later on
         with torch.no_grad(), torch.inference_mode(False), outside_of_transforms():
-            kept, flags = self._kept, None
+            flags = None
             if seen is not None:
                 flags = torch.tensor(list(seen), dtype=torch.bool) if 0 in seen else None
             elif kept is not None and _layout(given) == _layout(kept.systems):
