@@ -128,7 +128,7 @@ class OpenMM:
 class Gromacs:
     """PME in mixed precision, or in double precision by ``gmx_d``. Each run starts the program, which times itself."""
 
-    TIMES = 20  # steps for each step asked for: its clock ticks in milliseconds
+    TIMES = 10  # steps for each step asked for: its clock ticks in milliseconds
 
     MOLECULES = """
         [ defaults ]

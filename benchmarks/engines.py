@@ -17,7 +17,7 @@ All processes are held on as many cores as threads, because OpenMM has one more 
   two threads two ranks of MPI. Its list has no skin, as ours. Energies are computed in the last step of a run alone.
 - *OpenMM*: its CPU platform, single precision, splines of order 5; ions without mass, which its integrator leaves in
   place. Its list has a margin that cannot be chosen.
-- *GROMACS*: mixed precision (``gmx_d``: double), splines of order 4 to 8; frozen ions, a list without a margin, and no
+- *GROMACS*: mixed precision (``gmx_d``: double), splines of order 5 and 8; frozen ions, a list without a margin, and no
   tuning of its mesh. It times itself, without its start.
 
 What is searched: for each cutoff alpha from the error of the pairs beyond it, which is the same for all; the coarsest
@@ -71,7 +71,7 @@ WAYS: dict[str, list[tuple[Parameters, float]]] = {
     "ours, tuned": [({"order": order}, 0.9) for order in (6, 8)],
     "LAMMPS": [({"order": order, "diff": diff}, 0.7) for order in (7, 5) for diff in ("ik", "ad")],
     "OpenMM": [({}, 0.65)],
-    "GROMACS": [({"order": order}, alpha_h) for order, alpha_h in ((4, 0.45), (5, 0.65), (6, 0.75), (8, 0.9))],
+    "GROMACS": [({"order": order}, alpha_h) for order, alpha_h in ((5, 0.65), (8, 0.9))],
 }
 FINEST = {"ours, tuned": 2.0, "LAMMPS": 1.5, "OpenMM": 3.0, "GROMACS": 3.0}  # mesh points per angstrom
 STYLES = {
