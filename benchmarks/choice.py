@@ -137,7 +137,7 @@ def shortest(call: Call, seconds: float) -> float:
 def row(name: str, n_atoms: int, accuracy: float, seconds: float) -> dict[str, Any]:
     """The chosen sum beside the best of the scan."""
     system = SYSTEMS[name](n_atoms)
-    way = methods.ways(periodic_sizes(system), accuracy, "cpu", False)[0]
+    way = methods.ways(periodic_sizes(system), accuracy, core.COSTS["cpu"], False)[0]
     fixed, cutoff = Electrostatics.estimate(system, accuracy), float(way.cutoff.max())
     assert fixed.cutoff is not None
     chosen = call_of(fixed, system, fixed.cutoff)
