@@ -1,6 +1,6 @@
 """Plans of repeated calls: see whether calls used them, limit their memory, or switch them off.
 
-Calls for small systems are recorded when they repeat, and later calls replay the recorded steps for other values
+Calls for up to 65,536 atoms are recorded when they repeat, and later calls replay the recorded steps for other values
 (`nvalchemiops.torch.runtime.engine`). On a GPU they are captured as CUDA graphs. Results have the same bits as without
 plans.
 

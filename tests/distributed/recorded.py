@@ -198,10 +198,12 @@ def a_new_division_is_recorded_again(group: Any) -> None:
     for raises in (False, True):
         divided = Divided(group)
 
+        # B023: functions take the variables of the turn of the loop in which they are called, and are not kept after it
         @record
         def of_argument(x: torch.Tensor, q: torch.Tensor, domain: Domain) -> Any:
             return dsf_coulomb(x, q, CUTOFF, 0.2, divided.atoms.cell, compute_forces=True, domain=domain)  # noqa: B023
 
+        # `domain` is the variable that changes below, which is what this tests
         of_variable = record(lambda x: domain.with_ghosts(x), if_changed="raise" if raises else "record")  # noqa: B023
         domain, x, q = divided.domain, divided.x, divided.q
         for number in range(8):
@@ -235,6 +237,7 @@ def what_ranks_find_in_replays_is_told(group: Any) -> None:
     for check in ("later", "never"):
         divided = Divided(group, check)
 
+        # B023: it is called in this turn of the loop only
         @record
         def step(x: torch.Tensor, cell: torch.Tensor, alpha: float = 0.2) -> Any:
             return dsf_coulomb(x, divided.q, CUTOFF, alpha, cell, domain=divided.domain)  # noqa: B023

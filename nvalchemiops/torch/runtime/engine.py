@@ -6,7 +6,7 @@ three ways:
 - *graph*: operator by operator, differentiated by torch. Used under compilers and transforms, on a GPU without a plan,
   and for gradients with respect to tensors other than the inputs.
 - *plan*: the recorded steps of an earlier call of the same kind are replayed (`nvalchemiops.torch.runtime.plans`). Used
-  for small systems, from the second call of a kind on. On a GPU a plan is a captured graph.
+  for up to `calls.MOST_ATOMS` atoms, from the second call of a kind on. On a GPU a plan is a captured graph.
 - *once*: the normal evaluation. If energies will be differentiated, first derivatives are computed together with them.
 
 Derivatives of any order are functions of the inputs and of incoming gradients, so they have plans, too. First
