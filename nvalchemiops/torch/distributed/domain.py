@@ -95,7 +95,8 @@ class Domain:
     check : {"each", "later", "never"} or int, default="each"
         When ranks compare arguments, and the host learns whether atoms have moved too far: in each call before it goes
         on; "later", in the next call (or every so many calls), so that the host does not wait; or "never" but in
-        `settle`. A mistake then is an error of a later call, or of `settle`, which names the call that was wrong.
+        `settle` and `follow`. A mistake then is an error of a later call, or of `settle`, which names the call that was
+        wrong.
 
     Attributes
     ----------
@@ -303,6 +304,10 @@ class Domain:
         collective call: all ranks make the same choice. Atoms keep their numbers, and `gather` returns values to the
         ranks that held the atoms in the beginning.
 
+        With ``check="each"`` this is found out before the call returns. Otherwise the host reads how far atoms were in
+        the last call, and expects them to go on as fast: it divides them early. A domain that atoms have left by a jump
+        is returned, too; calls with it are wrong, and the next `follow` or `settle` raises the error of them.
+
         Parameters
         ----------
         positions : (n_owned, 3) tensor
@@ -325,8 +330,7 @@ class Domain:
         self, positions: torch.Tensor, values: Sequence[torch.Tensor], cell: torch.Tensor | None
     ) -> tuple["Domain", Callable[[torch.Tensor], torch.Tensor]]:
         """The domain that `follow` returns, and a function that brings values of atoms to their owners in it."""
-        later = self._ledger if self._ledger is not None and self._ledger.every else None
-        with Agreement(self.group, self.device) if later is None else self._barrier(counts=False) as agreement:
+        with self._barrier(counts=False) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
@@ -334,8 +338,8 @@ class Domain:
             agreement.note_cell(self._reference, cell)
             if not agreement.is_deferred:
                 agreement.note_moved(self._reference, positions, cell)
-        if later is not None and agreement.is_deferred:
-            is_far = later.must_divide(self._reference.moved_on_device(positions, cell))
+        if self._ledger is not None and agreement.is_deferred:
+            is_far = self._ledger.must_divide(self._reference.moved_on_device(positions, cell))
         else:
             is_far = not 2.0 * agreement.largest[0] <= self.skin
         if not is_far:
@@ -343,8 +347,8 @@ class Domain:
         self.settle()
         options = self._options if cell is None else {**self._options, "cell": cell.detach().clone()}
         new = Domain(positions, batch_idx=self.batch_idx, **options)
-        if later is not None and new._ledger is not None:
-            new._ledger.goes_on(later)
+        if self._ledger is not None and new._ledger is not None:
+            new._ledger.goes_on(self._ledger)
         move = new._to_owners.apply
         with torch.inference_mode(False):
             new.global_index = move(self.global_index)
