@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch import RecordingError, System, record
-from nvalchemiops.torch.distributed import Domain, fail_together, ledger
+from nvalchemiops.torch.distributed import Domain, divide, fail_together, ledger
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, simulate
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
@@ -273,12 +273,12 @@ def what_ranks_find_in_replays_is_told(group: Any) -> None:
 def dynamics_with_a_recorded_model(group: Any) -> None:
     """The trajectory has the same bits; each division of the atoms is recorded, and replayed while it lasts."""
     atoms, model = Atoms(n=4), SumOfTerms(partial(lennard_jones(CUTOFF), sigma=1.4, epsilon=0.1))
-    mine, found, domains = atoms.mine(group), [], set()
-    step = record(model)
+    found, domains, step = [], set(), record(model)
     for way in (model, step):
-        domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, skin=SKIN, group=group, check="later")
-        system = domain.distribute(System(atoms.positions[mine], cell=atoms.cell, numbers=atoms.numbers[mine]))
-        velocities = domain.distribute(atoms.vectors[mine])
+        whole = System(atoms.positions, cell=atoms.cell, numbers=atoms.numbers)
+        system = divide(whole, cutoff=CUTOFF, skin=SKIN, group=group, check="later")
+        assert system.domain is not None
+        velocities = atoms.vectors[system.domain.global_index]
         hooks = [lambda state: domains.add(state.system.domain)] if way is step else []
         run = simulate(system, way, nve(0.004), steps=60, velocities=velocities, hooks=hooks)
         found.append(run.state.system.positions)
