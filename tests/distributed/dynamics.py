@@ -28,8 +28,11 @@ from nvalchemiops.torch.dynamics import (
     Model,
     Simulation,
     SumOfTerms,
+    csvr,
     kinetic_energy,
     langevin,
+    nose_hoover,
+    nph,
     npt,
     nve,
     relax,
@@ -122,6 +125,9 @@ def trajectories_are_those_of_one_process(group: Any) -> None:
     for integrator, options in (
         (nve(DT), {"velocities": velocities}),
         (langevin(DT, KT), {"seed": 3}),
+        (nose_hoover(DT, KT, thermostat_time=20.0 * DT), {"seed": 3}),
+        (csvr(DT, KT, thermostat_time=20.0 * DT), {"seed": 3}),
+        (nph(DT, 0.1 * GIGAPASCAL, cell="axes", barostat_time=50.0 * DT), {"velocities": velocities}),
         (npt(DT, KT, 0.1 * GIGAPASCAL, cell="full", **fast), {"record": strained}),
         (stochastic_cell(DT, KT, 0.1 * GIGAPASCAL, compressibility=1.0 / GIGAPASCAL, **fast), {"record": strained}),
     ):
