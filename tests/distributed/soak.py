@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.distributed import OtherRankError, collectives, communication, domain, fail_together, transform
+from nvalchemiops.torch.distributed import OtherRankError, collectives, communication, fail_together, ranks, transform
 from nvalchemiops.torch.distributed.agreement import Agreement
 from nvalchemiops.torch.interactions.electrostatics import sums
 from nvalchemiops.torch.interactions.pair import shares
@@ -34,7 +34,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (shares, "swap_rows"),
     (transform, "swap_rows"),
     (collectives, "add"),
-    (domain, "carried"),
+    (ranks, "carried"),
     (sums, "complete"),
     (torch.Tensor, "backward"),
     (time, "sleep"),
