@@ -82,6 +82,30 @@ def others_learn_an_error_within_seconds(group: Any) -> None:
 
 
 @case(2)
+def a_message_that_arrives_as_a_wait_ends(group: Any) -> None:
+    """By its timeout: this is no failure of the message. It is one if the message fails then."""
+
+    class Late:
+        waits = 0
+
+        def __init__(self, fails: bool) -> None:
+            self.fails = fails
+
+        def is_completed(self) -> bool:
+            return self.waits > 0
+
+        def wait(self, timeout: Any) -> None:
+            self.waits += 1
+            if self.waits == 1 or self.fails:
+                raise RuntimeError("no message in time" if self.waits == 1 else "connection closed")
+
+    tensor, messages = torch.zeros(1), communication.messages_of(group)
+    communication._wait(Late(False), tensor, group, messages)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        communication._wait(Late(True), tensor, group, messages)
+
+
+@case(2)
 def an_error_between_two_calls(group: Any) -> None:
     """In a block around both of them; errors that all ranks raise alike leave the group in step."""
     steps, rank = Steps(group_like(group)), dist.get_rank(group)
