@@ -10,6 +10,8 @@ messages, of ranks that get them, and bytes are exact for this rank; values that
 - *exclusions, once*: a pair for each atom is brought to its owners (`Domain.distribute_pairs`).
 - *exclusions, each call*: their rows are made.
 - *PME*, *PME, recorded*: a call with forces, and the same as `record` replays it.
+- *balance*: atoms of the rank with the most, relative to the mean, for 20,000 atoms at places of several kinds;
+  the two clusters, the slab and the droplet are in vacuum.
 
 *Network* is the time by the model of ``scale_model.py``: 5 µs for a message of all ranks or a batch of messages to
 partners, 1 µs for each partner, 50 GB/s; a sum over ranks has log2(n) partners. *Processor* is the processor time of
@@ -39,6 +41,7 @@ from nvalchemiops.torch.interactions.pair import shares
 
 ATOMS, REACH, DENSITY, SPACING = 2000, 10.0, 1.0 / 22.4, 1.25
 SAMPLE = 50  # atoms for each rank, for the cuts
+BALANCED, LEAST = 20_000, 30  # atoms of which the balance is shown, if so many are on each rank
 ROUNDS = 15
 BANDWIDTH, START, PARTNER = 50e9, 5e-6, 1e-6
 
@@ -110,16 +113,41 @@ class Others:
         return values.clone() if sum(send) == sum(receive) else values[:1].expand(sum(receive), *values.shape[1:])
 
 
-def bricks_of(n_ranks: int) -> tuple[float, Bricks]:
-    """The side of the cell, and the bricks of a bulk."""
-    length = (ATOMS * n_ranks / DENSITY) ** (1 / 3)
-    frames = Frames.of(length * np.eye(3)[None], np.ones((1, 3), dtype=bool))
-    places = torch.rand(SAMPLE * n_ranks, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def bricks_of(length: float, places: torch.Tensor, n_ranks: int) -> Bricks:
+    """The bricks of atoms at these places (n, 3), in units of the side of a cube."""
 
     def alone(values: torch.Tensor) -> torch.Tensor:
         return values
 
-    return length, make_bricks(frames, places, None, None, REACH, shape_of(n_ranks, None), alone, alone)
+    frames = Frames.of(length * np.eye(3)[None], np.ones((1, 3), dtype=bool))
+    return make_bricks(frames, places, None, None, REACH, shape_of(n_ranks, None), alone, alone)
+
+
+def places_of(kind: str, n: int) -> torch.Tensor:
+    """Places (n, 3) of atoms of this kind: in all of the cell, or with vacuum around them."""
+    generator = torch.Generator().manual_seed(1)
+    uniform = torch.rand(n, 3, generator=generator, dtype=torch.float64)
+    normal = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    if kind == "two clusters":  # a third of the atoms, and two thirds
+        return torch.where(torch.arange(n).unsqueeze(1) < n // 3, 0.25, 0.7) + 0.03 * normal
+    if kind == "tilted slab":
+        height = uniform[:, 0] + uniform[:, 1] + 0.1 * uniform[:, 2]
+        return torch.stack([uniform[:, 0], uniform[:, 1], height % 1.0], 1)
+    if kind == "droplet":
+        return 0.5 + 0.25 * normal / normal.norm(dim=1, keepdim=True) * uniform[:, :1] ** (1 / 3)
+    return uniform
+
+
+def balance_of(n_ranks: int) -> str:
+    """The balance of each kind."""
+    length = side_of(BALANCED)
+    kinds = ("bulk", "two clusters", "tilted slab", "droplet")
+    return ", ".join(f"{kind} {bricks_of(length, places_of(kind, BALANCED), n_ranks).largest:.3f}" for kind in kinds)
+
+
+def side_of(n_atoms: int) -> float:
+    """The side of a cube with a bulk of these atoms."""
+    return (n_atoms / DENSITY) ** (1 / 3)
 
 
 def measured(others: Others, call: Callable[[], Any]) -> tuple[Traffic, float]:
@@ -136,7 +164,8 @@ def measured(others: Others, call: Callable[[], Any]) -> tuple[Traffic, float]:
 def run(n_ranks: int, show: Callable[[str, Traffic, float, str], None]) -> None:
     """All figures for one number of ranks."""
     rank = n_ranks // 2
-    length, bricks = bricks_of(n_ranks)
+    length = side_of(ATOMS * n_ranks)
+    bricks = bricks_of(length, places_of("bulk", SAMPLE * n_ranks), n_ranks)
     others = Others(rank, n_ranks)
     low, high = (torch.from_numpy(ends[rank]) for ends in bricks.bounds(0.0))
     generator = torch.Generator().manual_seed(2)
@@ -184,6 +213,8 @@ def main() -> None:
         )
 
     for n_ranks in options.ranks:
+        if n_ranks <= BALANCED / LEAST:
+            print(f"{n_ranks:6} {'balance':22} {balance_of(n_ranks)}")
         run(n_ranks, lambda *told, n_ranks=n_ranks: show(n_ranks, *told))
 
 

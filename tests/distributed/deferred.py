@@ -110,13 +110,36 @@ def ranks_that_never_compare_can_be_asked(group: Any) -> None:
     dsf_coulomb(1.2 * atoms.x, atoms.q, 3.0, 0.2, strained, domain=atoms.domain)
     with pytest.raises(ValueError, match=r"in call \d+ \(deferred\.py:\d+\), and in 1 later ones"):
         atoms.domain.settle()
-    # follow decides at once, and reads what is left
+    # follow reads what is left; the first one, which knows no motion, decides at once
     away = 0.3 if far else 0.0
     atoms.dsf(away)
     with pytest.raises(ValueError, match="whose results are wrong"):
         atoms.domain.follow(atoms.x + away)
     domain = atoms.domain.follow(atoms.x + away)[0]
     assert domain is not atoms.domain
+
+
+@case(2)
+def atoms_that_jump_are_an_error_of_the_next_follow(group: Any) -> None:
+    """It expects them to go on as they did; then it names the call with the domain that they had left, and goes on."""
+    for check in ("later", "never"):
+        atoms = Divided(group, check=check)
+        start, domain = atoms.x, atoms.domain
+        jump = 0.3 if dist.get_rank(group) == 1 else 0.0
+        for shift in (0.0, 0.01, 0.02, 0.02 + jump):
+            atoms.x = start + shift
+            assert domain.follow(atoms.x)[0] is domain, "nobody can foresee it"
+            atoms.dsf()
+        with pytest.raises(ValueError, match=r"moved by 0\.5\d*, .* in call \d+ \(deferred\.py:\d+\).*are wrong"):
+            domain.follow(atoms.x)
+        new, x, q = domain.follow(atoms.x, atoms.q)
+        assert new is not domain
+        whole, moved = new.collect(new.follow(x, q)[1]), domain.collect(start + 0.02 + jump)
+        expected = dsf_coulomb(moved, domain.collect(atoms.q), 3.0, 0.2, atoms.atoms.cell)[0]
+        found = dsf_coulomb(x, q, 3.0, 0.2, atoms.atoms.cell, domain=new)[0]
+        if dist.get_rank(group) == 0:
+            assert_equal(whole, moved, "positions")
+            assert_equal(found, expected, "energy")
 
 
 @case(2)
@@ -183,7 +206,10 @@ def told(what: Any, group: Any) -> list[Any]:
 
 @case(2)
 def the_host_reads_nothing_in_a_step(group: Any) -> None:
-    """Where it would wait for a device: with "never" nothing, with "later" messages of the call before."""
+    """Where it would wait for a device: with "never" nothing, with "later" messages of the call before.
+
+    Whether atoms must be divided again is read from the message of the step before, also in steps of dynamics.
+    """
     steps: dict[str, Callable[[Divided], Any]] = {
         "DSF": lambda atoms: atoms.dsf(compute_forces=True),
         "PME with two derivatives": lambda atoms: atoms.gradients(atoms.pme),
@@ -193,18 +219,33 @@ def the_host_reads_nothing_in_a_step(group: Any) -> None:
         "D3": lambda atoms: atoms.d3(),
         "values": lambda atoms: atoms.domain.sum(atoms.domain.with_ghosts(atoms.x).sum()),
     }
-    follows = {"follow": lambda atoms: atoms.domain.follow(atoms.x, atoms.q, cell=atoms.atoms.cell)}
+    model, states = SumOfTerms(partial(lennard_jones(3.0), sigma=1.4, epsilon=1e-6)), {}
+
+    def dynamics(atoms: Divided) -> None:
+        domain, integrator = atoms.domain, nve(1e-4)
+        if domain not in states:
+            numbers = atoms.atoms.numbers[domain.global_index]
+            system = System(atoms.x, cell=atoms.atoms.cell, numbers=numbers, domain=domain)
+            states[domain] = integrator.start(system, model, velocities=0.0 * atoms.x)
+        states[domain] = integrator.step(states[domain], model)
+        assert states[domain].system.domain is domain
+
+    follows = {
+        "follow": lambda atoms: atoms.domain.follow(atoms.x, atoms.q, cell=atoms.atoms.cell),
+        "a step of dynamics": dynamics,
+    }
     with replaced_layout("cpu", CPU._replace(reads=False, serial=False)):
-        for check, calls in (("never", steps), ("later", {**steps, **follows})):
+        for check in ("never", "later"):
             atoms = Divided(group, check=check)
-            for name, step in calls.items():
+            for name, step in (steps | follows).items():
                 for _ in range(2):
                     step(atoms)
                 with host_reads() as found:
                     step(atoms)
-                elsewhere = [place for place in found if not (check == "later" and "communication.py" in place[-1])]
+                may_read = check == "later" or name in follows
+                elsewhere = [place for place in found if not (may_read and "communication.py" in place[-1])]
                 assert not elsewhere, (check, name, elsewhere)
-                assert bool(found) == (check == "later" and name != "values"), (check, name, found)
+                assert bool(found) == (may_read and name != "values"), (check, name, found)
         with host_reads() as found:
             Divided(group).dsf()
         assert found, "it counts"
@@ -245,6 +286,8 @@ def calls_can_be_captured_if_ranks_never_compare(group: Any) -> None:
     address = kept.data_ptr()
     with mock.patch.object(ledger, "is_capturing", lambda: True):
         atoms.dsf(0.3)
+        with pytest.raises(ValueError, match=r"`Domain\.follow` cannot be captured"):
+            atoms.domain.follow(atoms.x)
         with pytest.raises(ValueError, match='`check` of the `domain` must be "never"'):
             Divided(group, check="later").dsf()
     assert atoms.domain._ledger._state is kept and kept.data_ptr() == address

@@ -1,6 +1,7 @@
 """Cases for several ranks of which one fails where nobody asks it: between messages, calls or steps. See `ranks.py`."""
 
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from nvalchemiops.ase import Electrostatics, on_ranks
 from nvalchemiops.torch import System
-from nvalchemiops.torch.distributed import Domain, communication, exchange, fail_together
+from nvalchemiops.torch.distributed import Domain, OtherRankError, communication, exchange, fail_together
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate
 from nvalchemiops.torch.interactions.electrostatics import coulomb, dsf_coulomb
 from nvalchemiops.torch.interactions.pair import lennard_jones, shares
@@ -21,6 +22,9 @@ from tests.distributed.common import Atoms, case
 from tests.distributed.steps import Steps, group_like, raises
 
 CHARGES = {"Na": 1.0, "Cl": -1.0}
+
+WITHIN = 20.0
+"""Seconds in which ranks learn that another has failed: three, and more where many processes share a core."""
 
 
 def soon(call: Callable[[], Any], *texts: str) -> None:
@@ -58,6 +62,47 @@ def no_memory_in_the_middle_of_a_call(group: Any) -> None:
         else:
             soon(partial(call, steps), "rank 1 failed in call", "OutOfMemoryError: no memory left")
         soon(partial(steps, 2), "out of step", "new_group")
+
+
+@case(2)
+def others_learn_an_error_within_seconds(group: Any) -> None:
+    """With the intervals that users have: all other cases make them shorter."""
+    steps, rank = Steps(group_like(group)), dist.get_rank(group)
+    begin = time.monotonic()
+    if rank == 1:
+        with (
+            fails(shares, "swap_rows", torch.OutOfMemoryError("no memory left")),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            steps(1)
+    else:
+        with pytest.raises(OtherRankError, match=r"rank 1 failed in call \d+ .*OutOfMemoryError: no memory left"):
+            steps(1)
+    assert time.monotonic() - begin < WITHIN
+
+
+@case(2)
+def a_message_that_arrives_as_a_wait_ends(group: Any) -> None:
+    """By its timeout: this is no failure of the message. It is one if the message fails then."""
+
+    class Late:
+        waits = 0
+
+        def __init__(self, fails: bool) -> None:
+            self.fails = fails
+
+        def is_completed(self) -> bool:
+            return self.waits > 0
+
+        def wait(self, timeout: Any) -> None:
+            self.waits += 1
+            if self.waits == 1 or self.fails:
+                raise RuntimeError("no message in time" if self.waits == 1 else "connection closed")
+
+    tensor, messages = torch.zeros(1), communication.messages_of(group)
+    communication._wait(Late(False), tensor, group, messages)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        communication._wait(Late(True), tensor, group, messages)
 
 
 @case(2)

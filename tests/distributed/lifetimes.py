@@ -93,7 +93,9 @@ def values_that_do_not_fit(group: Any) -> None:
         raises(made(weights=weights), "`weights`")
     raises(made(weights=torch.ones(len(x)) if here else None), "`weights` must be the same")
     raises(made(cuts=(2, 1, 1)), "`cuts`")
-    raises(made(cuts=domain.bricks._replace(shape=shape_of(5, None))), "`cuts` are those of 5 ranks")
+    more_ranks = dist.get_world_size(group) + 1
+    others = domain.bricks._replace(shape=shape_of(more_ranks, None))
+    raises(made(cuts=others), f"`cuts` are those of {more_ranks} ranks")
     raises(made(cuts=domain.bricks._replace(cut=domain.bricks.cut + here)), "`cuts` must be the same")
     raises(made(group=dist.GroupMember.NON_GROUP_MEMBER), "`group`: this rank is not in it")
     # and then normal work

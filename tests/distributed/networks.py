@@ -206,11 +206,22 @@ def what_all_ranks_have_is_divided(group: Any) -> None:
         assert_equal(everything.positions, whole.positions, "positions")
         assert torch.equal(everything.numbers, atoms.numbers) and torch.equal(everything.batch_idx, atoms.batch_idx)
 
+    size = dist.get_world_size(group)
+    weights = torch.arange(1, len(atoms.positions) + 1).to(F64)
+    own = divide(whole, cutoff=3.0, group=group, grid=(1, 1, size), weights=weights, check="later")
+    assert own.domain is not None and own.domain.is_deferred
+    assert own.domain.bricks.cuts_along.tolist() == [0, 0, size - 1]
+    assert_equal(own.domain.weights, weights[own.domain.global_index] / len(weights), "weights", 1e-5)
+
     other = whole._replace(positions=leaves[0].detach() + 0.1 * rank)
     for call, words in (
         (lambda: divide(other, cutoff=3.0, group=group), "`positions` must be the same on all ranks"),
         (lambda: divide(own, cutoff=3.0, group=group), "have a `domain` already"),
         (lambda: divide(whole, cutoff=-3.0, group=group), "`cutoff` must be positive"),
+        (lambda: divide(whole, cutoff=3.0, group=group, check="soon"), "`check`"),
+        (lambda: divide(whole, cutoff=3.0, group=group, grid=(size, size, 1)), "`grid`"),
+        (lambda: divide(whole, cutoff=3.0, group=group, weights=weights + rank), "`weights` must be the same on all"),
+        (lambda: divide(whole, cutoff=3.0, group=group, weights=weights.repeat(2)), "`weights` must be a tensor of"),
     ):
         with pytest.raises((ValueError, OtherRankError), match=words):
             call()

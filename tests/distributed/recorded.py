@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch import RecordingError, System, record
-from nvalchemiops.torch.distributed import Domain, fail_together, ledger
+from nvalchemiops.torch.distributed import Domain, divide, fail_together, ledger
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, simulate
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
@@ -207,8 +207,9 @@ def a_new_division_is_recorded_again(group: Any) -> None:
         of_variable = record(lambda x: domain.with_ghosts(x), if_changed="raise" if raises else "record")  # noqa: B023
         domain, x, q = divided.domain, divided.x, divided.q
         for number in range(8):
-            # by half of the cell, so that as many atoms go to a rank as leave it
-            new, x, q = domain.follow(x + torch.tensor([3.2 * (number == 4), 0.0, 0.0], dtype=F64), q)
+            new = domain
+            if number == 4:  # by half of the cell, so that as many atoms go to a rank as leave it
+                new, x, q = domain.follow(x + torch.tensor([3.2, 0.0, 0.0], dtype=F64), q)
             assert (new is domain) == (number != 4)
             assert domain.n_ranks > 2 or (new.n_owned, new.n_ghosts) == (domain.n_owned, domain.n_ghosts)
             domain = new
@@ -272,12 +273,12 @@ def what_ranks_find_in_replays_is_told(group: Any) -> None:
 def dynamics_with_a_recorded_model(group: Any) -> None:
     """The trajectory has the same bits; each division of the atoms is recorded, and replayed while it lasts."""
     atoms, model = Atoms(n=4), SumOfTerms(partial(lennard_jones(CUTOFF), sigma=1.4, epsilon=0.1))
-    mine, found, domains = atoms.mine(group), [], set()
-    step = record(model)
+    found, domains, step = [], set(), record(model)
     for way in (model, step):
-        domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, skin=SKIN, group=group, check="later")
-        system = domain.distribute(System(atoms.positions[mine], cell=atoms.cell, numbers=atoms.numbers[mine]))
-        velocities = domain.distribute(atoms.vectors[mine])
+        whole = System(atoms.positions, cell=atoms.cell, numbers=atoms.numbers)
+        system = divide(whole, cutoff=CUTOFF, skin=SKIN, group=group, check="later")
+        assert system.domain is not None
+        velocities = atoms.vectors[system.domain.global_index]
         hooks = [lambda state: domains.add(state.system.domain)] if way is step else []
         run = simulate(system, way, nve(0.004), steps=60, velocities=velocities, hooks=hooks)
         found.append(run.state.system.positions)

@@ -1,4 +1,4 @@
-"""Ranks with random faults: ``python -m tests.distributed.soak RANK COUNT FOLDER STEPS``.
+"""Ranks with random faults: ``python -m tests.distributed.soak RANK COUNT FOLDER STEPS [SEED]``.
 
 Each step is a step of training or of dynamics, with a fault of one rank in one of three: after it, all ranks have an
 error within seconds, agree whether they need a new group, and go on. Results of steps without faults are those of one
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.distributed import OtherRankError, collectives, communication, domain, fail_together, transform
+from nvalchemiops.torch.distributed import OtherRankError, collectives, communication, fail_together, ranks, transform
 from nvalchemiops.torch.distributed.agreement import Agreement
 from nvalchemiops.torch.interactions.electrostatics import sums
 from nvalchemiops.torch.interactions.pair import shares
@@ -34,7 +34,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (shares, "swap_rows"),
     (transform, "swap_rows"),
     (collectives, "add"),
-    (domain, "carried"),
+    (ranks, "carried"),
     (sums, "complete"),
     (torch.Tensor, "backward"),
     (time, "sleep"),
@@ -72,9 +72,9 @@ def step(steps: Steps, number: int) -> None:
         assert_equal(x.grad, whole.grad[mine], number)
 
 
-def run(n_steps: int, new_group: Callable[[], Any]) -> dict[str, int]:
+def run(n_steps: int, seed: int, new_group: Callable[[], Any]) -> dict[str, int]:
     """Make these steps, and count how they ended on this rank."""
-    rank, chance = dist.get_rank(), random.Random(1)
+    rank, chance = dist.get_rank(), random.Random(seed)
     steps, ends = Steps(new_group()), {"right": 0, "failed": 0, "other failed": 0, "new groups": 0}
     for number in range(n_steps):
         has_fault, victim = chance.random() < 1 / 3, chance.randrange(dist.get_world_size())
@@ -106,10 +106,11 @@ def run(n_steps: int, new_group: Callable[[], Any]) -> dict[str, int]:
 
 if __name__ == "__main__":
     rank, count, folder, n_steps = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    seed = int(sys.argv[5]) if len(sys.argv) > 5 else 1
     torch.set_num_threads(1)
     start(rank, count, folder)
     timeout = datetime.timedelta(seconds=300)
     quick: dict[str, Any] = {"LOOK": datetime.timedelta(seconds=0.05), "PATIENCE": 0.1}
     with mock.patch.multiple(communication, **quick):
-        print(run(n_steps, lambda: dist.new_group(range(count), timeout=timeout)))
+        print(run(n_steps, seed, lambda: dist.new_group(range(count), timeout=timeout)))
     dist.destroy_process_group()

@@ -242,13 +242,15 @@ def _wait(work: Any, tensor: torch.Tensor, group: Any, messages: Messages) -> No
         while not work.is_completed() and time.perf_counter() < end:
             os.sched_yield()
     while True:
+        was_completed = work.is_completed()  # asked before: a message may arrive after a wait that ends by its timeout
         try:
             work.wait(LOOK)
             return
         except RuntimeError:
-            if work.is_completed():
+            if was_completed:
                 raise
-        messages.look(group)
+        if not work.is_completed():
+            messages.look(group)
 
 
 def _take_part(

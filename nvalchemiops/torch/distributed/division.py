@@ -1,12 +1,13 @@
 """`divide`: systems, and states of dynamics and relaxations, which all ranks have, divided among them."""
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed.agreement import Agreement, kind_of
+from nvalchemiops.torch.distributed.bricks import check_weights
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.dynamics.model import count_systems
 from nvalchemiops.torch.dynamics.relaxing import RelaxationState
@@ -16,7 +17,17 @@ from nvalchemiops.torch.systems import System, of_each_atom
 Atoms = TypeVar("Atoms", System, State, RelaxationState)
 
 
-def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None, per_atom: Iterable[str] = ()) -> Atoms:
+def divide(
+    atoms: Atoms,
+    *,
+    cutoff: float,
+    skin: float = 0.0,
+    group: Any = None,
+    grid: tuple[int, int, int] | None = None,
+    weights: torch.Tensor | None = None,
+    check: Literal["each", "later", "never"] | int = "each",
+    per_atom: Iterable[str] = (),
+) -> Atoms:
     """Divide a system, or a state of dynamics or of a relaxation, that is the same on all ranks. A collective call.
 
     For systems that each rank can hold once; for larger ones make a `Domain` of what each rank holds.
@@ -29,8 +40,10 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
     ----------
     atoms : System, State or RelaxationState
         All atoms, the same on all ranks; a state may come from a run on any number of ranks (`load_state`).
-    cutoff, skin, group
+    cutoff, skin, group, grid, check
         As for `Domain`.
+    weights : (n,) tensor, optional
+        The work that each atom makes, as for `Domain`, but of all atoms, and the same on all ranks.
     per_atom : iterable of str, optional
         Names in ``extra`` of a state of values that your flows keep for each atom (`Flow.per_atom`).
 
@@ -63,13 +76,15 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
     with Agreement(group, system.positions.device) as agreement:
         if system.domain is not None:
             raise ValueError("`atoms` have a `domain` already")
-        for name, value in system._asdict().items():
+        for name, value in (system._asdict() | {"weights": weights}).items():
             is_tensor = isinstance(value, torch.Tensor)
             agreement.must_be_same(**{name: (kind_of(value), value.detach().cpu()) if is_tensor else value})
         if isinstance(atoms, State):
             agreement.must_be_same(step=atoms.step.cpu(), velocities=atoms.velocities.detach().cpu())
         elif isinstance(atoms, RelaxationState):
             agreement.must_be_same(evaluations=atoms.evaluations, x=atoms.record.x.cpu())
+        if weights is not None:
+            check_weights(weights, system.positions)
         n_systems = count_systems(system)
     held = slice(n_atoms * rank // size, n_atoms * (rank + 1) // size)
     batch_idx = None if system.batch_idx is None else system.batch_idx[held]
@@ -80,6 +95,9 @@ def divide(atoms: Atoms, *, cutoff: float, skin: float = 0.0, group: Any = None,
         skin=skin,
         num_systems=None if batch_idx is None else n_systems,
         group=group,
+        grid=grid,
+        weights=None if weights is None else weights[held],
+        check=check,
     )
 
     def bring(value: torch.Tensor) -> torch.Tensor:

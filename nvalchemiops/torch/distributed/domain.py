@@ -8,21 +8,18 @@ for a `VerletList`.
 Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/jcph.1995.1039.
 """
 
-import contextlib
 import copy
 import functools
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_of, of_atoms
+from nvalchemiops.torch.distributed.agreement import Agreement, described, of_atoms
 from nvalchemiops.torch.distributed.bricks import (
     ONE,
     Bricks,
@@ -34,15 +31,14 @@ from nvalchemiops.torch.distributed.bricks import (
     make_bricks,
     shape_of,
 )
-from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum, messages_of
-from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
+from nvalchemiops.torch.distributed.exchange import Exchange, carried, inverse
 from nvalchemiops.torch.distributed.faults import in_call
-from nvalchemiops.torch.distributed.ledger import Entry, Found, Ledger, interval_of
-from nvalchemiops.torch.distributed.modules import with_replicated_parameters
+from nvalchemiops.torch.distributed.ledger import Ledger, interval_of
 from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.distributed.neighbors import OwnedRows
 from nvalchemiops.torch.distributed.pairs import OwnedPairs, owned_pairs
+from nvalchemiops.torch.distributed.ranks import Ranks
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.operators.noise import places_in_systems
@@ -60,7 +56,7 @@ KEPT = 1.1
 """Cuts are kept by `Domain.follow` while the rank with the most work has at most this times what it had before."""
 
 
-class Domain:
+class Domain(Ranks):
     """Atoms of one system or of a batch, divided among the ranks of a group. Making one is a collective call.
 
     Parameters
@@ -95,7 +91,8 @@ class Domain:
     check : {"each", "later", "never"} or int, default="each"
         When ranks compare arguments, and the host learns whether atoms have moved too far: in each call before it goes
         on; "later", in the next call (or every so many calls), so that the host does not wait; or "never" but in
-        `settle`. A mistake then is an error of a later call, or of `settle`, which names the call that was wrong.
+        `settle` and `follow`. A mistake then is an error of a later call, or of `settle`, which names the call that was
+        wrong.
 
     Attributes
     ----------
@@ -135,14 +132,11 @@ class Domain:
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("a Domain needs torch.distributed: start ranks by torchrun, and call init_process_group")
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.n_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.number = number_of(self.group)
-        self.device = positions.device if isinstance(positions, torch.Tensor) else torch.device("cpu")
+        device = positions.device if isinstance(positions, torch.Tensor) else torch.device("cpu")
+        super().__init__(dist.group.WORLD if group is None else group, device)
         self._options: dict[str, Any] = {"cutoff": cutoff, "skin": skin, "group": group, "grid": grid, "check": check}
         for name, value in (("cell", cell), ("pbc", pbc)):
             self._options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        self._agreement: weakref.ref[Agreement] | None = None
         with Agreement(self.group, self.device) as agreement:
             checks.check_positions(positions)
             self.cutoff = checks.check_positive("cutoff", cutoff)
@@ -203,26 +197,6 @@ class Domain:
         self._ledger = None if every is None else Ledger(self.group, self.device, self.skin, every)
 
     # -- making it --------------------------------------------------------------------------------
-
-    def _together(self, now: bool = False) -> contextlib.AbstractContextManager[Agreement]:
-        """An error barrier around a part of a collective call; see `Agreement`. ``now``: whatever ``check`` says.
-
-        Nested barriers join the outer one and send no message. At the end all ranks raise if atoms on one of them have
-        moved too far.
-        """
-        # a part that an interrupt ended is gone with its frame
-        agreement = None if self._agreement is None else self._agreement()
-        if agreement is not None and not agreement.is_over:
-            return contextlib.nullcontext(agreement)
-        agreement = Agreement(self.group, self.device, self.skin) if now else self._barrier()
-        self._agreement = weakref.ref(agreement)
-        return agreement
-
-    def _barrier(self, counts: bool = True) -> Agreement:
-        """A new error barrier; one that ranks pass later if ``check`` says so, and no rank has just failed."""
-        if self._ledger is None or messages_of(self.group).left:
-            return Agreement(self.group, self.device, self.skin if counts else math.inf)
-        return Entry(self._ledger, self.skin, counts)
 
     def _cut(
         self,
@@ -303,6 +277,10 @@ class Domain:
         collective call: all ranks make the same choice. Atoms keep their numbers, and `gather` returns values to the
         ranks that held the atoms in the beginning.
 
+        With ``check="each"`` this is found out before the call returns. Otherwise the host reads how far atoms were in
+        the last call, and expects them to go on as fast: it divides them early. A domain that atoms have left by a jump
+        is returned, too; calls with it are wrong, and the next `follow` or `settle` raises the error of them.
+
         Parameters
         ----------
         positions : (n_owned, 3) tensor
@@ -325,8 +303,7 @@ class Domain:
         self, positions: torch.Tensor, values: Sequence[torch.Tensor], cell: torch.Tensor | None
     ) -> tuple["Domain", Callable[[torch.Tensor], torch.Tensor]]:
         """The domain that `follow` returns, and a function that brings values of atoms to their owners in it."""
-        later = self._ledger if self._ledger is not None and self._ledger.every else None
-        with Agreement(self.group, self.device) if later is None else self._barrier(counts=False) as agreement:
+        with self._barrier(counts=False) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
@@ -334,8 +311,8 @@ class Domain:
             agreement.note_cell(self._reference, cell)
             if not agreement.is_deferred:
                 agreement.note_moved(self._reference, positions, cell)
-        if later is not None and agreement.is_deferred:
-            is_far = later.must_divide(self._reference.moved_on_device(positions, cell))
+        if self._ledger is not None and agreement.is_deferred:
+            is_far = self._ledger.must_divide(self._reference.moved_on_device(positions, cell))
         else:
             is_far = not 2.0 * agreement.largest[0] <= self.skin
         if not is_far:
@@ -343,8 +320,8 @@ class Domain:
         self.settle()
         options = self._options if cell is None else {**self._options, "cell": cell.detach().clone()}
         new = Domain(positions, batch_idx=self.batch_idx, **options)
-        if later is not None and new._ledger is not None:
-            new._ledger.goes_on(later)
+        if self._ledger is not None and new._ledger is not None:
+            new._ledger.goes_on(self._ledger)
         move = new._to_owners.apply
         with torch.inference_mode(False):
             new.global_index = move(self.global_index)
@@ -389,25 +366,6 @@ class Domain:
         return to_holders.back(rows).in_order(inverse(to_holders.rows))
 
     # -- values of atoms --------------------------------------------------------------------------
-
-    def _carried(
-        self, move: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, n_rows: int | None = None
-    ) -> torch.Tensor:
-        """Return ``move(values)``, a collective call; raise on all ranks if shapes or dtypes do not fit together.
-
-        With ``n_rows`` the values belong to atoms, and must have this many rows. Without the check, a message with
-        different sizes would end the process, or deliver rows of other atoms. In compiled code, and where the host
-        would wait for a GPU, ranks do not compare: each checks its own rows.
-        """
-        with in_call(self.group):
-            if torch.compiler.is_compiling() or (self._ledger is None and not layout(self.device.type).reads):
-                check_rows(values, n_rows)
-            else:
-                with self._barrier(counts=False) as agreement:
-                    check_rows(values, n_rows)
-                    told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
-                    agreement.same["`values`"] = told
-            return carried(move, values)
 
     def distribute(self, values: OfAtoms) -> OfAtoms:
         """Bring values of atoms to the ranks that own them. A collective call, differentiable to any order.
@@ -555,67 +513,6 @@ class Domain:
 
         return self._carried(add, values, self.n_owned + self.n_ghosts)
 
-    def sum(self, shares: torch.Tensor) -> torch.Tensor:
-        """Sum shares of a result that all ranks have in common, such as the energy. A collective call.
-
-        Parameters
-        ----------
-        shares : (...) tensor
-            Of the same shape on all ranks.
-
-        Returns
-        -------
-        (...) tensor
-            The sum, the same on all ranks. Each rank computes the same loss from it, which counts once: the gradient of
-            a share is the gradient of the sum.
-        """
-        return self._carried(self._sum, shares)
-
-    def _sum(self, shares: torch.Tensor) -> torch.Tensor:
-        return sum_of_shares(shares, self.number)
-
-    def sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values from which each rank then computes its own share of a result. A collective call.
-
-        Parameters
-        ----------
-        values : (...) tensor
-            Of the same shape on all ranks.
-
-        Returns
-        -------
-        (...) tensor
-            The sum. Its gradients are summed over the ranks, too.
-        """
-        return self._carried(self._sum_for_shares, values)
-
-    def _sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
-        return sum_on_all_ranks(values, self.number)
-
-    @overload
-    def replicated(self, values: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def replicated(self, values: torch.nn.Module) -> Callable[..., Any]: ...
-
-    def replicated(self, values: torch.Tensor | torch.nn.Module) -> Any:
-        """Mark a tensor that is the same on all ranks before it is combined with values of owned atoms.
-
-        Parameters
-        ----------
-        values : (...) tensor or torch.nn.Module
-            The same on all ranks, such as a parameter of a model, or a module with all of its parameters.
-
-        Returns
-        -------
-        (...) tensor or callable
-            The same values, or the module as a function. Gradients of the tensor or the parameters are summed over the
-            ranks, in a collective call of the backward pass.
-        """
-        if isinstance(values, torch.nn.Module):
-            return with_replicated_parameters(values, self.replicated)
-        return carried(lambda values: replicated(values, self.number), values)
-
     def distribute_pairs(self, pairs: torch.Tensor, factors: torch.Tensor | None = None) -> OwnedPairs:
         """Bring pairs of atoms, such as exclusions, to the ranks that own their atoms. A collective call.
 
@@ -636,15 +533,6 @@ class Domain:
         with in_call(self.group):
             return owned_pairs(self, pairs, factors)
 
-    def _maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum of the values over all ranks, without gradients. A collective call."""
-        return maximum(values.detach().clone(), self.group)
-
-    def _is_same(self, values: torch.Tensor) -> bool:
-        """Whether values, of the same shape on all ranks, are equal on all of them. A collective call."""
-        ends = self._maximum(torch.stack([values, -values]))
-        return not bool((ends[0] > -ends[1]).any())  # NaN is no difference
-
     def _union(self, numbers: torch.Tensor, size: int) -> list[int]:
         """The numbers from 0 to ``size - 1`` that occur on any rank. A collective call.
 
@@ -657,11 +545,6 @@ class Domain:
                 add(there, self.group)
                 kept["union", size] = there[:size].nonzero().flatten().tolist()
         return list(kept["union", size])
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether ranks compare after a call has gone on, so that it reads no values; see ``check``."""
-        return self._ledger is not None
 
     # -- neighbors --------------------------------------------------------------------------------
 
@@ -724,24 +607,6 @@ class Domain:
         """
         most = torch.tensor(self._reference.moved(positions, cell), dtype=torch.float64, device=self.device)
         return float(maximum(most, self.group))
-
-    def settle(self, *, raises: bool = True) -> Found:
-        """Read what calls have found that nobody has read yet, if they do not compare at once. A collective call.
-
-        Call it before you use results of the last calls, and after captured calls were replayed.
-
-        Returns
-        -------
-        Found
-            The number of ``calls`` that nobody had read, how many were ``wrong``, which was the ``first``, and the
-            ``largest`` displacement.
-
-        Raises
-        ------
-        ValueError
-            Atoms had moved too far in a call, unless ``raises`` is False, or an argument was not the same on all ranks.
-        """
-        return Found(0, 0, 0, 0.0) if self._ledger is None else self._ledger.settle(raises)
 
     def neighbors(self, positions: torch.Tensor, cutoff: float, cell: torch.Tensor | None = None) -> Rows:
         """Return the neighbors of owned atoms, and the owned neighbors of ghosts, up to ``cutoff`` plus the skin.

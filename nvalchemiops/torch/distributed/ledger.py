@@ -65,11 +65,21 @@ class Found(NamedTuple):
     largest: float
 
 
+class _Call(NamedTuple):
+    """What the host knows of a call: its number and place, what it compared, and whether it is counted."""
+
+    number: int
+    place: str
+    same: dict[str, str]
+    counts: bool
+
+
 class _Sent(NamedTuple):
-    """A message that has not been read yet, and the calls that it covers: number, place and what they compared."""
+    """A message that has not been read yet, the last calls that it covers, and how many the host has counted."""
 
     read: Callable[[], list[Any]]
-    calls: tuple[tuple[int, str, dict[str, str]], ...]
+    calls: tuple[_Call, ...]
+    n_calls: int
 
 
 def interval_of(check: Any) -> int | None:
@@ -103,7 +113,7 @@ class Ledger:
             self._state = torch.zeros(5, dtype=torch.int64, device=device)
         self._sums: list[torch.Tensor] = []
         self._host_sum = 0
-        self._calls: collections.deque[tuple[int, str, dict[str, str]]] = collections.deque(maxlen=RECENT)
+        self._calls: collections.deque[_Call] = collections.deque(maxlen=RECENT)
         self._n_calls = 0
         self._sent: collections.deque[_Sent] = collections.deque()
         self._before = self.growth = math.nan
@@ -111,11 +121,11 @@ class Ledger:
 
     # -- what calls find --------------------------------------------------------------------------
 
-    def note(self, same: dict[str, str], text: bytes) -> None:
+    def note(self, same: dict[str, str], text: bytes, counts: bool) -> None:
         """Note descriptions of values that must be the same on all ranks, and these as one text."""
         here = messages_of(self.group)
         self._host_sum = zlib.crc32(text, self._host_sum)
-        self._calls.append((here.calls, here.place, same))
+        self._calls.append(_Call(here.calls, here.place, same, counts))
 
     def compare(self, checksums: Sequence[torch.Tensor]) -> None:
         """Note tensors that must be the same on all ranks, by checksums. Sends nothing, reads nothing."""
@@ -151,7 +161,8 @@ class Ledger:
         known = on_device([here.calls, here.count, self._host_sum], self.device)
         both = torch.cat([known, self._state])
         self._state.zero_()
-        self._sent.append(_Sent(begin_maximum(torch.cat([both, -both]), self.group), tuple(self._calls)))
+        read = begin_maximum(torch.cat([both, -both]), self.group)
+        self._sent.append(_Sent(read, tuple(self._calls), self._n_calls))
         self._n_calls, self._host_sum = 0, 0
         self._calls.clear()
 
@@ -171,9 +182,11 @@ class Ledger:
         largest = 0.5 * max(self.skin, TINY) * struct.unpack("d", struct.pack("q", highest[6]))[0]
         if wrong and raises:
             where = f"{wrong} of {calls} calls or more, first in number {first} of them"
-            if len(sent.calls) == calls:
-                number, place, _ = sent.calls[first - 1]
-                where = f"call {number} ({place})" + (f", and in {wrong - 1} later ones" if wrong > 1 else "")
+            counted = [call for call in sent.calls if call.counts]
+            # the host has forgotten older calls, and does not see replays of a graph of the user
+            if sent.n_calls == calls and calls - first < len(counted):
+                call = counted[first - calls - 1]
+                where = f"call {call.number} ({call.place})" + (f", and in {wrong - 1} later ones" if wrong > 1 else "")
             raise ValueError(
                 f"atoms had moved by {largest:g}, with the part of a strained cell, more than half of the skin of the "
                 f"`domain`, {self.skin}, in {where}, whose results are wrong: go on from a state before, with a larger "
@@ -183,8 +196,8 @@ class Ledger:
 
     def _raise_difference(self, sent: _Sent) -> None:
         told = Agreement(self.group, self.device)
-        for number, place, same in sent.calls:
-            told.same |= {f"{name} in call {number} ({place})": value for name, value in same.items()}
+        for call in sent.calls:
+            told.same |= {f"{name} in call {call.number} ({call.place})": value for name, value in call.same.items()}
         told.raise_difference("values of a tensor on the device, such as `cell`,")
 
     def settle(self, raises: bool = True) -> Found:
@@ -204,9 +217,11 @@ class Ledger:
     def must_divide(self, moved: torch.Tensor) -> bool:
         """Whether atoms must be divided again, judged from how far they were at the last call and how fast they move.
 
-        A collective call that reads the message of the last one. Atoms that have moved farther than was expected are
-        found by the calls that use them.
+        A collective call that reads the message of the last one, whatever `every` is: without it nobody would divide
+        atoms in time. Atoms that have moved farther than was expected are found by the calls that use them.
         """
+        if is_capturing():
+            raise ValueError("`Domain.follow` cannot be captured: it reads how far atoms were. Call it between replays")
         sent = begin_maximum(moved.reshape(1).clone(), self.group)
         if math.isnan(self._before):  # for the first time
             (self._before,) = (self.growth,) = sent()
@@ -260,7 +275,7 @@ class Entry(Agreement):
                 moved = None if self._moved is None else values_of(self._moved)
                 text = repr(sorted(self.same.items())).encode()
                 act(
-                    functools.partial(self._ledger.note, self.same, text),
+                    functools.partial(self._ledger.note, self.same, text, self._counts),
                     functools.partial(self._note, compared, moved),
                     (*compared, *(() if moved is None else (moved,)), messages_of(self._group).domains),
                 )
