@@ -182,7 +182,7 @@ def relax(
     if isinstance(optimizer, str):
         checks.check_choice("optimizer", optimizer, OPTIMIZERS)
         optimizer = OPTIMIZERS[optimizer]()
-    elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "select")):
+    elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
         raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
     fmax = checks.check_not_negative("fmax", fmax)
     if smax is not None:
@@ -201,8 +201,6 @@ def relax(
     arguments = {"optimizer": name, "fmax": fmax, "smax": smax, "cell": described(cell)}
     with together(domain, now=True):
         must_be_same(domain, **arguments, max_steps=max_steps, compact_every=compact_every)
-        if domain is not None and not hasattr(optimizer, "carried"):
-            raise TypeError(f"`optimizer`: {optimizer!r} has no method `carried`, which ranks need")
         if saved is not None:
             if fixed is not None:
                 raise TypeError("`fixed` goes with a System; the state has it")
