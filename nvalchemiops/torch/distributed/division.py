@@ -9,7 +9,7 @@ import torch.distributed as dist
 from nvalchemiops.torch.distributed.agreement import Agreement, kind_of
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.dynamics.model import count_systems
-from nvalchemiops.torch.dynamics.relaxing import RelaxationState
+from nvalchemiops.torch.dynamics.relaxation_state import RelaxationState
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.systems import System, of_each_atom
 
