@@ -582,5 +582,5 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
 def test_systems_without_a_cell() -> None:
     with pytest.raises(ValueError, match="the system has none"):
         Chart(System(torch.zeros((2, 3))), cell=True)
-    with pytest.raises(ValueError, match="`memory` must be positive"):
+    with pytest.raises(ValueError, match="`memory` must be at least 1"):
         LBFGS(memory=0)

@@ -96,9 +96,7 @@ class Constraints:
             raise ValueError(f"`pairs` must have shape (n_pairs, 2), got {tuple(pairs.shape)}")
         if pairs.is_floating_point() or pairs.dtype == torch.bool:
             raise TypeError(f"`pairs` must be integers, got {pairs.dtype}")
-        if checks.check_count("iterations", iterations) < DIFFERENTIABLE:
-            raise ValueError(f"`iterations` must be at least {DIFFERENTIABLE}, got {iterations}")
-        self.iterations = iterations
+        self.iterations = checks.check_count("iterations", iterations, DIFFERENTIABLE)
         self.pairs = pairs = pairs.to(torch.int64)
         device, host = pairs.device, pairs.tolist()
         seen = {frozenset(pair) for pair in host}

@@ -375,8 +375,7 @@ def _check(optimizer: Any) -> None:
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
         if field.type in ("int", int):
-            if checks.check_count(field.name, value) == 0 and field.name == "memory":
-                raise ValueError("`memory` must be positive, got 0")
+            checks.check_count(field.name, value, 1 if field.name == "memory" else 0)
         elif field.type in ("bool", bool):
             checks.check_flag(field.name, value)
         else:

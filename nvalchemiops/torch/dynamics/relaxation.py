@@ -1,16 +1,15 @@
 """Relaxation of batches of systems: `relax`."""
 
-import contextlib
-import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import NvalchemiopsWarning, notify
+from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
@@ -218,7 +217,8 @@ def relax(
             raise RuntimeError("`state()` is for the hook that it was given to, before the next step")
         return batch.saved(arguments)._replace(evaluations=number + 1)
 
-    with whole_call(domain), _bar(n, progress and (domain is None or domain.rank == 0)) as show:
+    shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
+    with whole_call(domain), progress_bar(n, "system", shows, "relax") as show:
         if saved is None:
             batch.start()
         else:
@@ -364,17 +364,3 @@ def _judged(batch: Batch, found: Evaluation, fmax: float, smax: float | None, ma
         active=good & ~(is_step & (near | (known.steps >= max_steps))),
         evaluations=known.evaluations + was,
     )
-
-
-@contextlib.contextmanager
-def _bar(n_systems: int, progress: bool) -> Iterator[Callable[[int], None]]:
-    """A function that shows how many systems are done."""
-    tqdm: Any = None
-    if checks.check_flag("progress", progress):
-        with contextlib.suppress(ImportError):
-            tqdm = importlib.import_module("tqdm.auto").tqdm
-    if tqdm is None:
-        yield lambda _: None
-        return
-    with tqdm(total=n_systems, desc="relax", unit="system") as bar:
-        yield lambda done: bar.update(done - bar.n)
