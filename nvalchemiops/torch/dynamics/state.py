@@ -185,6 +185,20 @@ class State(NamedTuple):
         return 2.0 * self.kinetic_energies / self.extra["degrees_of_freedom"].squeeze(1).clamp(min=1.0)
 
     @property
+    def cell(self) -> torch.Tensor:
+        """Cells (n_systems, 3, 3)."""
+        if self.system.cell is None:
+            raise ValueError("a system without `cell` has no volume")
+        return self.system.cell
+
+    @property
+    def stress(self) -> torch.Tensor:
+        """The stress (n_systems, 3, 3) that the model gave."""
+        if self.evaluation.stress is None:
+            raise ValueError("the model gave no stress")
+        return self.evaluation.stress
+
+    @property
     def volumes(self) -> torch.Tensor:
         """Volumes (n_systems,) in float64."""
         return self.system.volume.to(torch.float64)
@@ -195,9 +209,7 @@ class State(NamedTuple):
 
         The stress is that of the model and of constraint forces.
         """
-        stress = self.evaluation.stress
-        if stress is None:
-            raise ValueError("the model gave no stress, so there is no pressure")
+        stress = self.stress
         if "constraint stress" in self.extra:
             stress = stress + self.extra["constraint stress"]
         kinetic = trace(self.twice_kinetic()).squeeze(1) / self.volumes
