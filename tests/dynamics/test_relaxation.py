@@ -571,7 +571,7 @@ def test_values_of_atoms_in_a_sum_of_terms_keep_all_systems(bound: str) -> None:
         ({"fmax": -1.0}, "`fmax`"),
         ({"smax": 0.1}, "`smax` is for cells"),
         ({"model": springs, "cell": True}, "`model` gives no stress"),
-        ({"model": lambda s: Evaluation(torch.zeros(3), s.positions)}, "`energies` of the model must have shape"),
+        ({"model": lambda s: Evaluation(torch.zeros(3), s.positions)}, "`model`: energies must have shape"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, holds_atoms
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, holds_atoms
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
@@ -306,12 +306,7 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
                 "it holds values for each atom or system of the whole batch, give `compact_every=None`."
             )
         raise
-    shapes: dict[str, tuple[int, ...]] = {"energies": (chart.n_systems,), "forces": (chart.n_atoms, 3)}
-    if found.stress is not None:
-        shapes["stress"] = (chart.n_systems, 3, 3)
-    for name, shape in shapes.items():
-        if getattr(found, name).shape != shape:
-            raise ValueError(f"`{name}` of the model must have shape {shape}, got {tuple(getattr(found, name).shape)}")
+    check_shapes(found, chart.n_systems, chart.n_atoms)
     stress = None if found.stress is None else found.stress.detach()
     return Evaluation(found.energies.detach(), found.forces.detach(), stress)
 
