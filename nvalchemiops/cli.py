@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 
     md = commands.add_parser("md", help="molecular dynamics of the structures in a file", epilog=_MD_EXAMPLE)
     _add_structures_and_terms(md)
-    md.add_argument("--ensemble", choices=["nve", "langevin", "nvt", "npt"], default="nve", help="(nve)")
+    ensembles = ["nve", "langevin", "nvt", "csvr", "nph", "npt", "stochastic_cell"]
+    md.add_argument("--ensemble", choices=ensembles, default="nve", help="(nve)")
     md.add_argument(
         "--temperature",
         type=float,
@@ -80,11 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     md.add_argument("--dt", type=float, default=1.0, metavar="FS", help="time step in fs (1)")
     md.add_argument("--steps", type=int, default=1000, help="number of steps (1000)")
-    md.add_argument("--pressure", type=float, nargs="+", metavar="GPA", help="for npt, like the temperature (0)")
+    md.add_argument("--pressure", type=float, nargs="+", metavar="GPA", help="like the temperature (0)")
+    md.add_argument(
+        "--compressibility", type=float, metavar="1/GPA", help="for stochastic_cell, about that of the system"
+    )
     md.add_argument(
         "--cell",
         choices=["isotropic", "axes", "full"],
-        help="for npt: which changes of the cell are allowed (isotropic)",
+        help="for nph and npt: which changes of the cell are allowed (isotropic)",
     )
     md.add_argument("--thermostat-time", type=float, metavar="FS", help="of the coupling to the temperature (100 dt)")
     md.add_argument("--barostat-time", type=float, metavar="FS", help="of the coupling to the pressure (1000 dt)")

@@ -1,6 +1,6 @@
 """Graphs of many structures for networks: one batch of tensors from ASE's atoms."""
 
-import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ import ase
 import numpy as np
 import torch
 
+from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch.neighbors import neighbor_list
 
 ATOMS_PER_SEARCH = 50_000
@@ -170,7 +171,10 @@ def atoms_to_graph(
         return (pairs + first, ptr.diff(), *others)
 
     found: list[tuple[torch.Tensor, ...]] = []
-    with _bar(len(structures), progress) as bar:
+    if progress and importlib.util.find_spec("tqdm") is None:
+        raise ImportError("`progress` needs tqdm: pip install tqdm")
+    shows = len(structures) >= MANY and sys.stderr.isatty() if progress is None else progress
+    with progress_bar(len(structures), "structure", shows) as show:
         begin = 0
         for end in ends.tolist():
             try:
@@ -183,8 +187,7 @@ def atoms_to_graph(
                     except ValueError as error:
                         raise ValueError(f"`atoms`: number {number}: {error}") from None
                 raise
-            if bar is not None:
-                bar.update(end - begin)
+            show(end)
             begin = end
     found = found or [search(0, 0)]
     pairs = torch.cat([part[0] for part in found], 1)
@@ -195,16 +198,3 @@ def atoms_to_graph(
     pointers = torch.tensor(batch_ptr, dtype=torch.int32, device=device)
     edges = (pairs, neighbor_ptr, shifts, distances, vectors)
     return Graph(positions, numbers, cell, pbc, batch_idx, pointers, *edges)
-
-
-def _bar(total: int, progress: bool | None) -> Any:
-    """A context with a progress bar for this number of structures, or with None."""
-    if progress is False or (progress is None and (total < MANY or not sys.stderr.isatty())):
-        return contextlib.nullcontext()
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        if progress is None:
-            return contextlib.nullcontext()
-        raise ImportError(f"`progress` needs tqdm ({error}): pip install tqdm") from error
-    return tqdm(total=total, unit="structure")

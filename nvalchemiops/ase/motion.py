@@ -2,8 +2,9 @@
 
 import argparse
 import importlib
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from nvalchemiops.ase import command
 from nvalchemiops.ase.command import Misuse
 from nvalchemiops.ase.models import FromASE
-from nvalchemiops.constants import EV_PER_ANGSTROM3_IN_GPA, FEMTOSECOND, GIGAPASCAL, KELVIN
+from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.torch import dynamics
-from nvalchemiops.torch.dynamics import CellFilter, Integrator, State, langevin, nose_hoover, npt, nve, simulate
+from nvalchemiops.torch.dynamics import CellFilter, Integrator, State, nose_hoover, nve, simulate
+from nvalchemiops.torch.dynamics.simulate import RECORDS
 from nvalchemiops.torch.systems import System
 
 UNITS = {
@@ -33,6 +35,25 @@ UNITS = {
     "volume": "angstrom^3",
     "pressure": "GPa",
 }
+
+ENSEMBLES: dict[str, Callable[..., Integrator]] = {
+    "nve": nve,
+    "langevin": dynamics.langevin,
+    "nvt": nose_hoover,
+    "csvr": dynamics.csvr,
+    "nph": dynamics.nph,
+    "npt": dynamics.npt,
+    "stochastic_cell": dynamics.stochastic_cell,
+}
+
+ARGUMENTS = {
+    "temperature": KELVIN,
+    "pressure": GIGAPASCAL,
+    "compressibility": 1.0 / GIGAPASCAL,
+    "thermostat_time": FEMTOSECOND,
+    "barostat_time": FEMTOSECOND,
+}
+"""Numbers that ensembles take, with the units of the command."""
 
 CELLS: dict[str | None, bool | CellFilter] = {
     None: False,
@@ -56,28 +77,22 @@ def relax(options: argparse.Namespace) -> int:
 
 
 def _md(options: argparse.Namespace) -> int:
-    _check_ensemble(options)
-    lowest = {"dt": 0.0, "thermostat_time": 0.0, "barostat_time": 0.0, "steps": -1, "every": 0}
-    for name, limit in lowest.items():
+    for name in ("dt", "thermostat_time", "barostat_time", "compressibility", "steps", "every"):
         value = getattr(options, name)
-        if value is not None and not value > limit:
-            raise Misuse(f"--{name.replace('_', '-')} must be positive, got {value:g}")
+        if value is not None and not value > (-1 if name == "steps" else 0):
+            raise Misuse(f"{_flag(name)} must be positive, got {value:g}")
+    integrator, drawing = _integrators(options)
     found, calculator = command.read(options)
     frames = [atoms for _, atoms in found]
-    given = [values for values in (options.temperature, options.pressure) if values is not None]
+    counts = {name: len(getattr(options, name) or ()) for name in ("temperature", "pressure")}
     if len(frames) == 1:
-        frames = frames * max(map(len, given), default=1)
-    kt, pressure = (
-        _each(name, values, len(frames), unit)
-        for name, values, unit in (
-            ("temperature", options.temperature, KELVIN),
-            ("pressure", options.pressure, GIGAPASCAL),
-        )
-    )
+        frames = frames * max(1, *counts.values())
+    for name, count in counts.items():
+        if count not in (0, 1, len(frames)):
+            raise Misuse(f"--{name} has {count} values for {len(frames)} systems")
     paths = None if options.trajectory is None else _paths(options.trajectory, len(frames))
-    integrator, drawing = _integrators(options, kt, pressure)
     has_velocities = all(atoms.has("momenta") for atoms in frames) and drawing is None
-    if options.ensemble == "nve" and not has_velocities and drawing is None:
+    if options.temperature is None and not has_velocities:
         raise Misuse(f"--temperature is needed, since {options.file} has no velocities")
     device, model = calculator.device, FromASE(calculator)
     system = System.from_ase(frames, device=device)
@@ -110,40 +125,36 @@ def _md(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_ensemble(options: argparse.Namespace) -> None:
-    """Raise for options that do not belong to the ensemble, or that it lacks."""
-    of_npt = ("pressure", "cell", "barostat_time")
-    others = {"nve": ("thermostat_time", *of_npt), "langevin": of_npt, "nvt": of_npt, "npt": ()}[options.ensemble]
-    for name in others:
-        if getattr(options, name) is not None:
-            raise Misuse(f"--{name.replace('_', '-')} does not belong to --ensemble {options.ensemble}")
-    if options.ensemble != "nve" and options.temperature is None:
-        raise Misuse(f"--temperature is needed for --ensemble {options.ensemble}")
-
-
-def _integrators(options: argparse.Namespace, kt: Any, pressure: Any) -> tuple[Integrator, Integrator | None]:
+def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | None]:
     """The integrator, and another that draws velocities for it if it has no temperature itself."""
-    dt = options.dt * FEMTOSECOND
-    time, cell_time = (
-        None if value is None else value * FEMTOSECOND for value in (options.thermostat_time, options.barostat_time)
-    )
-    if options.ensemble == "nve":
-        return nve(dt), None if kt is None else nose_hoover(dt, kt)
-    if options.ensemble == "langevin":
-        return langevin(dt, kt, friction=None if time is None else 1.0 / time), None
-    if options.ensemble == "nvt":
-        return nose_hoover(dt, kt, thermostat_time=time), None
-    times: Any = {"thermostat_time": time, "barostat_time": cell_time}
-    return npt(dt, kt, 0.0 if pressure is None else pressure, cell=options.cell or "isotropic", **times), None
+    make, dt = ENSEMBLES[options.ensemble], options.dt * FEMTOSECOND
+    named = {name: getattr(options, name) for name in ARGUMENTS}
+    given = {name: _number(value, ARGUMENTS[name]) for name, value in named.items() if value is not None}
+    taken = inspect.signature(make).parameters
+    drawing = nose_hoover(dt, given.pop("temperature")) if make is nve and "temperature" in given else None
+    if "friction" in taken and "thermostat_time" in given:
+        given["friction"] = 1.0 / given.pop("thermostat_time")
+    if options.cell is not None:
+        given["cell"] = options.cell
+    for name in given:
+        if name not in taken:
+            raise Misuse(f"{_flag(name)} does not belong to --ensemble {options.ensemble}")
+    if "pressure" in taken:
+        given.setdefault("pressure", 0.0)
+    for name, parameter in taken.items():
+        if parameter.default is parameter.empty and name not in ("dt", *given):
+            raise Misuse(f"{_flag(name)} is needed for --ensemble {options.ensemble}")
+    return make(dt, **given), drawing
 
 
-def _each(name: str, values: list[float] | None, n_systems: int, unit: float) -> float | torch.Tensor | None:
-    """One number, or one for each system."""
-    if values is None or len(values) == 1:
-        return None if values is None else values[0] * unit
-    if len(values) != n_systems:
-        raise Misuse(f"--{name} has {len(values)} values for {n_systems} systems")
-    return torch.tensor(values, dtype=torch.float64) * unit
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _number(value: Any, unit: float) -> Any:
+    """One number, or a tensor of one for each system."""
+    values = torch.as_tensor(value, dtype=torch.float64).reshape(-1) * unit
+    return values if len(values) > 1 else float(values)
 
 
 class _Table:
@@ -164,15 +175,11 @@ class _Table:
 
     def add(self, state: State) -> None:
         """A row for each system."""
-        columns = {
-            "temperature": state.temperatures / KELVIN,
-            "potential_energy": state.evaluation.energies,
-            "kinetic_energy": state.kinetic_energies,
-            "conserved": self._integrator.conserved(state),
-        }
-        if state.evaluation.stress is not None:
-            columns |= {"volume": state.volumes, "pressure": state.pressures * EV_PER_ANGSTROM3_IN_GPA}
-        values = {name: column.tolist() for name, column in columns.items()}
+        columns = [name for name in UNITS if name in RECORDS]
+        if state.evaluation.stress is None:
+            columns = [name for name in columns if name not in ("volume", "pressure")]
+        measured = {name: RECORDS[name](self._integrator, state) for name in columns}
+        values = {name: (column / ARGUMENTS.get(name, 1.0)).tolist() for name, column in measured.items()}
         if self._print and self.step == 0:
             self._write(HEAD)
         for system in range(len(values["temperature"])):

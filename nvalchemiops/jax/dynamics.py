@@ -29,6 +29,11 @@ OF_ATOMS = frozenset({"inertia", "inverse_masses", "place"})
 """Entries of ``State.extra`` that have a row for each atom. All others have 64 bits in torch."""
 
 
+def _by_torch(name: str) -> Any:
+    """A property of torch's state, for one of arrays."""
+    return property(lambda state: _measured(state, name), doc=getattr(dynamics.State, name).__doc__)
+
+
 class State(dynamics.State):
     """What a step takes and returns: `nvalchemiops.torch.dynamics.State` with arrays, a pytree.
 
@@ -38,25 +43,10 @@ class State(dynamics.State):
 
     __slots__ = ()
 
-    @property
-    def kinetic_energies(self) -> Any:
-        """Kinetic energies (n_systems,)."""
-        return _measured(self, "kinetic_energies")
-
-    @property
-    def temperatures(self) -> Any:
-        """Temperatures kT (n_systems,)."""
-        return _measured(self, "temperatures")
-
-    @property
-    def volumes(self) -> Any:
-        """Volumes (n_systems,)."""
-        return _measured(self, "volumes")
-
-    @property
-    def pressures(self) -> Any:
-        """Pressures (n_systems,)."""
-        return _measured(self, "pressures")
+    kinetic_energies = _by_torch("kinetic_energies")
+    temperatures = _by_torch("temperatures")
+    volumes = _by_torch("volumes")
+    pressures = _by_torch("pressures")
 
 
 @from_torch

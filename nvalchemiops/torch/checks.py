@@ -92,11 +92,11 @@ def check_int(name: str, value: Any) -> int:
     return as_int(name, value)
 
 
-def check_count(name: str, value: Any) -> int:
-    """The value as an int; raises unless it is a non-negative integer."""
+def check_count(name: str, value: Any, least: int = 0) -> int:
+    """The value as an int; raises unless it is an integer that is not less than ``least``."""
     number = check_int(name, value)
-    if number < 0:
-        raise ValueError(f"`{name}` must not be negative, got {number}")
+    if number < least:
+        raise ValueError(f"`{name}` must {f'be at least {least}' if least else 'not be negative'}, got {number}")
     return number
 
 

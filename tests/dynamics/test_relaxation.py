@@ -571,7 +571,7 @@ def test_values_of_atoms_in_a_sum_of_terms_keep_all_systems(bound: str) -> None:
         ({"fmax": -1.0}, "`fmax`"),
         ({"smax": 0.1}, "`smax` is for cells"),
         ({"model": springs, "cell": True}, "`model` gives no stress"),
-        ({"model": lambda s: Evaluation(torch.zeros(3), s.positions)}, "`energies` of the model must have shape"),
+        ({"model": lambda s: Evaluation(torch.zeros(3), s.positions)}, "`model`: energies must have shape"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
@@ -582,5 +582,5 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
 def test_systems_without_a_cell() -> None:
     with pytest.raises(ValueError, match="the system has none"):
         Chart(System(torch.zeros((2, 3))), cell=True)
-    with pytest.raises(ValueError, match="`memory` must be positive"):
+    with pytest.raises(ValueError, match="`memory` must be at least 1"):
         LBFGS(memory=0)

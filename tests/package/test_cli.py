@@ -17,7 +17,7 @@ from ase.md.verlet import VelocityVerlet
 
 import nvalchemiops
 from nvalchemiops import cli
-from nvalchemiops.ase import Calculator, Electrostatics, FromASE, Pair
+from nvalchemiops.ase import Calculator, Electrostatics, FromASE, Pair, motion
 from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.torch import System
 from nvalchemiops.torch.dynamics import npt, simulate
@@ -565,8 +565,9 @@ def test_md_of_a_batch_at_its_temperatures_and_pressures(crystals, capsys):
 
 def test_md_repeats_one_structure_for_several_temperatures(crystals, capsys):
     options = ["--index", 0, "--temperature", 30, 60, 90, "--steps", 4, "--every", 3, "--dt", 2]
-    for ensemble in ("nve", "langevin", "nvt"):
-        rows = records(capsys, "argon.xyz", "--ensemble", ensemble, *options)
+    for ensemble in motion.ENSEMBLES:  # argon's compressibility is some 0.4 / GPa
+        more = ["--compressibility", 0.4] if ensemble == "stochastic_cell" else []
+        rows = records(capsys, "argon.xyz", "--ensemble", ensemble, *options, *more)
         assert len(rows) == 9 and len({row["potential_energy"] for row in rows[:3]}) == 1
         assert len({row["kinetic_energy"] for row in rows[:3]}) == 3
         for before, after in zip(rows[:3], rows[6:]):
@@ -632,6 +633,11 @@ MOTION_MISTAKES = {
     "no temperature": (["md", "argon.xyz", "--ensemble", "nvt"], "--temperature is needed for --ensemble nvt"),
     "pressure": (["md", "argon.xyz", "--pressure", "1"], "--pressure does not belong to --ensemble nve"),
     "cell": (["md", "argon.xyz", "--ensemble", "nvt", "--cell", "full"], "--cell does not belong to --ensemble nvt"),
+    "compressibility": (
+        ["md", "argon.xyz", "--ensemble", "stochastic_cell", "--temperature", "9"],
+        "--compressibility is needed for --ensemble stochastic_cell",
+    ),
+    "no pressure": (["md", "argon.xyz", "--ensemble", "csvr", "--pressure", "1"], "does not belong to --ensemble csvr"),
     "numbers": (["md", "argon.xyz", "--temperature", "1", "2", "3"], "--temperature has 3 values for 2 systems"),
     "dt": (["md", "argon.xyz", "--temperature", "1", "--dt", "0"], "--dt must be positive, got 0"),
     "cold": (["md", "argon.xyz", "--temperature", "-1"], "`temperature` must be"),

@@ -239,8 +239,8 @@ def test_too_little_room_is_widened(options):
     [
         ({"nearest": 3, "cutoff2": 4.0}, "`nearest` is for one list"),
         ({"nearest": 3, "half_fill": True}, "`half_fill` with `nearest`"),
-        ({"nearest": 0}, "`nearest` must be 1 or more"),
-        ({"nearest": -2}, "`nearest` must not be negative"),
+        ({"nearest": 0}, "`nearest` must be at least 1"),
+        ({"nearest": -2}, "`nearest` must be at least 1"),
         ({"nearest": 3, "ties": "first"}, "`ties` must be 'keep' or 'index'"),
         ({"ties": "index"}, "`ties` says which neighbors are the nearest"),
         ({"symmetric": True}, "`symmetric` says which neighbors are the nearest"),

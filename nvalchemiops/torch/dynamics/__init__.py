@@ -7,7 +7,7 @@ from nvalchemiops.torch.dynamics.integrators import FORCES, Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, FromEnergies, Model, SumOfTerms
 from nvalchemiops.torch.dynamics.optimizers import FIRE, FIRE2, LBFGS, Move, Optimizer, Rows
 from nvalchemiops.torch.dynamics.relaxation import ConvergenceWarning, Relaxation, RelaxationProgress, relax
-from nvalchemiops.torch.dynamics.relaxing import RelaxationState
+from nvalchemiops.torch.dynamics.relaxation_state import RelaxationState
 from nvalchemiops.torch.dynamics.restart import load_state, save_state
 from nvalchemiops.torch.dynamics.simulate import Simulation, simulate, to_ase
 from nvalchemiops.torch.dynamics.state import State

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from nvalchemiops.torch.dynamics.constraints import Constraints
-from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Tangent, kept
+from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Stochastic, Tangent, kept
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
 
 
@@ -53,6 +53,10 @@ class Cell(Flow):
     def _stretched(self, state: State, h: torch.Tensor) -> State:
         """The state after the time h, without constraints."""
         raise NotImplementedError
+
+    def energy(self, state: State) -> torch.Tensor | float:
+        """That of the term inside."""
+        return 0.0 if self.inside is None else self.inside.energy(state)
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """The flow of the centres of clusters."""
@@ -137,10 +141,7 @@ class Press(Cell):
 
     def _stretched(self, state: State, h: torch.Tensor) -> State:
         """Change the strain rate."""
-        extra, stress = state.extra, state.evaluation.stress
-        if stress is None:
-            raise ValueError("the model gave no stress, which this integrator needs")
-        volume = state.volumes.unsqueeze(1)
+        extra, stress, volume = state.extra, state.stress, state.volumes.unsqueeze(1)
         if self.shape == "full":
             momenta = state.velocities * extra["inertia"]
             motion = state.of_systems(momenta.unsqueeze(-1) * state.velocities.unsqueeze(-2))
@@ -192,10 +193,6 @@ class StretchedKick(Cell):
         velocities = self._times(state, state.velocities, decay) + self._times(state, pushed, h * mean)
         return state._replace(velocities=velocities)
 
-    def energy(self, state: State) -> torch.Tensor:
-        """The potential energy."""
-        return state.evaluation.energies.to(torch.float64).unsqueeze(1)
-
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """That of the centres, with velocities projected."""
         return *super().constrained(constraints), (Tangent(constraints), 1.0)
@@ -209,19 +206,13 @@ class StretchedDrift(Cell):
 
     def _stretched(self, state: State, h: torch.Tensor) -> State:
         """Change the positions and the cell."""
-        rate, cell = state.extra["strain_rate"], state.system.cell
-        if cell is None:
-            raise ValueError("a system without `cell` has no volume")
+        rate, cell = state.extra["strain_rate"], state.cell
         h = h.unsqueeze(-1) if self.shape == "full" else h
         growth, mean = self._exponentials(h * rate)
         positions = self._times(state, state.system.positions, growth)
         positions = positions + self._times(state, state.velocities, h * mean)
         growth = growth.to(cell.dtype)
         return state.at(positions, cell @ growth if self.shape == "full" else cell * growth.unsqueeze(-2))
-
-    def energy(self, state: State) -> torch.Tensor:
-        """The kinetic energy."""
-        return 0.5 * trace(state.twice_kinetic())
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """That of the centres, with positions and velocities projected."""
@@ -255,7 +246,7 @@ class CellChain(Chain):
 
 
 @dataclasses.dataclass(frozen=True)
-class CellNoise(Cell):
+class CellNoise(Cell, Stochastic):
     """Stochastic cell rescaling: the volume follows the pressure, with noise that makes its distribution right.
 
     ``λ = √V`` changes by ``β λ / (2 τ) (P_int - P + kT / (2 V)) h + sqrt(kT β h / (2 τ)) ξ``, for a compressibility β
@@ -269,14 +260,10 @@ class CellNoise(Cell):
 
     stream: int = 3
     parameters: ClassVar[tuple[str, ...]] = ("temperature", "pressure", "barostat_time", "compressibility")
-    reversible: ClassVar[bool] = False
 
     def _slope(self, state: State) -> torch.Tensor:
         """``dU/dε`` (n_systems, 1) of the potential energy."""
-        stress = state.evaluation.stress
-        if stress is None:
-            raise ValueError("the model gave no stress, which this integrator needs")
-        return state.volumes.unsqueeze(1) * self._mean(state, diagonal(stress))
+        return state.volumes.unsqueeze(1) * self._mean(state, diagonal(state.stress))
 
     def _mean(self, state: State, along: torch.Tensor) -> torch.Tensor:
         """The mean (n_systems, 1) over the axes that may change."""
@@ -284,15 +271,8 @@ class CellNoise(Cell):
 
     def _stretched(self, state: State, h: torch.Tensor) -> State:
         """Change positions, velocities and the cell."""
-        extra, cell = state.extra, state.system.cell
-        if cell is None:
-            raise ValueError("a system without `cell` has no volume")
-        kt, volume, slope, motion = (
-            extra["temperature"],
-            state.volumes.unsqueeze(1),
-            self._slope(state),
-            state.twice_kinetic(),
-        )
+        extra, cell, kt = state.extra, state.cell, state.extra["temperature"]
+        volume, slope, motion = state.volumes.unsqueeze(1), self._slope(state), state.twice_kinetic()
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
         excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
@@ -301,27 +281,24 @@ class CellNoise(Cell):
         strain = 2.0 * torch.log(grown / root)
         scale = torch.exp(strain / self.n_axes * extra["axes"])
         added = 0.5 * trace(motion * (scale**-2 - 1.0)) + extra["pressure"] * (grown * grown - volume)
-        added = added + 0.5 * slope * (
-            strain + extra["strain"]
-        )  # the second half of the step before, the first of this
+        # the second half of the step before, the first of this
+        added = added + 0.5 * slope * (strain + extra["strain"])
         velocities = self._times(state, state.velocities, 1.0 / scale)
         positions = self._times(state, state.system.positions, scale)
-        heat = f"heat{self.stream}"
         state = state.at(positions, cell * scale.to(cell.dtype).unsqueeze(-2), velocities=velocities)
-        return state.having(**{heat: extra[heat] + added, "strain": strain})
+        return self.heated(state, added).having(strain=strain)
 
     def start(self, state: State) -> dict[str, torch.Tensor]:
         """No heat, no strain."""
-        zero = torch.zeros_like(state.extra["dt"])
-        variables = kept(state, f"heat{self.stream}", zero) | kept(state, "strain", zero.clone())
-        return {**variables, "axes": self._axes(state)}
+        strain = kept(state, "strain", torch.zeros_like(state.extra["dt"]))
+        return Stochastic.start(self, state) | strain | {"axes": self._axes(state)}
 
     def energy(self, state: State) -> torch.Tensor:
         """``P V``, less the energy that came in."""
         extra = state.extra
         if self.constraints is not None:
             state = self.constraints.of(state.system.domain).centred(state)
-        came = extra[f"heat{self.stream}"] + 0.5 * self._slope(state) * extra["strain"]
+        came = extra[self.heat] + 0.5 * self._slope(state) * extra["strain"]
         return extra["pressure"] * state.volumes.unsqueeze(1) - came
 
 

@@ -20,6 +20,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.exchange import carried
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
+from nvalchemiops.torch.dynamics.velocities import of_each
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.systems import System, of_each_atom
 
@@ -175,21 +176,12 @@ class Chart:
             counts = domain.atoms_in_systems
         self.start = torch.cat([self.start, self.start.new_zeros((3 * n, 3))])
 
-        def of_systems(name: str, value: Any) -> torch.Tensor:
-            tensor = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-            if tensor.shape not in ((), (1,), (n,)):
-                raise ValueError(f"`{name}` must be a number or have shape (n_systems,) = ({n},), got {tensor.shape}")
-            return tensor.expand(n)
-
-        options = self._options
-        factor = (
-            counts.clamp(min=1.0) if options.cell_factor is None else of_systems("cell_factor", options.cell_factor)
-        )
+        factor = counts.clamp(min=1.0) if self._options.cell_factor is None else self._options.cell_factor
         axes = torch.ones_like(counts, dtype=torch.bool) if pbc is None else pbc.reshape(-1, 3).any(1)
         self._per_system = {
-            "mask": _mask(options, n, device),
-            "factor": factor,
-            "pressure": of_systems("scalar_pressure", options.scalar_pressure),
+            "mask": _mask(self._options, n, device),
+            "factor": of_each("cell_factor", factor, n, device).detach().squeeze(1),
+            "pressure": of_each("scalar_pressure", self._options.scalar_pressure, n, device).detach().squeeze(1),
             "relaxes": (counts > 0) & axes,
             "volume": _cofactors(self._lattice)[1].abs(),
         }
@@ -268,7 +260,11 @@ class Chart:
         atoms = rows[rows < self.n_atoms]
         found = object.__new__(Chart)
         found.n_systems, found.n_atoms, found._options = k, atoms.shape[0], self._options
-        found.system = _selected(self.system, atoms, systems, of_rows[atoms])
+        of_systems: Any = {
+            name: value[systems] if isinstance(value, torch.Tensor) and value.ndim == ndim else value
+            for name, value, ndim in (("cell", self.system.cell, 3), ("pbc", self.system.pbc, 2))
+        }
+        found.system = of_each_atom(self.system, lambda v: v[atoms])._replace(batch_idx=of_rows[atoms], **of_systems)
         found.start = self.start[rows]
         found.rows, found.rows_of_atoms = Rows(k, of_rows[rows]), Rows(k, of_rows[atoms])
         found._free = None if self._free is None else self._free[atoms]
@@ -408,25 +404,6 @@ def _mask(options: CellFilter, n_systems: int, device: torch.device) -> torch.Te
             )
     # the strain acts on row vectors, F on column vectors
     return mask.to(device).mT.expand(n_systems, 3, 3)
-
-
-def _selected(system: System, atoms: torch.Tensor, systems: torch.Tensor, batch_idx: torch.Tensor) -> System:
-    """The system that has these atoms and systems only."""
-
-    def of(value: Any, index: torch.Tensor, ndim: int) -> Any:
-        return value[index] if isinstance(value, torch.Tensor) and value.ndim >= ndim else value
-
-    return system._replace(
-        positions=system.positions[atoms],
-        charges=of(system.charges, atoms, 1),
-        cell=of(system.cell, systems, 3),
-        batch_idx=batch_idx,
-        pbc=of(system.pbc, systems, 2),
-        numbers=of(system.numbers, atoms, 1),
-        dipoles=of(system.dipoles, atoms, 1),
-        quadrupoles=of(system.quadrupoles, atoms, 1),
-        widths=of(system.widths, atoms, 1),
-    )
 
 
 # -- small matrices, by operations whose bits do not depend on the size of the batch ---------------------------------

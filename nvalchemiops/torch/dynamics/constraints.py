@@ -96,9 +96,7 @@ class Constraints:
             raise ValueError(f"`pairs` must have shape (n_pairs, 2), got {tuple(pairs.shape)}")
         if pairs.is_floating_point() or pairs.dtype == torch.bool:
             raise TypeError(f"`pairs` must be integers, got {pairs.dtype}")
-        if checks.check_count("iterations", iterations) < DIFFERENTIABLE:
-            raise ValueError(f"`iterations` must be at least {DIFFERENTIABLE}, got {iterations}")
-        self.iterations = iterations
+        self.iterations = checks.check_count("iterations", iterations, DIFFERENTIABLE)
         self.pairs = pairs = pairs.to(torch.int64)
         device, host = pairs.device, pairs.tolist()
         seen = {frozenset(pair) for pair in host}
@@ -342,10 +340,8 @@ class Constraints:
             lowest = torch.linalg.eigvalsh(scaled)[:, 0] if bool(scaled.isfinite().all()) else scaled[:, 0, 0] * 0.0
             bad = ~(lowest > DEPENDENT)
             if bool(bad.any()):
-                n = int(bad.nonzero()[0])
-                atoms = torch.unique(torch.stack([self.first[part], self.second[part]]).reshape(2, -1, m)[:, n])
-                names = self._names[torch.searchsorted(self.atoms, atoms)].tolist()
-                raise ValueError(f"`constraints` of atoms {names} are not independent at these positions")
+                atoms = self._atoms_with(part.start + m * int(bad.nonzero()[0]))
+                raise ValueError(f"`constraints` of atoms {atoms} are not independent at these positions")
 
     def _check_lengths(self, bonds: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype) -> None:
         """Raise if a length cannot be met, where values can be read."""
@@ -355,9 +351,12 @@ class Constraints:
         allowed = max(1e-9, 1e3 * torch.finfo(dtype).eps)
         bad = ~(error <= allowed)
         if bool(bad.any()):
-            in_cluster = self.cluster == self.cluster[self.atoms == self.first[int(bad.nonzero()[0])]]
-            atoms = self._names[in_cluster].tolist()
+            atoms = self._atoms_with(int(bad.nonzero()[0]))
             raise ValueError(f"`constraints`: lengths of atoms {atoms} cannot be reached from these positions")
+
+    def _atoms_with(self, pair: int) -> list[int]:
+        """The numbers of the atoms in the cluster of a pair."""
+        return self._names[self.cluster == self.cluster[self.atoms == self.first[pair]]].tolist()
 
     # -- in a step
 

@@ -65,7 +65,7 @@ def nose_hoover(
     -----
     Conserves ``U + K`` and the energy of the chain.
     """
-    chain = Chain(_at_least_one("chain_length", chain_length), _at_least_one("loops", loops))
+    chain = Chain(checks.check_count("chain_length", chain_length, 1), checks.check_count("loops", loops, 1))
     parameters = {"dt": dt, "temperature": temperature, "thermostat_time": _time(thermostat_time, 100.0, dt)}
     return Integrator([(chain, 0.5), *_verlet(Kick(), Drift()), (chain, 0.5)], parameters)
 
@@ -156,9 +156,9 @@ def npt(
     In mode "full" the strain rate is symmetric, so the cell does not rotate, and has six degrees of freedom.
     """
     shape = _cell_arguments(cell, mask)
-    loops = _at_least_one("loops", loops)
-    chain = Chain(_at_least_one("chain_length", chain_length), loops)
-    cell_chain = CellChain(_at_least_one("cell_chain_length", cell_chain_length), loops, Press(*shape))
+    loops = checks.check_count("loops", loops, 1)
+    chain = Chain(checks.check_count("chain_length", chain_length, 1), loops)
+    cell_chain = CellChain(checks.check_count("cell_chain_length", cell_chain_length, 1), loops, Press(*shape))
     before: list[tuple[Flow, float] | None] = [(cell_chain, 0.5), (chain, 0.5)]
     parameters = {"dt": dt, "temperature": temperature, "pressure": pressure}
     parameters |= {"thermostat_time": _time(thermostat_time, 100.0, dt)}
@@ -215,12 +215,6 @@ def _positive(name: str, value: Number) -> Number:
 
 def _time(value: Number | None, steps: float, dt: Number) -> Number:
     return steps * _positive("dt", dt) if value is None else value
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if checks.check_count(name, value) < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {value}")
-    return value
 
 
 def _cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bool, bool]]:

@@ -106,8 +106,32 @@ class Drift(Flow):
         return (Shake(self, constraints), 1.0), (Tangent(constraints), 1.0)
 
 
+class Stochastic(Flow):
+    """Base of the flows that draw random numbers of their ``stream``. The energy that comes in is counted."""
+
+    stream: int
+    reversible: ClassVar[bool] = False
+
+    @property
+    def heat(self) -> str:
+        """The name in ``State.extra`` of the energy (n_systems, 1) that came in."""
+        return f"heat{self.stream}"
+
+    def heated(self, state: State, added: torch.Tensor) -> State:
+        """The state with more heat."""
+        return state.having(**{self.heat: state.extra[self.heat] + added})
+
+    def start(self, state: State) -> dict[str, torch.Tensor]:
+        """No heat."""
+        return kept(state, self.heat, torch.zeros_like(state.extra["dt"]))
+
+    def energy(self, state: State) -> torch.Tensor:
+        """The heat that came in, with a minus."""
+        return -state.extra[self.heat]
+
+
 @dataclasses.dataclass(frozen=True)
-class Noise(Flow):
+class Noise(Stochastic):
     """Friction and noise ``dv = -γ v dt + sqrt(2 γ kT / m) dW``, an Ornstein-Uhlenbeck process, solved exactly.
 
     ``v' = c v + sqrt((1 - c²) kT / m) ξ`` with ``c = exp(-γ h)``. The energy that the noise adds is counted, and is
@@ -119,7 +143,6 @@ class Noise(Flow):
 
     stream: int = 0
     parameters: ClassVar[tuple[str, ...]] = ("temperature", "friction")
-    reversible: ClassVar[bool] = False
     conserves_momentum: ClassVar[bool] = False
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
@@ -131,19 +154,10 @@ class Noise(Flow):
         pushes = self._allowed(state, scale * state.normal(self.stream))
         new = state.of_atoms(torch.exp(-exponent)) * old + pushes
         added = state.of_systems((new - old) * (new + old) * extra["inertia"])
-        heat = f"heat{self.stream}"
-        return state._replace(velocities=new).having(**{heat: extra[heat] + 0.5 * trace(added)})
+        return self.heated(state._replace(velocities=new), 0.5 * trace(added))
 
     def _allowed(self, state: State, pushes: torch.Tensor) -> torch.Tensor:
         return pushes
-
-    def start(self, state: State) -> dict[str, torch.Tensor]:
-        """No heat."""
-        return kept(state, f"heat{self.stream}", torch.zeros_like(state.extra["dt"]))
-
-    def energy(self, state: State) -> torch.Tensor:
-        """The heat that came in, with a minus."""
-        return -state.extra[f"heat{self.stream}"]
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """With noise that is projected."""
@@ -180,7 +194,7 @@ class NoisyDrift(Noise):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rescale(Flow):
+class Rescale(Stochastic):
     """Stochastic velocity rescaling (CSVR): the kinetic energy relaxes to a canonical distribution.
 
     The exact solution for a time h multiplies all velocities by α with
@@ -193,7 +207,6 @@ class Rescale(Flow):
 
     stream: int
     parameters: ClassVar[tuple[str, ...]] = ("temperature", "thermostat_time")
-    reversible: ClassVar[bool] = False
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Scale the velocities."""
@@ -207,18 +220,8 @@ class Rescale(Flow):
         along = torch.exp(0.5 * exponent) + q * state.normal(self.stream, by_system=True)
         squared = along * along + q * q * squares
         scale = torch.where(moves, torch.copysign(squared.sqrt(), along), 1.0)
-        heat = f"heat{self.stream}"
         added = torch.where(moves, 0.5 * twice * (squared - 1.0), 0.0)
-        state = state._replace(velocities=state.of_atoms(scale) * state.velocities)
-        return state.having(**{heat: extra[heat] + added})
-
-    def start(self, state: State) -> dict[str, torch.Tensor]:
-        """No heat."""
-        return kept(state, f"heat{self.stream}", torch.zeros_like(state.extra["dt"]))
-
-    def energy(self, state: State) -> torch.Tensor:
-        """The heat that came in, with a minus."""
-        return -state.extra[f"heat{self.stream}"]
+        return self.heated(state._replace(velocities=state.of_atoms(scale) * state.velocities), added)
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """The same."""

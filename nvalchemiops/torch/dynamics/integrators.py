@@ -11,7 +11,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.cell_flows import Press, StretchedKick
 from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Tangent
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, count_systems
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, count_systems
 from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.sums import Division
@@ -23,6 +23,7 @@ from nvalchemiops.torch.dynamics.velocities import (
     of_each,
     remove_momentum,
     seeds_of,
+    temperature_of,
 )
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.runtime.context import may_read, values_of
@@ -201,7 +202,7 @@ class Integrator:
         degrees = extra["degrees_of_freedom"].squeeze(1)
         if self.parameters.get("temperature", 0.0) is None:
             kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems, domain=domain)
-            extra["temperature"] = (2.0 * kinetic / degrees.clamp(min=1.0)).unsqueeze(1)
+            extra["temperature"] = temperature_of(kinetic, degrees).unsqueeze(1)
         _check_values({name: extra[name] for name in self.parameters}, self._distinct)
         if (places := division.places()) is not None:
             extra["place"] = places
@@ -249,8 +250,11 @@ class Integrator:
     def _started(self, state: State, model: Model) -> State:
         """The state with its evaluation and the variables of all flows."""
         state = self._followed(state)
-        needs_stress = any(flow.needs_stress for flow in self._distinct)
-        found = _checked(model(state.system), state.system, state.extra["dt"].shape[0], needs_stress)
+        found = model(state.system)
+        if found.stress is None and any(flow.needs_stress for flow in self._distinct):
+            raise ValueError("`model` gave no stress, which this integrator needs")
+        check_shapes(found, state.extra["dt"].shape[0], len(state.velocities))
+        check_same(found, state.system.domain)
         state = state._replace(evaluation=found)
         for flow in self._distinct:
             state = state.having(**flow.start(state))
@@ -410,15 +414,3 @@ def _check_cells(system: System, flows: Sequence[Flow]) -> None:
         raise ValueError("`cell` of the system is needed: this integrator changes it")
     if may_read(system.cell) and not bool((values_of(system.volume) > 0.0).all()):
         raise ValueError("`cell` has no volume: this integrator needs three lattice vectors, also along open axes")
-
-
-def _checked(found: Evaluation, system: System, n_systems: int, needs_stress: bool) -> Evaluation:
-    """The evaluation, if its shapes are right."""
-    shapes = {"energies": (n_systems,), "forces": tuple(system.positions.shape), "stress": (n_systems, 3, 3)}
-    if needs_stress and found.stress is None:
-        raise ValueError("`model` gave no stress, which this integrator needs")
-    for name, value in found._asdict().items():
-        if value is not None and tuple(value.shape) != shapes[name]:
-            raise ValueError(f"`model`: {name} must have shape {shapes[name]}, got {tuple(value.shape)}")
-    check_same(found, system.domain)
-    return found

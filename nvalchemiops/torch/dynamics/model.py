@@ -67,6 +67,15 @@ def count_systems(system: System) -> int:
     return int(system.batch_idx.max()) + 1 if system.batch_idx.numel() else 0
 
 
+def check_shapes(found: Evaluation, n_systems: int, n_atoms: int) -> None:
+    """Raise unless energies, forces and, if there is one, the stress have their shapes."""
+    shapes = {"energies": (n_systems,), "forces": (n_atoms, 3), "stress": (n_systems, 3, 3)}
+    for name, shape in shapes.items():
+        value = getattr(found, name)
+        if value is not None and value.shape != shape:
+            raise ValueError(f"`model`: {name} must have shape {shape}, got {tuple(value.shape)}")
+
+
 def check_same(found: Evaluation, domain: "Domain | None") -> None:
     """Raise on all ranks unless energies and stress are the same on all of them, as those of whole systems are."""
     for name in ("energies", "stress"):

@@ -5,9 +5,9 @@ They see rows of coordinates x and forces (n_rows, 3), and a `Rows` that says wh
 that it takes alone, to the last bit. Nothing is read on the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from nvalchemiops.torch.dynamics.chart import Rows
 
 OptimizerState = dict[str, Any]
 """What an optimizer remembers, by name."""
+
+Form = Mapping[str, tuple[str, int] | None]
+"""What values belong to, by name: "rows" or "systems", and the axis of these; None for other values."""
 
 
 class Move(NamedTuple):
@@ -36,22 +39,24 @@ class Move(NamedTuple):
 
 
 class Optimizer(Protocol):
-    """From forces to the next coordinates."""
+    """From forces to the next coordinates.
+
+    Attributes
+    ----------
+    form : dict from str to (str, int) or None
+        What the state consists of: see `Form`. These values are kept when systems are taken out of the batch, when
+        atoms go to other ranks, and in a `RelaxationState`. What is not named is memory that `step` can make again.
+    """
+
+    @property
+    def form(self) -> Form:
+        """See above."""
 
     def start(self, rows: Rows, x: torch.Tensor) -> OptimizerState:
         """The state before the first step."""
 
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems, from the forces (n_rows, 3) at x."""
-
-    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
-        """The state of some systems, with the numbers of their rows."""
-
-    def carried(self, state: OptimizerState, move: Callable[[torch.Tensor], torch.Tensor]) -> OptimizerState:
-        """The state after rows have moved: ``move(values)`` is for values (n_rows, ...), in any number of rows.
-
-        Needed on ranks, and for a `RelaxationState`. It calls ``move`` for each of these values, in the same order.
-        """
 
 
 class Pace(NamedTuple):
@@ -111,6 +116,10 @@ def adapted(
 class _WithPace:
     """What FIRE and FIRE2 share."""
 
+    form: ClassVar[Form] = {
+        "velocities": ("rows", 0),
+        **dict.fromkeys(("dt", "a", "downhill_steps", "is_fresh"), ("systems", 0)),
+    }
     dt: float
     dtmax: float
     maxstep: float
@@ -133,14 +142,6 @@ class _WithPace:
             "downhill_steps": of_systems.to(torch.int64),
             "is_fresh": torch.ones_like(of_systems, dtype=torch.bool),
         }
-
-    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
-        """The state of some systems, with the numbers of their rows."""
-        return {name: value.index_select(0, rows if name == "velocities" else systems) for name, value in state.items()}
-
-    def carried(self, state: OptimizerState, move: Callable[[torch.Tensor], torch.Tensor]) -> OptimizerState:
-        """The state after rows have moved to other ranks."""
-        return state | {"velocities": move(state["velocities"])}
 
     def _adapted(
         self, state: OptimizerState, power: torch.Tensor, Nmin: int, dtmin: float
@@ -295,6 +296,15 @@ class LBFGS:
     maxstep: float = 0.2
     damping: float = 1.0
     alpha: float = 70.0
+    form: ClassVar[Form] = {
+        "x": ("rows", 0),
+        "forces": ("rows", 0),
+        "count": None,
+        "steps": ("rows", 2),
+        "changes": ("rows", 2),
+        "curvatures": ("systems", 1),
+        "inverse": ("systems", 2),
+    }
 
     def __post_init__(self) -> None:
         _check(self)
@@ -310,12 +320,13 @@ class LBFGS:
             "changes": none,  # (m, 3, n_rows), Y
             "curvatures": x.new_zeros((0, rows.n_systems)),  # (m, n_systems), D: the diagonal of Sᵀ Y
             "inverse": x.new_zeros((0, 0, rows.n_systems)),  # (m, m, n_systems), of R: the upper triangle of Sᵀ Y
-            "work": x.new_zeros(0),  # for products: new memory of this size would take longer than they do
         }
 
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems."""
-        if state["work"].numel() < (needed := max(state["steps"].numel(), state["inverse"].numel())):
+        # memory for products: new memory of this size would take longer than they do
+        needed = max(state["steps"].numel(), state["inverse"].numel())
+        if "work" not in state or state["work"].numel() < needed:
             state = state | {"work": x.new_empty(needed)}
         if state["x"] is not None:
             state = self._extended(rows, state, x, forces)
@@ -354,19 +365,6 @@ class LBFGS:
         inverse[:, place] = column
         return state | {"count": state["count"] + 1}
 
-    def select(self, state: OptimizerState, systems: torch.Tensor, rows: torch.Tensor) -> OptimizerState:
-        """The state of some systems, with the numbers of their rows."""
-        of = {"x": (0, rows), "forces": (0, rows), "steps": (2, rows), "changes": (2, rows)}
-        of |= {"curvatures": (1, systems), "inverse": (2, systems)}
-        return state | {name: state[name].index_select(*where) for name, where in of.items() if state[name] is not None}
-
-    def carried(self, state: OptimizerState, move: Callable[[torch.Tensor], torch.Tensor]) -> OptimizerState:
-        """The state after rows have moved to other ranks."""
-        new = state | {name: move(state[name]) for name in ("x", "forces") if state[name] is not None}
-        for name in ("steps", "changes"):
-            new[name] = move(state[name].movedim(2, 0).contiguous()).movedim(0, 2).contiguous()
-        return new | {"work": state["work"].new_empty(0)}
-
 
 OPTIMIZERS: dict[str, type[FIRE | FIRE2 | LBFGS]] = {"fire": FIRE, "fire2": FIRE2, "lbfgs": LBFGS}
 """Optimizers by name."""
@@ -377,8 +375,7 @@ def _check(optimizer: Any) -> None:
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
         if field.type in ("int", int):
-            if checks.check_count(field.name, value) == 0 and field.name == "memory":
-                raise ValueError("`memory` must be positive, got 0")
+            checks.check_count(field.name, value, 1 if field.name == "memory" else 0)
         elif field.type in ("bool", bool):
             checks.check_flag(field.name, value)
         else:

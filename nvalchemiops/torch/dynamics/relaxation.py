@@ -1,22 +1,21 @@
 """Relaxation of batches of systems: `relax`."""
 
-import contextlib
-import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import NvalchemiopsWarning, notify
+from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, holds_atoms
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, holds_atoms
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
-from nvalchemiops.torch.dynamics.relaxing import Batch, Record, RelaxationState
+from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.systems import System
 
@@ -182,7 +181,7 @@ def relax(
     if isinstance(optimizer, str):
         checks.check_choice("optimizer", optimizer, OPTIMIZERS)
         optimizer = OPTIMIZERS[optimizer]()
-    elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "select")):
+    elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
         raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
     fmax = checks.check_not_negative("fmax", fmax)
     if smax is not None:
@@ -201,8 +200,6 @@ def relax(
     arguments = {"optimizer": name, "fmax": fmax, "smax": smax, "cell": described(cell)}
     with together(domain, now=True):
         must_be_same(domain, **arguments, max_steps=max_steps, compact_every=compact_every)
-        if domain is not None and not hasattr(optimizer, "carried"):
-            raise TypeError(f"`optimizer`: {optimizer!r} has no method `carried`, which ranks need")
         if saved is not None:
             if fixed is not None:
                 raise TypeError("`fixed` goes with a System; the state has it")
@@ -220,7 +217,8 @@ def relax(
             raise RuntimeError("`state()` is for the hook that it was given to, before the next step")
         return batch.saved(arguments)._replace(evaluations=number + 1)
 
-    with whole_call(domain), _bar(n, progress and (domain is None or domain.rank == 0)) as show:
+    shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
+    with whole_call(domain), progress_bar(n, "system", shows, "relax") as show:
         if saved is None:
             batch.start()
         else:
@@ -308,12 +306,7 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
                 "it holds values for each atom or system of the whole batch, give `compact_every=None`."
             )
         raise
-    shapes: dict[str, tuple[int, ...]] = {"energies": (chart.n_systems,), "forces": (chart.n_atoms, 3)}
-    if found.stress is not None:
-        shapes["stress"] = (chart.n_systems, 3, 3)
-    for name, shape in shapes.items():
-        if getattr(found, name).shape != shape:
-            raise ValueError(f"`{name}` of the model must have shape {shape}, got {tuple(getattr(found, name).shape)}")
+    check_shapes(found, chart.n_systems, chart.n_atoms)
     stress = None if found.stress is None else found.stress.detach()
     return Evaluation(found.energies.detach(), found.forces.detach(), stress)
 
@@ -366,17 +359,3 @@ def _judged(batch: Batch, found: Evaluation, fmax: float, smax: float | None, ma
         active=good & ~(is_step & (near | (known.steps >= max_steps))),
         evaluations=known.evaluations + was,
     )
-
-
-@contextlib.contextmanager
-def _bar(n_systems: int, progress: bool) -> Iterator[Callable[[int], None]]:
-    """A function that shows how many systems are done."""
-    tqdm: Any = None
-    if checks.check_flag("progress", progress):
-        with contextlib.suppress(ImportError):
-            tqdm = importlib.import_module("tqdm.auto").tqdm
-    if tqdm is None:
-        yield lambda _: None
-        return
-    with tqdm(total=n_systems, desc="relax", unit="system") as bar:
-        yield lambda done: bar.update(done - bar.n)

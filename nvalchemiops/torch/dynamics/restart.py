@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch.dynamics.model import Evaluation
-from nvalchemiops.torch.dynamics.relaxing import Record, RelaxationState
+from nvalchemiops.torch.dynamics.relaxation_state import Record, RelaxationState
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.systems import System

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.integrators import Integrator
@@ -118,11 +119,12 @@ def simulate(
     writes trajectories, and shows the progress bar. Hooks and functions get the state of their rank, whose atoms may
     change in each step. ``run.state.system.domain`` brings values back to the ranks that hold the atoms.
     """
-    steps, every = checks.check_count("steps", steps), _count("every", every)
-    writer = _Writer(trajectory, every if trajectory_every is None else _count("trajectory_every", trajectory_every))
+    steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
+    trajectory_every = every if trajectory_every is None else trajectory_every
+    writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1))
     measures = _measures(record, integrator)
     if checkpoint_every is not None:
-        checkpoint_every = _count("checkpoint_every", checkpoint_every)
+        checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
     if gradients is None:
         gradients = checkpoint_every is not None or _requires_grad(start, options)
     kept: list[dict[str, torch.Tensor]] = []
@@ -135,8 +137,7 @@ def simulate(
             return  # the step is computed again in a backward pass
         done = n
         writer.write(state, n)
-        if n > 0:
-            bar.update()
+        show(n)
 
     def run(state: State, first: int, last: int) -> tuple[State, list[dict[str, torch.Tensor]]]:
         found = []
@@ -153,9 +154,9 @@ def simulate(
     with together(domain, now=True):
         must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
         must_be_same(domain, checkpoint_every=checkpoint_every, gradients=gradients, record=list(measures))
-    bars = _bar(steps, progress and (domain is None or domain.rank == 0))
+    shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
     grad = torch.enable_grad() if gradients else torch.no_grad()
-    with whole_call(domain), grad, bars as bar, writer:
+    with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer:
         if isinstance(start, State):
             if options:
                 raise TypeError(f"`{next(iter(options))}` goes with a System; the State has it")
@@ -181,12 +182,6 @@ def simulate(
     return Simulation(state, records, [begin + n * every for n in range(len(kept))])
 
 
-def _count(name: str, value: int) -> int:
-    if checks.check_count(name, value) < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {value}")
-    return value
-
-
 def _requires_grad(start: System | State, options: Mapping[str, Any]) -> bool:
     tensors = [*tensors_of(start).values()] if isinstance(start, State) else [*start, *options.values()]
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
@@ -202,24 +197,6 @@ def _measures(
         checks.check_choice("record", name, RECORDS)
         found[name] = functools.partial(RECORDS[name], integrator)
     return found
-
-
-def _bar(steps: int, progress: bool) -> Any:
-    """A progress bar, or what does nothing."""
-    if checks.check_flag("progress", progress):
-        with contextlib.suppress(ImportError):
-            from tqdm.auto import tqdm
-
-            return tqdm(total=steps, unit="step")
-
-    class Nothing(contextlib.nullcontext[Any]):
-        def __enter__(self) -> Any:
-            return self
-
-        def update(self) -> None:
-            """Nothing to show."""
-
-    return Nothing()
 
 
 class _Writer:

@@ -7,6 +7,7 @@ import torch
 
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
+from nvalchemiops.torch.dynamics.velocities import temperature_of
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
 from nvalchemiops.torch.systems import PER_ATOM, System, has_rows
@@ -182,7 +183,21 @@ class State(NamedTuple):
     @property
     def temperatures(self) -> torch.Tensor:
         """Temperatures kT (n_systems,) in units of energy: ``2 K / degrees of freedom``; zero without any."""
-        return 2.0 * self.kinetic_energies / self.extra["degrees_of_freedom"].squeeze(1).clamp(min=1.0)
+        return temperature_of(self.kinetic_energies, self.extra["degrees_of_freedom"].squeeze(1))
+
+    @property
+    def cell(self) -> torch.Tensor:
+        """Cells (n_systems, 3, 3)."""
+        if self.system.cell is None:
+            raise ValueError("a system without `cell` has no volume")
+        return self.system.cell
+
+    @property
+    def stress(self) -> torch.Tensor:
+        """The stress (n_systems, 3, 3) that the model gave."""
+        if self.evaluation.stress is None:
+            raise ValueError("the model gave no stress")
+        return self.evaluation.stress
 
     @property
     def volumes(self) -> torch.Tensor:
@@ -195,9 +210,7 @@ class State(NamedTuple):
 
         The stress is that of the model and of constraint forces.
         """
-        stress = self.evaluation.stress
-        if stress is None:
-            raise ValueError("the model gave no stress, so there is no pressure")
+        stress = self.stress
         if "constraint stress" in self.extra:
             stress = stress + self.extra["constraint stress"]
         kinetic = trace(self.twice_kinetic()).squeeze(1) / self.volumes

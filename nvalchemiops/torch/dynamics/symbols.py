@@ -53,6 +53,14 @@ class Trace:
         return Symbol(self, level, tail, [self.add("load", level, len(self.inputs) - 1, k, size) for k in range(size)])
 
 
+def _binary(operation: str) -> Callable[["Symbol", Any], "Symbol"]:
+    return lambda a, b: a._apply(operation, a, b)
+
+
+def _reflected(operation: str) -> Callable[["Symbol", Any], "Symbol"]:
+    return lambda a, b: a._apply(operation, b, a)
+
+
 class Symbol:
     """Stands for a float64 tensor (rows, *tail), a row for each system or each atom; `ids` are its nodes in a row."""
 
@@ -94,38 +102,14 @@ class Symbol:
         ids = [self.trace.add("number", self.level, float(value)) for value in values.ravel()]
         return np.array(ids, dtype=np.int64).reshape(values.shape)
 
-    def __add__(self, other: Any) -> "Symbol":
-        return self._apply("add", self, other)
-
-    def __radd__(self, other: Any) -> "Symbol":
-        return self._apply("add", other, self)
-
-    def __sub__(self, other: Any) -> "Symbol":
-        return self._apply("sub", self, other)
-
-    def __rsub__(self, other: Any) -> "Symbol":
-        return self._apply("sub", other, self)
-
-    def __mul__(self, other: Any) -> "Symbol":
-        return self._apply("mul", self, other)
-
-    def __rmul__(self, other: Any) -> "Symbol":
-        return self._apply("mul", other, self)
-
-    def __truediv__(self, other: Any) -> "Symbol":
-        return self._apply("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> "Symbol":
-        return self._apply("div", other, self)
+    __add__, __radd__ = _binary("add"), _reflected("add")
+    __sub__, __rsub__ = _binary("sub"), _reflected("sub")
+    __mul__, __rmul__ = _binary("mul"), _reflected("mul")
+    __truediv__, __rtruediv__ = _binary("div"), _reflected("div")
+    __lt__, __gt__ = _binary("less"), _reflected("less")
 
     def __neg__(self) -> "Symbol":
         return self._apply("neg", self)
-
-    def __gt__(self, other: Any) -> "Symbol":
-        return self._apply("less", other, self)
-
-    def __lt__(self, other: Any) -> "Symbol":
-        return self._apply("less", self, other)
 
     def __pow__(self, power: int) -> "Symbol":
         if power not in (2, -2):

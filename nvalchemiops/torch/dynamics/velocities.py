@@ -39,6 +39,17 @@ def inertia_of(masses: torch.Tensor) -> torch.Tensor:
     return torch.where(masses.isinf(), 0.0, masses).unsqueeze(1)
 
 
+def mean_by_mass(division: Division, inertia: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Mean (n_systems, 3) of values (n_atoms, 3), weighted with inertia (n_atoms, 1); zero without any."""
+    sums = division.sums(torch.cat([inertia * values, inertia], 1))
+    return sums[:, :3] / torch.where(sums[:, 3:] > 0.0, sums[:, 3:], 1.0)
+
+
+def temperature_of(kinetic: torch.Tensor, degrees: torch.Tensor) -> torch.Tensor:
+    """Temperature kT, from kinetic energies and degrees of freedom; zero without any."""
+    return 2.0 * kinetic / degrees.clamp(min=1.0)
+
+
 def seeds_of(name: str, value: int | torch.Tensor | None, n_systems: int, device: torch.device) -> torch.Tensor:
     """Integers (n_systems,) int64: the same for all systems, or one for each; by default 0, 1, 2 ..."""
     if value is None:
@@ -112,7 +123,7 @@ def temperature(
 ) -> torch.Tensor:
     """Temperatures kT (n_systems,) in units of energy; zero without degrees of freedom. See `degrees_of_freedom`."""
     degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed, domain=domain)
-    return 2.0 * kinetic_energy(velocities, masses, batch_idx, n_systems, domain=domain) / degrees.clamp(min=1.0)
+    return temperature_of(kinetic_energy(velocities, masses, batch_idx, n_systems, domain=domain), degrees)
 
 
 def maxwell_boltzmann(
@@ -159,9 +170,7 @@ def remove_momentum(
 ) -> torch.Tensor:
     """Velocities without the motion of the centre of mass of the atoms that are not frozen."""
     division = Division.of(batch_idx, n_systems, domain)
-    inertia = inertia_of(masses).to(torch.float64)
-    sums = division.sums(torch.cat([inertia * velocities, inertia], 1))
-    drift = sums[:, :3] / torch.where(sums[:, 3:] > 0.0, sums[:, 3:], 1.0)
+    drift = mean_by_mass(division, inertia_of(masses).to(torch.float64), velocities)
     without = velocities - division.of_atoms(drift, len(masses)).to(velocities.dtype)
     return torch.where(masses.isinf().unsqueeze(1), 0.0, without)
 
@@ -183,9 +192,7 @@ def remove_rotation(
     """
     division, inertia = Division.of(batch_idx, n_systems, domain), inertia_of(masses).to(torch.float64)
     places = positions.to(torch.float64)
-    sums = division.sums(torch.cat([inertia * places, inertia], 1))
-    centre = sums[:, :3] / torch.where(sums[:, 3:] > 0.0, sums[:, 3:], 1.0)
-    arms = places - division.of_atoms(centre, len(masses))
+    arms = places - division.of_atoms(mean_by_mass(division, inertia, places), len(masses))
     angular = division.sums(inertia * torch.linalg.cross(arms, velocities.to(torch.float64)))
     products = inertia.unsqueeze(-1) * arms.unsqueeze(-1) * arms.unsqueeze(-2)
     second = division.sums(products)

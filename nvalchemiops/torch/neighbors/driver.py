@@ -197,8 +197,7 @@ def _check_selection(form: Form) -> tuple[int, float, bool]:
             if getattr(form, name) != Form._field_defaults[name]:
                 raise ValueError(f"`{name}` says which neighbors are the nearest: give `nearest` as well")
         return 0, 0.0, False
-    if checks.check_count("nearest", nearest) == 0:
-        raise ValueError("`nearest` must be 1 or more, got 0")
+    checks.check_count("nearest", nearest, 1)
     if form.half_fill and not symmetric:
         raise ValueError(
             "`half_fill` with `nearest` needs `symmetric`: without it an atom need not be among the nearest neighbors "

@@ -100,8 +100,7 @@ def estimate_batch_cell_list_sizes(
     """`estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
     cutoff = checks.check_not_negative("cutoff", cutoff)
     for name, value in (("max_nbins", max_nbins), ("min_cells_per_dimension", min_cells_per_dimension)):
-        if checks.check_int(name, value) < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}")
+        checks.check_count(name, value, 1)
     cells, periodic, steepness = _lattices(cell, pbc)
     lengths = np.linalg.norm(cells, axis=2)
     heights = np.where(periodic, 1.0 / np.where(periodic, steepness, 1.0), np.where(np.isfinite(lengths), lengths, 0.0))

@@ -1,4 +1,4 @@
-"""The systems of a relaxation while it runs: those that are still in the batch, and what is known of all.
+"""What a relaxation knows: the systems that are still in the batch, a record of all, and states to go on from.
 
 Rows of coordinates, of atoms and then of cells, are those of `nvalchemiops.torch.dynamics.chart`.
 
@@ -6,14 +6,14 @@ On ranks, what is known of systems that were taken out stays with the ranks that
 order of these atoms does not change, as that of a batch in one process, while the owners of the others do.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.model import Evaluation
-from nvalchemiops.torch.dynamics.optimizers import Optimizer, OptimizerState
+from nvalchemiops.torch.dynamics.optimizers import Form, Optimizer, OptimizerState
 from nvalchemiops.torch.systems import System, of_each_atom
 
 if TYPE_CHECKING:
@@ -55,23 +55,21 @@ class Record(NamedTuple):
 
     def select(self, index: Places) -> "Record":
         """The record of some systems."""
-        chosen: Any = (None if value is None else value[at] for value, at in self._with(index))
-        return Record(*chosen)
+        return Record(**_selected(self._asdict(), OF_RECORD, index))
 
-    def put_into(self, whole: "Record | None", places: Places) -> "Record":
-        """The record of all systems, with these numbers of these systems; without it these are all systems."""
-        if whole is None:
-            return self
-        parts = zip(whole, self._with(places))
-        merged: Any = (None if a is None or b is None else a.index_copy(0, at, b) for a, (b, at) in parts)
+    def put_into(self, whole: "Record", places: Places) -> "Record":
+        """The record of all systems, with these numbers of these systems."""
+        parts = zip(whole, self, (getattr(places, of) for of, _ in OF_RECORD.values()))
+        merged: Any = (None if a is None or b is None else a.index_copy(0, at, b) for a, b, at in parts)
         return Record(*merged)
 
     def moved(self, move: Moves) -> "Record":
         """The record after rows have moved; ``move`` also takes rows of atoms alone."""
-        return self._replace(x=move(self.x), forces=move(self.forces))
+        return Record(**_moved(self._asdict(), OF_RECORD, move))
 
-    def _with(self, index: Places) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
-        return list(zip(self, (index.rows, index.atoms, *[index.systems] * (len(self) - 2))))
+
+OF_RECORD = {name: ("systems", 0) for name in Record._fields} | {"x": ("rows", 0), "forces": ("atoms", 0)}
+"""As that of optimizers, with values of atoms."""
 
 
 class RelaxationState(NamedTuple):
@@ -87,10 +85,10 @@ class RelaxationState(NamedTuple):
         What is known of all systems: coordinates, energies, forces, numbers of steps.
     systems : (k,) int64 tensor
         Numbers of the systems that are in the batch.
-    rows : list of (n_rows, ...) tensors
-        What the optimizer keeps for each row of coordinates; zeros for systems that are not in the batch.
-    optimizer : dict from str to value
-        What else it keeps, of the systems in the batch.
+    optimizer : OptimizerState
+        What the optimizer keeps; zeros for systems that are not in the batch.
+    form : Form
+        Of the optimizer.
     evaluations : int
         Number of evaluations so far.
     arguments : dict from str to value
@@ -101,8 +99,8 @@ class RelaxationState(NamedTuple):
     fixed: torch.Tensor | None
     record: Record
     systems: torch.Tensor
-    rows: list[torch.Tensor]
     optimizer: OptimizerState
+    form: Form
     evaluations: int
     arguments: dict[str, Any]
 
@@ -114,8 +112,8 @@ class RelaxationState(NamedTuple):
             return torch.cat([move(rows[:n]), rows[n:]])
 
         fixed = None if self.fixed is None else move(self.fixed)
-        rows = [moved(values) for values in self.rows]
-        return self._replace(system=system, fixed=fixed, record=self.record.moved(moved), rows=rows)
+        optimizer = _moved(self.optimizer, self.form, moved)
+        return self._replace(system=system, fixed=fixed, record=self.record.moved(moved), optimizer=optimizer)
 
     def collected(self) -> "RelaxationState":
         """All atoms, without a domain, on the first rank in the order of their numbers; no atoms on others.
@@ -132,18 +130,6 @@ class RelaxationState(NamedTuple):
         """
         system = of_each_atom(self.system, bring)._replace(batch_idx=None, pbc=None, domain=domain)
         return self._at(system, bring)
-
-
-class _RowsAlone:
-    """In the place of an optimizer, for a state that is a list of values of rows."""
-
-    def select(self, state: Any, systems: torch.Tensor, rows: torch.Tensor) -> Any:
-        """The values of some rows."""
-        return [values.index_select(0, rows) for values in state]
-
-    def carried(self, state: Any, move: Moves) -> Any:
-        """The values after rows have moved."""
-        return [move(values) for values in state]
 
 
 class Batch:
@@ -170,7 +156,7 @@ class Batch:
     _results: Record | None = None
 
     def __init__(self, system: System, optimizer: Optimizer, cell: bool | CellFilter, fixed: torch.Tensor | None):
-        self._optimizer: Any = optimizer
+        self._optimizer = optimizer
         self.chart = self._whole = Chart(system, cell=cell, fixed=fixed)
         self.x = self.forces = self.chart.start
         device, n = self.x.device, self.chart.n_systems
@@ -192,12 +178,9 @@ class Batch:
             raise ValueError("`max_steps` must be that of the state, in which systems have stopped before others")
         self.known, self.x = record._replace(active=~is_over), record.x
         self.forces = self.chart.forces(self.x, record.evaluation)
-        optimizer, self._optimizer, self.state = self._optimizer, _RowsAlone(), list(saved.rows)
+        self.state = _copied(saved.optimizer, saved.form)
         if len(saved.systems) < self.chart.n_systems:
             self.take_out(saved.systems)
-        rows: Iterator[torch.Tensor] = iter(self.state)
-        self._optimizer = optimizer
-        self.state = optimizer.carried(_copied(saved.optimizer), lambda _: next(rows).clone())
 
     def follow(self) -> None:
         """Bring atoms to their owners in a domain that is valid for the coordinates. On ranks a collective call."""
@@ -220,10 +203,10 @@ class Batch:
         assert self.known is not None
         if self._results is None:
             self._whole = self.chart
-        self._results = self.known.put_into(self._results, self.places)
+        self._results = self.known.put_into(self._results or self.known, self.places)
         self.chart, atoms, rows = self.chart.select(left)
         index = Places(left, atoms, rows)
-        self.state = self._optimizer.select(self.state, left, rows)
+        self.state = _selected(self.state, self._optimizer.form, index)
         self.known, self.is_step = self.known.select(index), self.is_step[left]
         self.x, self.forces = self.x[rows], self.forces[rows]
         self.places = Places(*(of[at] for of, at in zip(self.places, index)))
@@ -232,45 +215,78 @@ class Batch:
 
     def all_systems(self) -> tuple[Chart, Record]:
         """The chart and the record of all systems. On ranks a collective call."""
-        return self._of_all([])[:2]
+        return self._of_all({})[:2]
 
     def saved(self, arguments: dict[str, Any]) -> RelaxationState:
         """What a relaxation can go on from, after an evaluation. On ranks a collective call."""
-        rows: list[torch.Tensor] = []
+        form = self._optimizer.form
+        chart, record, state = self._of_all(_copied(self.state, form))
+        systems = self.places.systems
+        return RelaxationState(chart.system, chart.fixed, record, systems, state, form, self.count, arguments)
 
-        def taken(values: torch.Tensor) -> torch.Tensor:
-            rows.append(values.clone())
-            return values[:0]
-
-        others = _copied(self._optimizer.carried(self.state, taken))
-        chart, record, rows = self._of_all(rows)
-        of_systems = record, self.places.systems
-        return RelaxationState(chart.system, chart.fixed, *of_systems, rows, others, self.count, arguments)
-
-    def _of_all(self, rows: list[torch.Tensor]) -> tuple[Chart, Record, list[torch.Tensor]]:
-        """The chart and the record of all systems, and these values of rows, with zeros for the others."""
-        chart, record, domain = self.chart, self.known, self.chart.system.domain
+    def _of_all(self, state: OptimizerState) -> tuple[Chart, Record, OptimizerState]:
+        """The chart and the record of all systems, and these values of the optimizer, with zeros for the others."""
+        chart, record, form = self.chart, self.known, self._optimizer.form
+        domain = chart.system.domain
         assert record is not None
         if self._results is None:
-            return chart, record, rows
+            return chart, record, state
         if domain is not None:
             _, move = chart.at_holders()
-            record, rows = record.moved(move), [move(values) for values in rows]
+            record, state = record.moved(move), _moved(state, form, move)
         chart, record = self._whole, record.put_into(self._results, self.places)
-        n = len(record.x)
-        rows = [v.new_zeros((n, *v.shape[1:])).index_copy(0, self.places.rows, v) for v in rows]
+        state = _spread(state, form, self.places, chart)
         if domain is not None:
             chart, move = chart.at_owners(domain, record.x)
-            record, rows = record.moved(move), [move(values) for values in rows]
-        return chart, record, rows
+            record, state = record.moved(move), _moved(state, form, move)
+        return chart, record, state
 
     def _move_to(self, chart: Chart, move: Moves) -> None:
         """The same systems in another chart, to which rows have moved."""
         self.chart, self.x, self.forces = chart, move(self.x), move(self.forces)
-        self.state = self._optimizer.carried(self.state, move)
+        self.state = _moved(self.state, self._optimizer.form, move)
         self.known = None if self.known is None else self.known.moved(move)
 
 
-def _copied(state: OptimizerState) -> OptimizerState:
+# -- values that belong to systems, their atoms and rows ------------------------------------------------------------
+
+
+def _changed(
+    values: Mapping[str, Any], form: Form, change: Callable[[torch.Tensor, str, int], torch.Tensor]
+) -> dict[str, Any]:
+    """``change(value, of, axis)`` of values that belong to systems, atoms or rows, and others that the form names."""
+
+    def new(value: Any, where: tuple[str, int] | None) -> Any:
+        return value if value is None or where is None else change(value, *where)
+
+    return {name: new(value, form[name]) for name, value in values.items() if name in form}
+
+
+def _copied(values: Mapping[str, Any], form: Form) -> dict[str, Any]:
     """A copy that steps of the original do not change."""
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    return _changed(values, form, lambda value, of, axis: value.clone())
+
+
+def _selected(values: Mapping[str, Any], form: Form, index: Places) -> dict[str, Any]:
+    """The values of some systems."""
+    return _changed(values, form, lambda value, of, axis: value.index_select(axis, getattr(index, of)))
+
+
+def _moved(values: Mapping[str, Any], form: Form, move: Moves) -> dict[str, Any]:
+    """The values after atoms have moved."""
+
+    def change(value: torch.Tensor, of: str, axis: int) -> torch.Tensor:
+        return value if of == "systems" else move(value.movedim(axis, 0).contiguous()).movedim(0, axis).contiguous()
+
+    return _changed(values, form, change)
+
+
+def _spread(values: Mapping[str, Any], form: Form, places: Places, whole: Chart) -> dict[str, Any]:
+    """The values of all systems, which are zero for those that are not in these places."""
+    sizes = {"systems": whole.n_systems, "rows": len(whole.start)}
+
+    def change(value: torch.Tensor, of: str, axis: int) -> torch.Tensor:
+        zeros = value.new_zeros((*value.shape[:axis], sizes[of], *value.shape[axis + 1 :]))
+        return zeros.index_copy(axis, getattr(places, of), value)
+
+    return _changed(values, form, change)
