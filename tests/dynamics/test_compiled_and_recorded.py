@@ -1,4 +1,4 @@
-"""Whole steps, forces included, under torch.compile, as recordings and as captured graphs: the results of eager steps."""
+"""Whole steps, forces included, compiled, recorded and as captured graphs: they have the results of eager steps."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 from nvalchemiops.torch.systems import System
 from tests.support.plans import counted_graphs, forget
 
-from .systems import SOFT, argon, crystal, few_atoms, float64
+from .systems import SOFT, argon, crystal, few_atoms
 from .test_integrators import every, smooth
 
 TIMES = {"thermostat_time": 5.0, "barostat_time": 30.0}
