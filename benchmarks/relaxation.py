@@ -6,8 +6,8 @@ calculator for one crystal. Contenders:
 
 - *ours*: ``relax``, a batch in which converged systems are taken out,
 - *ASE*: the same optimizer with ``FrechetCellFilter``, one crystal after the other,
-- *torch-sim* 0.6: its FIRE, which follows ASE, with its Frechet filter, where it can be imported. It asks for convergence
-  each fifth step.
+- *torch-sim* 0.6: its FIRE, which follows ASE, with its Frechet filter, where it can be imported. It asks for
+  convergence each fifth step.
 
 An evaluation is one of one system. Asked: at most 1.1 times ASE's. Times are those of one run of each.
 
