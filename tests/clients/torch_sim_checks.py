@@ -152,21 +152,21 @@ def test_dynamics_of_lennard_jones():
 
 
 def test_velocity_verlet_step_by_step():
-    """From the same positions and velocities both are at the same places after 100 steps, for a batch of two systems."""
-    structures = [bulk("Ar", "fcc", a=5.3, cubic=True).repeat(n) for n in ((3, 3, 3), (4, 3, 3))]
+    """From the same start both are at the same places after 100 steps, in a batch of two systems."""
+    crystals = [bulk("Ar", "fcc", a=5.3, cubic=True).repeat(n) for n in ((3, 3, 3), (4, 3, 3))]
     rng = np.random.default_rng(3)
-    velocities = torch.tensor(np.concatenate([0.02 * rng.normal(size=a.positions.shape) for a in structures]))
-    for atoms in structures:
+    velocities = torch.tensor(np.concatenate([0.02 * rng.normal(size=a.positions.shape) for a in crystals]))
+    for atoms in crystals:
         atoms.rattle(0.1, rng=rng)
     potential = {"sigma": 3.4, "epsilon": 0.0104}
     dt = 4.0 * FEMTOSECOND
     model = LennardJonesModel(**potential, cutoff=7.0, compute_forces=True, **CPU)
-    theirs = ts.nve_init(ts.io.atoms_to_state(structures, **CPU), model, kT=torch.tensor(0.01, dtype=torch.float64))
+    theirs = ts.nve_init(ts.io.atoms_to_state(crystals, **CPU), model, kT=torch.tensor(0.01, dtype=torch.float64))
     theirs.momenta = velocities * theirs.masses.unsqueeze(1)
     for _ in range(100):
         theirs = ts.nve_step(theirs, model, dt=torch.tensor(dt, dtype=torch.float64))
     terms = partial(lennard_jones(7.0), **potential)
-    system = System.from_ase(structures)
+    system = System.from_ase(crystals)
     run = simulate(system, SumOfTerms(terms), nve(dt), 100, velocities=velocities, masses=theirs.masses)
     assert (run.state.system.positions - system.positions).abs().max() > 0.3
     apart = theirs.positions - run.state.system.positions
