@@ -1,18 +1,20 @@
 """A parameter fitted to the structure of a liquid: gradients through trajectories.
 
-The diameter sigma of a Lennard-Jones potential is to be found from the radial distribution function g(r) of liquid argon
-near its melting point, which is what diffraction measures; no energy or force is given. g(r) is a histogram, but each pair
-of atoms is shared between two bins, so it can be differentiated by the positions.
+The diameter sigma of a Lennard-Jones potential is to be found from the radial distribution function g(r) of liquid
+argon near its melting point, which is what diffraction measures; no energy or force is given. g(r) is a histogram, but
+each pair of atoms is shared between two bins, so positions have a derivative.
 
-A step of the fit goes on from the last state of the liquid. It lets the liquid follow the present sigma for 0.3 ps, with
-Langevin dynamics and without gradients. Then `simulate` keeps the graph of the next 0.3 ps, and the derivative of the
-error of g(r) by sigma comes from one backward pass; states are kept after every tenth step alone, and the steps between them
-are computed again. The state at the start of the 0.3 ps counts as constant. So the derivative is that of what these steps do,
-by which neighbors move to their new distance, and not of slower changes of the liquid. That is enough for torch's Adam.
+A step of the fit goes on from the last state of the liquid. The liquid first follows the present sigma for 0.6 ps, by
+Langevin dynamics without gradients, which gives the difference from the data. Then `simulate` keeps the graph of the
+next 0.3 ps, and one backward pass gives the derivative of g(r), times this difference; states are kept after every
+tenth step alone, and the steps between them are computed again. Difference and derivative come from different steps,
+so that their noise is independent. The state at the start of the 0.3 ps counts as constant: the derivative is that of
+what happens in this time, when neighbors move to their new distance, and not of slower changes of the liquid. That is
+enough for torch's Adam.
 
-The data are made with a known sigma, from another start. What to look at: the derivative agrees with a finite difference,
-the sigma that is found stays at the true one within its error, and the two curves are one. Takes half a minute; nothing is
-downloaded.
+The data are made with a known sigma, from another start. What to look at: the derivative agrees with a finite
+difference, the sigma that is found is the true one within 0.02 angstrom, which is the noise of so few atoms, and the
+two curves are one. Takes 40 s; nothing is downloaded.
 """
 
 import argparse
@@ -91,18 +93,17 @@ class Liquid:
 
 
 def fit(liquid: Liquid, data: Tensor, iterations: int) -> list[tuple[float, float]]:
-    """(sigma, loss) of each step of the fit."""
+    """(sigma, mean squared difference from the data) of each step of the fit."""
     sigma = torch.tensor(START, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.Adam([sigma], lr=0.02)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, iterations // 2), gamma=0.2)
+    optimizer = torch.optim.Adam([sigma], lr=0.03, betas=(0.7, 0.99))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, iterations // 2, gamma=0.25)
     history: list[tuple[float, float]] = []
     for _ in tqdm(range(iterations), desc="fitting", unit="step"):
-        liquid.follow(sigma.item(), WINDOW)
+        difference = liquid.follow(sigma.item(), 2 * WINDOW) - data
         optimizer.zero_grad()
         _, curve = liquid.run(sigma, WINDOW, checkpoint_every=10)
-        loss = (curve - data).square().mean()
-        loss.backward()
-        history.append((sigma.item(), loss.item()))
+        (2.0 * difference * curve).mean().backward()
+        history.append((sigma.item(), difference.square().mean().item()))
         optimizer.step()
         schedule.step()
     return history
@@ -115,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     quiet_warp()
 
-    repeat, melting, long, iterations = (3, 150, 400, 30) if options.quick else (4, 400, 2000, 100)
+    repeat, melting, long, iterations = (3, 150, 1000, 16) if options.quick else (4, 400, 3000, 36)
     data = Liquid(repeat, 100, melting).follow(TRUE, long)
     liquid = Liquid(repeat, 0, melting)
     before = liquid.follow(START, long)
@@ -124,20 +125,18 @@ def main() -> None:
     error = (liquid.run(sigma, WINDOW, checkpoint_every=10)[1] - data).square().mean()
     (slope,) = torch.autograd.grad(error, sigma)
     with torch.no_grad():
-        high, low = (
-            (liquid.run(START + sign * 1e-5, WINDOW)[1] - data).square().mean().item() for sign in (1.0, -1.0)
-        )
+        high, low = ((liquid.run(START + sign * 1e-5, WINDOW)[1] - data).square().mean().item() for sign in (1.0, -1.0))
     print(f"atoms, steps of the data           {liquid.n:8d}{long:8d}")
     print(f"d(error)/d(sigma), 1/Å             {slope.item():14.8f}")
     print(f"by a finite difference             {(high - low) / 2e-5:14.8f}\n")
 
     history = fit(liquid, data, iterations)
-    print("step         sigma (Å)         loss")
+    print("step         sigma (Å)        error")
     for number in range(0, iterations, max(1, iterations // 20)):
         print(f"{number:4d}{history[number][0]:18.4f}{history[number][1]:13.6f}")
-    last = torch.tensor([value for value, _ in history[-(iterations // 4) :]], dtype=torch.float64)
-    found = last.mean().item()
-    print(f"\nsigma: start, found, scatter, true {START:8.3f}{found:8.3f}{last.std().item():8.3f}{TRUE:8.3f}")
+    last = [value for value, _ in history[-(iterations // 3) :]]
+    found = sum(last) / len(last)
+    print(f"\nsigma: start, found, true          {START:8.3f}{found:8.3f}{TRUE:8.3f}")
     after = liquid.follow(found, long)
     distances = [(curve - data).square().mean().sqrt().item() for curve in (before, after)]
     print(f"error of g(r): start, fitted       {distances[0]:8.3f}{distances[1]:8.3f}")
