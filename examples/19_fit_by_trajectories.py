@@ -20,6 +20,7 @@ two curves are one. Takes 40 s; nothing is downloaded.
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -78,7 +79,7 @@ class Liquid:
         shells = 4.0 * torch.pi * WIDTH * (self.centres.square() + WIDTH**2 / 6.0)  # integrals of the shares
         return counts / (0.5 * self.n * DENSITY * shells)
 
-    def run(self, sigma: Tensor | float, steps: int, **options: object) -> tuple[State, Tensor]:
+    def run(self, sigma: Tensor | float, steps: int, **options: Any) -> tuple[State, Tensor]:
         """The state after these steps, and the mean of g(r) over their second half."""
         integrator = langevin(STEP, TEMPERATURE * KELVIN, friction=FRICTION)
         record = {"distribution": self.distribution}
