@@ -14,7 +14,7 @@ enough for torch's Adam.
 
 The data are made with a known sigma, from another start. What to look at: the derivative agrees with a finite
 difference, the sigma that is found is the true one within 0.02 angstrom, which is the noise of so few atoms, and the
-two curves are one. Takes 40 s; nothing is downloaded.
+two curves are one. Takes half a minute; nothing is downloaded.
 """
 
 import argparse
