@@ -1,5 +1,7 @@
 """torch-sim-atomistic: its neighbor lists, DSF, Ewald, PME and D3 models, and dynamics."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,14 @@ from ase.build import bulk
 from dftd3.interface import DispersionModel, RationalDampingParam
 from torch_sim.models.dispersion import D3DispersionModel
 from torch_sim.models.electrostatics import DSFCoulombModel, EwaldModel, PMEModel
+from torch_sim.models.lennard_jones import LennardJonesModel
 from torch_sim.neighbors import alchemiops_nl_cell_list, alchemiops_nl_n2, default_batched_nl
 
+from nvalchemiops.constants import FEMTOSECOND
+from nvalchemiops.torch import System
+from nvalchemiops.torch.dynamics import SumOfTerms, nve, simulate
 from nvalchemiops.torch.interactions.dispersion import D3Parameters
+from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.clients.common import as_set, pairs, slopes, stress, structures
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float64}
@@ -138,12 +145,35 @@ def test_dispersion_with_drawn_parameters(name):
 
 def test_dynamics_of_lennard_jones():
     """Its own loop, on its default neighbor list, keeps the energy."""
-    from torch_sim.models.lennard_jones import LennardJonesModel
-
     model = LennardJonesModel(sigma=3.4, epsilon=0.0104, cutoff=7.0, compute_forces=True, **CPU)
     atoms = bulk("Ar", "fcc", a=5.3, cubic=True).repeat(2)
     final = ts.integrate(atoms, model, integrator=ts.Integrator.nve, n_steps=20, temperature=30, timestep=0.002)
     assert torch.isfinite(final.energy).all()
+
+
+def test_velocity_verlet_step_by_step():
+    """From the same start both are at the same places after 100 steps, in a batch of two systems."""
+    crystals = [bulk("Ar", "fcc", a=5.3, cubic=True).repeat(n) for n in ((3, 3, 3), (4, 3, 3))]
+    rng = np.random.default_rng(3)
+    velocities = torch.tensor(np.concatenate([0.02 * rng.normal(size=a.positions.shape) for a in crystals]))
+    for atoms in crystals:
+        atoms.rattle(0.1, rng=rng)
+    potential = {"sigma": 3.4, "epsilon": 0.0104}
+    dt = 4.0 * FEMTOSECOND
+    model = LennardJonesModel(**potential, cutoff=7.0, compute_forces=True, **CPU)
+    theirs = ts.nve_init(ts.io.atoms_to_state(crystals, **CPU), model, kT=torch.tensor(0.01, dtype=torch.float64))
+    theirs.momenta = velocities * theirs.masses.unsqueeze(1)
+    for _ in range(100):
+        theirs = ts.nve_step(theirs, model, dt=torch.tensor(dt, dtype=torch.float64))
+    terms = partial(lennard_jones(7.0), **potential)
+    system = System.from_ase(crystals)
+    run = simulate(system, SumOfTerms(terms), nve(dt), 100, velocities=velocities, masses=theirs.masses)
+    assert (run.state.system.positions - system.positions).abs().max() > 0.3
+    apart = theirs.positions - run.state.system.positions
+    inverse = torch.linalg.inv(system.cell)[system.batch_idx.long()]
+    images = (apart.unsqueeze(1) @ inverse).squeeze(1)
+    assert (images - images.round()).abs().max() < 1e-10
+    assert (theirs.momenta / theirs.masses.unsqueeze(1) - run.state.velocities).abs().max() < 1e-9
 
 
 def test_dispersion_with_published_parameters():

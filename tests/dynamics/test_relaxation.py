@@ -282,21 +282,6 @@ def springs(system: System) -> Evaluation:
     return Evaluation(energies.index_add(0, places, squares), -strength[:, None] * system.positions)
 
 
-def test_atoms_of_a_batch_in_any_order() -> None:
-    generator = torch.Generator().manual_seed(1)
-    batch_idx = torch.tensor([1, 0, 2, 1, 1, 0, 2, 1], dtype=torch.int32)
-    positions = torch.randn((8, 3), generator=generator, dtype=torch.float64)
-    numbers = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8])
-    system = System(positions, batch_idx=batch_idx, numbers=numbers)
-    order = torch.sort(batch_idx, stable=True).indices
-    ordered = System(positions[order], batch_idx=batch_idx[order], numbers=numbers[order])
-    for optimizer in ("fire", "fire2", "lbfgs"):
-        found, expected = (relax(s, springs, optimizer, fmax=1e-4, compact_every=3) for s in (system, ordered))
-        assert torch.equal(found.system.positions[order], expected.system.positions)
-        assert torch.equal(found.evaluation.forces[order], expected.evaluation.forces)
-        assert equal(found[2:], expected[2:]) and found.converged.all()
-
-
 def test_systems_that_converged_are_not_evaluated_any_more() -> None:
     """And what has a minimum at the start stays there, to the last bit."""
     at_rest = torch.zeros((3, 3), dtype=torch.float64)

@@ -199,12 +199,14 @@ def test_perturbed_crystals_relax_to_close_packings(tmp_path):
 
 
 @pytest.mark.later
-def test_a_depth_is_found_by_gradients_through_trajectories(tmp_path):
+def test_a_diameter_is_found_by_gradients_through_trajectories(tmp_path):
     text = printed(tmp_path, "19_fit_by_trajectories.py", "--quick", bars="fitting")
-    by_gradient, by_difference = (numbers(text, label)[-1] for label in ("d(displacement)", "by a finite difference"))
-    assert abs(by_gradient - by_difference) < 1e-5 * abs(by_difference)
-    start, found, error, true = numbers(text, "depth: start, found, error, true")
-    assert abs(start - true) > 4.0 and error < 1.0 and abs(found - true) < 3.0 * error
+    by_gradient, by_difference = (numbers(text, label)[-1] for label in ("d(error)/d(sigma)", "by a finite difference"))
+    assert abs(by_gradient) > 0.1 and abs(by_gradient - by_difference) < 1e-3 * abs(by_difference)
+    start, found, true = numbers(text, "sigma: start, found, true")
+    assert abs(start - true) > 0.15 and abs(found - true) < 0.04
+    before, after = numbers(text, "error of g(r): start, fitted")
+    assert after < 0.25 * before
 
 
 @pytest.mark.later

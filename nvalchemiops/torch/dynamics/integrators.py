@@ -71,6 +71,7 @@ class Integrator:
         for name in ("dt", *(name for flow in self._distinct for name in flow.parameters)):
             if name not in self.parameters:
                 raise ValueError(f"`parameters`: '{name}' is missing")
+        _ = self._halves  # now, since torch.compile does not follow the lock with which Python 3.11 keeps them
 
     @functools.cached_property
     def _distinct(self) -> tuple[Flow, ...]:

@@ -2,7 +2,7 @@
 
 The flows are called once with a state of `Symbol` in place of tensors, which writes down what they compute. So the
 physics is written once, in torch, whose derivatives are those of a step. A program runs where nobody watches single
-operations: eager mode in float64 on a CPU, without gradients. Elsewhere the flows are called.
+operations: eager mode in float64 on a CPU, without gradients, unless plans are off. Elsewhere the flows are called.
 """
 
 import functools
@@ -31,6 +31,7 @@ from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Noise, N
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.symbols import ATOM, SYSTEM, NoProgram, Symbol, Trace, refuse, symbolic
 from nvalchemiops.torch.operators.segments import sorted_by_system
+from nvalchemiops.torch.runtime import tables
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
@@ -310,7 +311,7 @@ class InSequence:
         """The state after the flows."""
         fits = self.programmed and state.velocities.dtype is torch.float64 and is_eager()
         fits = fits and state.system.domain is None  # sums over atoms are messages then
-        if fits and current_recorder() is None and not layout("cpu").warps:
+        if fits and current_recorder() is None and not tables.are_off() and not layout("cpu").warps:
             if self.program is None:
                 try:
                     self.program = Program(self._run, state)
