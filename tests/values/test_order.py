@@ -5,7 +5,12 @@ import torch
 
 from nvalchemiops.interactions.electrostatics.costs import BUILT_IN, COSTS
 from nvalchemiops.interactions.electrostatics.error_models import order_of_least_cost
-from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald, particle_mesh_ewald
+from nvalchemiops.torch.interactions.electrostatics import (
+    Electrostatics,
+    ParticleMeshEwald,
+    electrostatic_potential,
+    particle_mesh_ewald,
+)
 from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
 from nvalchemiops.torch.interactions.electrostatics.automatic import periodic_sizes
 from nvalchemiops.torch.systems import System
@@ -77,6 +82,22 @@ def test_a_given_mesh_has_order_5():
     module.mesh_dimensions = (24, 24, 24)
     by_default = particle_mesh_ewald(x, q, cell, 0.6, cutoff=6.0, mesh_dimensions=(24, 24, 24))
     assert torch.equal(module.prepare(cell)(x, q, cell), by_default)
+
+
+@pytest.mark.parametrize("digits", [2, 4, 6, 8])
+def test_potentials_have_the_order_of_the_sum_or_on_a_given_mesh_6(digits):
+    x, q, cell = atoms_of("water")
+    options = {"accuracy": 10.0**-digits, "method": "pme", "derivatives": 2, "self_interaction": False}
+    found = electrostatic_potential(x, q, cell, **options)
+    order = order_of_least_cost(10.0**-digits, BUILT_IN["cpu"].of_call(True))
+    for mine, same in zip(found, electrostatic_potential(x, q, cell, spline_order=order, **options)):
+        assert torch.equal(mine, same)
+    assert relative_error(-q[:, None] * found[1].view(x.shape), exact_forces("water")) < 3.0 * 10.0**-digits
+    mesh = {"alpha": 0.6, "cutoff": 6.0, "mesh_dimensions": (20, 20, 20), **options}
+    for mine, same in zip(
+        electrostatic_potential(x, q, cell, **mesh), electrostatic_potential(x, q, cell, spline_order=6, **mesh)
+    ):
+        assert torch.equal(mine, same)
 
 
 def test_modules_choose_in_each_call_or_once():

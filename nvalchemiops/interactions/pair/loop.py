@@ -116,11 +116,11 @@ SKELETON = """
         Neighbor it;
         if (!look_at(slot, it) || !it.close) continue;
         const auto take = [&](const real *from, long long stride) { return one(from[stride * it.j]); };
-        const auto kept = [](one value) { return static_cast<double>(value); };
         @take_both_gpu@
         const one d0 = it.d[0], d1 = it.d[1], d2 = it.d[2];
         @data_gpu@
         @evaluation@
+        @add_gpu@
         @tables_gpu@
     }
     for (int step = @half_warp@; step > 0; step /= 2) {
@@ -160,6 +160,7 @@ SKELETON = """
             for (int a = 0; a < 3; ++a) block.d[a][m + rest] = 1.0;
             @fill@
         }
+        @parts@
         for (int at = 0; at < whole; at += @lanes@) {
             const int *close = block.close + at;
             const condition live = numbers < n - at;
@@ -178,15 +179,14 @@ SKELETON = """
                 for (int l = 0; l < @lanes@; ++l) values[l] = from[stride * j[l]];
                 return values;
             };
-            const auto kept = [live](lanes values) {
-                return __builtin_convertvector(live ? values : lanes(0.0), doubles);
-            };
             @take_both@
             const lanes d0 = load(block.d[0]), d1 = load(block.d[1]), d2 = load(block.d[2]);
             @data@
             @evaluation@
+            @add@
             @tables@
         }
+        @add_parts@
         // Neighbors left over are kept for the next block: vectors hold the same pairs, with or without distant ones.
         for (m = 0; whole + m < n; ++m) {
             const int from = block.close[whole + m];
@@ -279,6 +279,7 @@ FAST = f"""
 // a vector of slots at a time, as long as all that are in use hold neighbors; of the rest nothing is close
 static const unsigned long long lanes_of[256] = {{{lanes_of_masks()}}};
 typedef int ints __attribute__((ext_vector_type(@lanes@), aligned(4)));
+typedef real reals __attribute__((ext_vector_type(@lanes@)));
 typedef int eight __attribute__((ext_vector_type({LANES}), aligned(4)));
 typedef one ones __attribute__((ext_vector_type(@lanes@), aligned(sizeof(one))));
 typedef bool bools __attribute__((ext_vector_type(@lanes@)));
@@ -303,21 +304,20 @@ while (slot < end && slot + @lanes@ <= n_slots && m < @block@) {{
         j = in_place;
     }}
     asm("" : "+r"(j));  // loading a number again is faster than taking it out of a vector
-    lanes x[3];
+    reals x[3];
     #pragma unroll
     for (int l = 0; l < @lanes@; ++l) {{
         const real *const x_j = positions.data + 3LL * j[l];
         for (int a = 0; a < 3; ++a) x[a][l] = x_j[a];
     }}
-    doubles d[3];
-    for (int a = 0; a < 3; ++a) d[a] = __builtin_convertvector(x[a], doubles) - x_i[a];
+    lanes d[3];
+    for (int a = 0; a < 3; ++a) d[a] = __builtin_convertvector(x[a], lanes) - one(x_i[a]);
     @image@
-    for (int a = 0; a < 3; ++a) x[a] = __builtin_convertvector(d[a], lanes);
-    const lanes squared = x[0] * x[0] + x[1] * x[1] + x[2] * x[2];
+    const lanes squared = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
     all_squared += squared;
     unsigned mask = used & as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
     *reinterpret_cast<ints *>(block.j + m) = places;
-    for (int a = 0; a < 3; ++a) *reinterpret_cast<ones *>(block.d[a] + m) = x[a];
+    for (int a = 0; a < 3; ++a) *reinterpret_cast<ones *>(block.d[a] + m) = d[a];
     @collect_all@
     for (int part = 0; part < @lanes@; part += {LANES}, mask >>= {LANES}) {{
         const auto hits = *reinterpret_cast<const bytes *>(&lanes_of[mask & 255]);
@@ -343,7 +343,9 @@ if (as_bits(__builtin_convertvector(some != 0, bools))) {
     doubles image[3];
     for (int a = 0; a < 3; ++a)
         for (int l = 0; l < @lanes@; ++l) image[a][l] = shift[3 * l + a];
-    for (int a = 0; a < 3; ++a) d[a] += image[0] * h[a] + image[1] * h[3 + a] + image[2] * h[6 + a];
+    for (int a = 0; a < 3; ++a)
+        d[a] = __builtin_convertvector((__builtin_convertvector(x[a], doubles) - x_i[a])
+            + (image[0] * h[a] + image[1] * h[3 + a] + image[2] * h[6 + a]), lanes);
 }
 """
 
@@ -486,6 +488,7 @@ def body(
     arithmetic = arithmetic or precision
     lanes = lanes_of(arithmetic)
     functions = list(functions)
+    kept = "total" if arithmetic == "float64" else "part"  # a block of float32 is added up in float32
     real = {"float32": "float", "float64": "double"}[precision]
     stored = [("factor", "factor")] * form.excluding
     stored += [(f"shift{a}", f"shift[{a}]") for a in range(3)] * form.keeps_shifts
@@ -508,7 +511,13 @@ def body(
     lines: dict[str, list[str]] = {
         **tables,
         "shared": shared,
-        "evaluation": [*evaluation, *(f"total_{name} += kept({value});" for name, value in totals.items())],
+        "evaluation": evaluation,
+        "add": [f"{kept}_{name} += live ? {value} : lanes(0.0);" for name, value in totals.items()],
+        "add_gpu": [f"total_{name} += {value};" for name, value in totals.items()],
+        "parts": [f"lanes part_{name} = 0.0;" for name in totals if kept == "part"],
+        "add_parts": [
+            f"total_{name} += __builtin_convertvector(part_{name}, doubles);" for name in totals if kept == "part"
+        ],
         "totals": [*(f"doubles total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],

@@ -72,11 +72,18 @@ def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
 
     Like ``torch.fft.irfftn`` with ``norm="forward"``.
     """
-    shape = (*spectrum.shape[-4:-2], n)
     parts = torch.view_as_complex(spectrum)
-    return _transformed(
-        lambda: torch.fft.irfftn(parts, s=shape, dim=AXES, norm="forward"), spectrum, spectrum.shape[:-4]
-    )
+
+    def transform() -> torch.Tensor:
+        is_power_of_two = n & (n - 1) == 0
+        if parts.device.type != "cpu" or is_power_of_two:
+            return torch.fft.irfftn(parts, s=(*parts.shape[-3:-1], n), dim=AXES, norm="forward")
+        # On a CPU, irfftn takes the same steps, but reads the last axis with long strides: 8 to 18 % slower for 20 to
+        # 80 points. For powers of two the bits of a contiguous last axis depend on the number of threads.
+        along_z = torch.fft.ifftn(parts, dim=AXES[:2], norm="forward").contiguous()
+        return torch.fft.irfft(along_z, n=n, dim=AXES[2], norm="forward")
+
+    return _transformed(transform, spectrum, spectrum.shape[:-4])
 
 
 def _transformed(transform: Callable[[], torch.Tensor], given: torch.Tensor, meshes: Sequence[int]) -> torch.Tensor:

@@ -88,7 +88,7 @@ def electrostatic_potential(
     alpha: float | torch.Tensor | None = None,
     k_cutoff: float | torch.Tensor | None = None,
     mesh_dimensions: Any = None,
-    spline_order: int = 6,
+    spline_order: int | None = None,
     accuracy: float = 1e-6,
     cutoff: float | None = None,
     neighbor_list: torch.Tensor | None = None,
@@ -130,7 +130,7 @@ def electrostatic_potential(
         Method for the long-range part of periodic systems.
     alpha, k_cutoff, mesh_dimensions, spline_order, accuracy
         As for `ewald_summation` and `particle_mesh_ewald`. The spline order must exceed ``derivatives`` by at least
-        two.
+        two; for a given mesh it is 6 by default.
     cutoff : float, length, optional
         Reach of the list. Open systems by default have no cutoff: all pairs are summed.
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
@@ -167,7 +167,8 @@ def electrostatic_potential(
     whole = slab_correction, self_interaction, check_dielectric(surface_dielectric)
     options = SumOptions(alpha, accuracy, cutoff, COULOMB, exclusions, exclusion_factors, *whole)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
-    mesh, vectors = (mesh_dimensions, None, spline_order, Precomputed(), None), (None, k_cutoff, None, miller_indices)
+    order = ORDER_OF_POTENTIALS if spline_order is None and mesh_dimensions is not None else spline_order
+    mesh, vectors = (mesh_dimensions, None, order, Precomputed(), None), (None, k_cutoff, None, miller_indices)
     kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
     asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
     seen = _Seen(tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths, derivatives)
@@ -184,6 +185,9 @@ def electrostatic_potential(
 
 
 ENERGIES = SumRequest(Derivatives(), "atom")
+
+ORDER_OF_POTENTIALS = 6
+"""The order of splines on a given mesh, smoother than for energies: second derivatives are interpolated, too."""
 
 
 class _Seen(NamedTuple):
