@@ -10,7 +10,7 @@ WIDTH = 8
 """Number of stored weights along an axis on a CPU: those beyond the order are zero."""
 
 PLACES = {"x": 0, "z": 1, "y": 2}
-"""Where the weights along an axis are among those of an atom on a CPU."""
+"""Where the weights along an axis are among those of an atom on a CPU; around those along z, others are read."""
 
 ORDERS = (4, 5, 6, 7, 8)
 COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))
@@ -116,10 +116,10 @@ def values(order: int, derivatives: int, warps: bool, precision: str) -> dict[st
 
     On a CPU, weights are computed in float64, and kept in this precision.
     """
-    numbers = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
-    numbers |= {"real": "float", "integer": "int"} if precision == "float32" else {"real": "double", "integer": "long"}
+    numbers: dict[str, object] = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
+    real, integer = ("float", "int") if precision == "float32" else ("double", "long long")
+    numbers |= {"real": real, "integer": integer, "numbered": ", ".join(map(str, range(WIDTH)))}
     numbers |= {axis: n * (derivatives + 1) * WIDTH for axis, n in PLACES.items()}
-    numbers["numbered"] = ", ".join(map(str, range(WIDTH)))
     return numbers | {
         "number": _NUMBER_GPU if warps else _NUMBER_CPU,
         "place": place(order),
