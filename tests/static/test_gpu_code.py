@@ -54,7 +54,7 @@ EXCEPTIONS = {
 
 LEAN = (
     "sum_rows(float64)",
-    "spline_stencils(8, 1)",
+    "spline_stencils(8, 1, float64)",
     "spline_spread(8, 1, float64)",
     "spline_gather(5, 2, float64)",
     "coefficients(1)",

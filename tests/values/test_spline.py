@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvalchemiops.kernels.mesh.spread import ROWS
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch import spline
 from nvalchemiops.torch.interactions.electrostatics import compute_bspline_moduli_1d
@@ -95,6 +96,19 @@ def test_spreading_equals_the_definition(order):
     close([found], [torch.einsum("i,ixyz->xyz", ONE.charges, weights)])
     mesh = draw(*MESH)
     close([spline.spline_gather(ONE.positions, mesh, ONE.cell, order)], [torch.einsum("xyz,ixyz->i", mesh, weights)])
+
+
+def test_a_mesh_of_several_bands_of_rows():
+    """Each of which a thread of a CPU spreads to, in both precisions."""
+    mesh_dims = (6, 2 * ROWS + 7, 10)
+    cell = ONE.cell[0].float()
+    positions, values = draw(60, 3, seed=1).float() @ cell, draw(60, seed=2).float()
+    weights = slow_weights(positions.double(), cell.double(), mesh_dims, 6)
+    expected = torch.einsum("i,ixyz->xyz", values.double(), weights)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 5e-7)):
+        found = spline.spline_spread(positions.to(dtype), values.to(dtype), cell.to(dtype), mesh_dims, 6)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
 
 
 @given(

@@ -5,7 +5,7 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.kernels import moments
-from nvalchemiops.kernels.mesh.splines import COMMON, values
+from nvalchemiops.kernels.mesh.splines import COMMON, WIDTH, values
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.launch import kernel_variants
 
@@ -13,19 +13,62 @@ _GATHER_CPU = """
     @number@
     @place@
     @weights@
-    typedef @real@ reals __attribute__((ext_vector_type(@width@), aligned(4)));
-    typedef double doubles __attribute__((ext_vector_type(@width@), aligned(8)));
+    @windows@
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
     const int n_atoms = order.shape[0];
     @stencils@
     int first[@lanes@][3];
-    double weights[@lanes@][3][@powers@][@width@];
+    @real@ weights[@lanes@][3][@powers@][@width@];
     stencils(@lanes@ * row, &first[0][0], &weights[0][0][0][0], @size@);
-    for (int k = @lanes@ * row; k < @lanes@ * (row + 1) && k < n_atoms; ++k) {
-        const int *const begin = first[k - @lanes@ * row];
-        const auto w = weights[k - @lanes@ * row];
-        @atom@
-    }
+    const auto on_line = [](const @real@ *values, const @real@ *weights) {
+        double sum = 0;
+        for (int l = 0; l < @order@; ++l) sum += values[l] * weights[l];
+        return sum;
+    };
+    const auto gather = [&](auto values_at) {
+        for (int k = @lanes@ * row; k < @lanes@ * (row + 1) && k < n_atoms; ++k) {
+            const int *const begin = first[k - @lanes@ * row], window = window_of(begin[2], n_z);
+            const int offset = begin[2] - window;
+            const auto w = weights[k - @lanes@ * row];
+            const int atom = order.data[k], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
+            const bool exists = system >= 0 && system < field.shape[0] / n_channels;
+            for (int channel = 0; channel < n_channels; ++channel) {
+                const @real@ *const mesh =
+                    field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);
+                @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
+                const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
+                @real@ @sums@;
+                for (int part = 0; part < 1 + (offset + @order@ > @width@); ++part) {
+                    reals @vectors@;
+                    int line[@order@];  // where the lines of a plane begin
+                    for (int j = 0; j < @order@; ++j) {
+                        const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
+                        line[j] = y * n_z + (part == 0 ? window : 0);
+                    }
+                    for (int i = 0; i < @order@; ++i) {
+                        const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
+                        const @real@ *const plane = mesh + 1LL * x * n_y * n_z;
+                        reals @planes@;
+                        for (int j = 0; j < @order@; ++j) {
+                            const reals values = values_at(plane + line[j], begin[2]);
+                            @add_row@
+                        }
+                        @add@
+                    }
+                    @keep@
+                }
+                @results@
+            }
+        }
+    };
+    if (n_z >= @width@)
+        gather([](const @real@ *at, int) { return *reinterpret_cast<const reals *>(at); });
+    else
+        gather([=](const @real@ *at, int z) {
+            reals values = {};
+            for (int l = 0; l < @order@; ++l) values[l] = at[z + l < n_z ? l : l - n_z];
+            return values;
+        });
 """
 
 _GATHER_GPU = """
@@ -90,38 +133,6 @@ _GATHER_GPU = """
     }
 """
 
-_GATHER_ATOM = """
-    const int atom = order.data[k], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
-    const bool exists = system >= 0 && system < field.shape[0] / n_channels;
-    for (int channel = 0; channel < n_channels; ++channel) {
-        const @real@ *const mesh =
-            field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);
-        @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
-        const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
-        @sums@
-        for (int i = 0; i < @order@; ++i) {
-            const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
-            doubles @planes@;
-            for (int j = 0; j < @order@; ++j) {
-                const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
-                const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
-                @values@
-                @add_row@
-            }
-            @add@
-        }
-        @results@
-    }
-"""
-
-_VALUES_CPU = """
-    doubles values = {};
-    if (begin[2] + @width@ <= n_z)
-        values = __builtin_convertvector(*reinterpret_cast<const reals *>(line + begin[2]), doubles);
-    else
-        for (int l = 0; l < @order@; ++l) values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
-"""
-
 
 def lanes_of_atom(order: int) -> int:
     """Number of lanes of a warp that share an atom when they gather."""
@@ -131,30 +142,29 @@ def lanes_of_atom(order: int) -> int:
 def _gather_body(order: int, derivatives: int, precision: str) -> str:
     pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
     parts_of = list(enumerate(moments.components(derivatives)))
-    real = {"real": "float" if precision == "float32" else "double"}
-    common = values(order, derivatives, warps=False) | real
-    on_cpu = {
-        "values": filled(_VALUES_CPU, **common),
-        "sums": "\n".join(f"doubles sum_{a}{b} = {{}};" for a, b in pairs),
+    common = values(order, derivatives, warps=False, precision=precision)
+    on_cpu = common | {
+        "sums": ", ".join(f"sum_{a}{b}[2 * {WIDTH}]" for a, b in pairs),
+        "vectors": ", ".join(f"vector_{a}{b} = {{}}" for a, b in pairs),
         "planes": ", ".join(f"plane_{b} = {{}}" for b in range(derivatives + 1)),
-        "add_row": "\n".join(f"plane_{b} += w[1][{b}][j] * values;" for b in range(derivatives + 1)),
-        "add": "\n".join(f"sum_{a}{b} += w[0][{a}][i] * plane_{b};" for a, b in pairs),
+        "add_row": "\n".join(f"plane_{b} += w[2][{b}][j] * values;" for b in range(derivatives + 1)),
+        "add": "\n".join(f"vector_{a}{b} += w[0][{a}][i] * plane_{b};" for a, b in pairs),
+        "keep": "\n".join(
+            f"*reinterpret_cast<reals *>(sum_{a}{b} + part * {WIDTH}) = vector_{a}{b};" for a, b in pairs
+        ),
         "results": "\n".join(
-            f"{{ double sum = lost; for (int l = 0; l < {order}; ++l) sum += sum_{a}{b}[l] * w[2][{c}][l]; "
-            f"result[{n}] = sum; }}"
-            for n, (a, b, c) in parts_of
+            f"result[{n}] = lost + on_line(sum_{a}{b} + offset, w[1][{c}]);" for n, (a, b, c) in parts_of
         ),
     }
-    on_gpu = values(order, derivatives, warps=True) | real
+    on_gpu = values(order, derivatives, warps=True, precision=precision)
     on_gpu |= {
-        "number": f"typedef {real['real']} number, scalar;",  # single precision only where it was asked for
+        "number": f"typedef {on_gpu['real']} number, scalar;",  # single precision only where it was asked for
         "share": lanes_of_atom(order),
         "sums": ", ".join(f"sum_{a}{b} = 0" for a, b in pairs),
         "add": "\n".join(f"sum_{a}{b} += along_x[{a}] * of_y[{b}];" for a, b in pairs),
         "results": ", ".join(f"sum_{a}{b} * w_z[{c}]" for _, (a, b, c) in parts_of),
     }
-    cpu = filled(_GATHER_CPU, **common, **on_cpu, atom=filled(_GATHER_ATOM, **common, **on_cpu))
-    return by_device(cpu, filled(_GATHER_GPU, **on_gpu))
+    return by_device(filled(_GATHER_CPU, **on_cpu), filled(_GATHER_GPU, **on_gpu))
 
 
 @kernel_variants(*((p, n, r) for p, r in COMMON for n in (0, 1, 2)))

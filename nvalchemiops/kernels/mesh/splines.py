@@ -9,6 +9,9 @@ from nvalchemiops.kernels.simd import LANES, WARP
 WIDTH = 8
 """Number of stored weights along an axis on a CPU: those beyond the order are zero."""
 
+PLACES = {"x": 0, "z": 1, "y": 2}
+"""Where the weights along an axis are among those of an atom on a CPU; around those along z, others are read."""
+
 ORDERS = (4, 5, 6, 7, 8)
 COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))
 """Orders and precisions of common meshes: 4 is common in other codes, 5 is the default here, 8 is for high accuracy."""
@@ -50,7 +53,7 @@ _WEIGHTS = """
 
 _STENCILS_OF_MANY = """
     // the stencils of @lanes@ atoms at once: where they begin, and weights (axis, derivative, point)
-    const auto stencils = [&](int from, int *first, double *to, long long stride) {
+    const auto stencils = [&](int from, int *first, @real@ *to, long long stride) {
         const int n[3] = {n_x, n_y, n_z};
         for (int axis = 0; axis < 3; ++axis) {
             number inside, w[@powers@][@order@];
@@ -61,13 +64,36 @@ _STENCILS_OF_MANY = """
                 inside[l] = part;
             }
             weigh(inside, w);
+            typedef @real@ rounded __attribute__((ext_vector_type(@lanes@), aligned(4)));
+            @real@ plain[@powers@ * @order@ * @lanes@];
+            for (int n = 0; n < @powers@ * @order@; ++n)
+                *reinterpret_cast<rounded *>(plain + n * @lanes@) =
+                    __builtin_convertvector(w[n / @order@][n % @order@], rounded);
             for (int l = 0; l < @lanes@ && from + l < n_atoms; ++l)
                 for (int d = 0; d < @powers@; ++d) {
-                    double *const at = to + l * stride + (axis * @powers@ + d) * @width@;
-                    for (int j = 0; j < @order@; ++j) at[j] = w[d][j][l];
-                    for (int j = @order@; j < @width@; ++j) at[j] = 0.0;
+                    @real@ *const at = to + l * stride + (axis == 0 ? 0 : axis == 1 ? @y@ : @z@) + d * @width@;
+                    for (int j = 0; j < @order@; ++j) at[j] = plain[(d * @order@ + j) * @lanes@ + l];
+                    for (int j = @order@; j < @width@; ++j) at[j] = 0;
                 }
         }
+    };
+"""
+
+_WINDOWS = """
+    // The points of a stencil along z are in a window of @width@ points of a row, a vector: from the first point on, or
+    // the last points of the row, and then, beyond the boundary, its first ones.
+    typedef @real@ reals __attribute__((ext_vector_type(@width@), aligned(4)));
+    const auto window_of = [](int first, int n_z) {
+        return first + @width@ <= n_z || n_z < @width@ ? first : n_z - @width@;
+    };
+    // Weights along z in the window, or beyond the boundary; those of points beyond the stencil are zero. Memory before
+    // and after them is read.
+    const auto in_window = [](const @real@ *weights, int offset, int part) {
+        typedef @integer@ lanes __attribute__((ext_vector_type(@width@)));
+        const int shift = part * @width@ - offset;
+        const lanes point = lanes{@numbered@} + lanes(shift);
+        const reals at = *reinterpret_cast<const reals *>(weights + shift);
+        return (point >= lanes(0) & point < lanes(@order@)) ? at : reals(0);
     };
 """
 
@@ -85,14 +111,21 @@ def first_point(u: np.ndarray, order: int) -> np.ndarray:
     return np.floor(u + 0.5 * (order % 2)).astype(np.int64) - (order - 1) // 2
 
 
-def values(order: int, derivatives: int, warps: bool) -> dict[str, object]:
-    """Values of the placeholders that the text of all kernels has, for either type of device."""
-    numbers = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
+def values(order: int, derivatives: int, warps: bool, precision: str) -> dict[str, object]:
+    """Values of the placeholders that the text of all kernels has, for either type of device.
+
+    On a CPU, weights are computed in float64, and kept in this precision.
+    """
+    numbers: dict[str, object] = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
+    real, integer = ("float", "int") if precision == "float32" else ("double", "long long")
+    numbers |= {"real": real, "integer": integer, "numbered": ", ".join(map(str, range(WIDTH)))}
+    numbers |= {axis: n * (derivatives + 1) * WIDTH for axis, n in PLACES.items()}
     return numbers | {
         "number": _NUMBER_GPU if warps else _NUMBER_CPU,
         "place": place(order),
         "weights": filled(_WEIGHTS, **numbers),
         "stencils": filled(_STENCILS_OF_MANY, **numbers),
+        "windows": filled(_WINDOWS, **numbers),
         "size": 3 * (derivatives + 1) * WIDTH,
         "count": moments.count(derivatives),
         "warp": WARP,

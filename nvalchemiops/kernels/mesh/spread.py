@@ -19,10 +19,11 @@ POINTS = math.prod(TILE) // WARP
 More of them share the look-ups of atoms and the products of weights along y and z, but leave fewer warps.
 """
 
-ROWS = 32
+ROWS = 64
 """Largest number of rows along z that a thread of a CPU owns."""
 
 _SPREAD_CPU = """
+    @windows@
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
     const int n_parts = (n_y + @rows@ - 1) / @rows@, plane = row / n_parts, system = plane / n_x, x = plane % n_x;
     const int y_from = row % n_parts * n_y / n_parts, y_to = (row % n_parts + 1) * n_y / n_parts;
@@ -30,37 +31,41 @@ _SPREAD_CPU = """
     @real@ *const rows = field.data + system * n_channels * of_channel + 1LL * x * n_y * n_z;
     for (int channel = 0; channel < n_channels; ++channel)
         for (int z = y_from * n_z; z < y_to * n_z; ++z) rows[channel * of_channel + z] = 0;
-    // columns along y stand together, but for those beyond the boundary
+    // what atoms add; columns along y stand together, but for those whose stencils cross the boundary
     const int low = y_from - @order@ + 1;
-    const int ends[2][2] = {{low < 0 ? 0 : low, y_to - 1}, {low + n_y < y_to ? y_to : low + n_y, n_y - 1}};
-    for (int i = 0; i < @order@; ++i) {
-        const int from_x = x - i < 0 ? x - i + n_x : x - i;
-        const int *const begin = column_begin.data + (system * n_x + from_x) * n_y;
-        for (int part = 0; part < 1 + (low < 0); ++part)
-            for (int k = begin[ends[part][0]]; k < begin[ends[part][1] + 1]; ++k) {
-                typedef double doubles __attribute__((ext_vector_type(@width@), aligned(8)));
-                const double *const w = weights.data + 1LL * k * @size@;
-                const auto along = [=](int axis, int d) {
-                    return *reinterpret_cast<const doubles *>(w + (axis * @powers@ + d) * @width@);
-                };
-                const int first = first_z.data[k];
-                for (int channel = 0; channel < n_channels; ++channel) {
-                    const @real@ *const m = moments.data + (1LL * k * n_channels + channel) * @count@;
-                    double @arrays@;
-                    @amplitudes@
-                    // rows of the stencil that are among these, before the boundary and beyond
-                    for (int turn = 0; turn <= n_y; turn += n_y) {
-                        const int first_row = first_y.data[k] - turn;
-                        const int j_from = y_from < first_row ? 0 : y_from - first_row;
-                        const int j_to = y_to - first_row < @order@ ? y_to - first_row : @order@;
-                        for (int j = j_from; j < j_to; ++j) {
-                            @real@ *const to = rows + channel * of_channel + (first_row + j) * n_z;
-                            @add@
+    const auto add_atoms = [=](auto add) {
+        for (int i = 0; i < @order@; ++i) {
+            const int from_x = x - i < 0 ? x - i + n_x : x - i;
+            const int *const begin = column_begin.data + (system * n_x + from_x) * n_y;
+            for (int turn = 0; turn < 1 + (low < 0); ++turn) {
+                const int *const last = begin + (turn == 0 ? y_to : n_y);
+                for (int k = begin[turn == 0 ? (low < 0 ? 0 : low) : low + n_y]; k < *last; ++k) {
+                    const @real@ *const w = reinterpret_cast<const @real@ *>(weights.data) + 1LL * k * @size@;
+                    const int first = first_z.data[k], window = window_of(first, n_z), offset = first - window;
+                    // rows of the stencil that are among these
+                    const int first_row = first_y.data[k] - turn * n_y;
+                    const int j_from = y_from < first_row ? 0 : y_from - first_row;
+                    const int j_to = y_to - first_row < @order@ ? y_to - first_row : @order@;
+                    for (int channel = 0; channel < n_channels; ++channel) {
+                        const @real@ *const m = moments.data + (1LL * k * n_channels + channel) * @count@;
+                        for (int part = 0; part < 1 + (offset + @order@ > @width@); ++part) {
+                            const auto along_z = [=](int d) { return in_window(w + @z@ + d * @width@, offset, part); };
+                            const reals @amplitudes@;
+                            @real@ *to = rows + channel * of_channel + (first_row + j_from) * n_z;
+                            to += part == 0 ? window : 0;
+                            for (int j = j_from; j < j_to; ++j, to += n_z) add(to, first, @values@);
                         }
                     }
                 }
             }
-    }
+        }
+    };
+    if (n_z >= @width@)
+        add_atoms([](@real@ *to, int, reals values) { *reinterpret_cast<reals *>(to) += values; });
+    else
+        add_atoms([=](@real@ *to, int first, reals values) {
+            for (int l = 0; l < @order@; ++l) to[first + l < n_z ? l : l - n_z] += values[l];
+        });
 """
 
 _SPREAD_GPU = """
@@ -154,43 +159,26 @@ _SPREAD_GPU = """
     }
 """
 
-_ADD_CPU = """
-    // both row and weights as vectors, if the row is long enough; weights beyond the stencil are zero
-    if (first + @width@ <= n_z) {
-        typedef @real@ reals __attribute__((ext_vector_type(@width@), aligned(4)));
-        reals *const at = reinterpret_cast<reals *>(to + first);
-        *at += __builtin_convertvector(@products@, reals);
-    } else {
-        const auto z = [=](int d) { return w + (2 * @powers@ + d) * @width@; };
-        for (int l = 0; l < @order@; ++l) to[first + l < n_z ? first + l : first + l - n_z] += @product@;
-    }
-"""
-
 
 def _spread_body(order: int, derivatives: int, precision: str) -> str:
     powers = derivatives + 1
 
     def amplitude(power: int) -> str:
-        """What a derivative along z is multiplied by."""
+        """What a derivative along y is multiplied by."""
         return " + ".join(
-            f"m[{n}] * w[{a * WIDTH} + i] * along(1, {b})"
+            f"m[{n}] * w[{a * WIDTH} + i] * along_z({c})"
             for n, (a, b, c) in enumerate(moments.components(derivatives))
-            if c == power
+            if b == power
         )
 
-    real, table = "float" if precision == "float32" else "double", width(order)
-    on_cpu = table_values(order, derivatives, warps=False) | {
-        "real": real,
+    table = width(order)
+    common = table_values(order, derivatives, warps=False, precision=precision)
+    on_cpu = common | {
         "rows": ROWS,
-        "arrays": ", ".join(f"a{power}[{WIDTH}]" for power in range(powers)),
-        "amplitudes": "\n".join(
-            f"*reinterpret_cast<doubles *>(a{power}) = {amplitude(power)};" for power in range(powers)
-        ),
-        "products": " + ".join(f"a{power}[j] * along(2, {power})" for power in range(powers)),
-        "product": " + ".join(f"a{power}[j] * z({power})[l]" for power in range(powers)),
+        "amplitudes": ", ".join(f"of_{power} = {amplitude(power)}" for power in range(powers)),
+        "values": " + ".join(f"w[{common['y']} + {power * WIDTH} + j] * of_{power}" for power in range(powers)),
     }
-    on_gpu = table_values(order, derivatives, warps=True) | {
-        "real": real,
+    on_gpu = table_values(order, derivatives, warps=True, precision=precision) | {
         "points": POINTS,
         "products": "\n".join(
             f"const double along_{b}{c} = w_y[{b * table}] * w_z[{c * table}];" for b, c in parts(derivatives)
@@ -199,8 +187,7 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
             f"w_x[{part * table} + p] * along_{b}{c}" for part, (b, c) in enumerate(parts(derivatives))
         ),
     }
-    add = filled(_ADD_CPU, **on_cpu)
-    return by_device(filled(_SPREAD_CPU, **on_cpu, add=add), filled(_SPREAD_GPU, **on_gpu))
+    return by_device(filled(_SPREAD_CPU, **on_cpu), filled(_SPREAD_GPU, **on_gpu))
 
 
 def threads_of_mesh(n_systems: int, n_x: int, n_y: int, n_z: int, warps: bool) -> int:
@@ -226,7 +213,7 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
         first_y: wp.array(dtype=wp.int32),  # as from `spline_stencils`
         first_z: wp.array(dtype=wp.int32),
         in_tile: wp.array(dtype=wp.int32),
-        weights: wp.array2d(dtype=wp.float64),
+        weights: wp.array2d(dtype=wp.float64),  # on a CPU in the precision of the field
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
     ):
         """Fill some rows, or a tile."""

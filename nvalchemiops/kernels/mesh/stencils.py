@@ -6,7 +6,7 @@ import warp as wp
 
 from nvalchemiops.kernels import moments
 from nvalchemiops.kernels.mesh.bins import TILE, TILES
-from nvalchemiops.kernels.mesh.splines import ORDERS, WIDTH, values
+from nvalchemiops.kernels.mesh.splines import COMMON, WIDTH, values
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.launch import kernel_variants
 
@@ -18,7 +18,8 @@ _STENCILS_CPU = """
     @stencils@
     int first[@lanes@][3];
     const int from = @lanes@ * row;
-    stencils(from, &first[0][0], weights.data + 1LL * from * @size@, @size@);
+    @real@ *const to = reinterpret_cast<@real@ *>(weights.data);
+    stencils(from, &first[0][0], to + 1LL * from * @size@, @size@);
     for (int l = 0; l < @lanes@ && from + l < n_atoms; ++l) {
         first_y.data[from + l] = first[l][1];
         first_z.data[from + l] = first[l][2];
@@ -98,20 +99,20 @@ def parts(derivatives: int) -> list[tuple[int, int]]:
     return [(b, c) for b in range(derivatives + 1) for c in range(derivatives + 1 - b)]
 
 
-def length_of_table(order: int, derivatives: int, n_channels: int, warps: bool) -> int:
-    """Number of weights of an atom.
+def length_of_table(order: int, derivatives: int, n_channels: int, warps: bool, precision: str) -> int:
+    """Length of an atom's row of the table, in float64.
 
-    On a CPU: weights along x, y and z, each with all derivatives. On a GPU: along y and z; then, for each channel and
-    each derivative along y and z, weights along x times moments.
+    On a CPU: weights along x, y and z, each with all derivatives, in the precision of the mesh. On a GPU, in float64:
+    along y and z; then, for each channel and each derivative along y and z, weights along x times moments.
     """
     if not warps:
-        return 3 * (derivatives + 1) * WIDTH
+        return 3 * (derivatives + 1) * WIDTH // (2 if precision == "float32" else 1)
     return (2 * (derivatives + 1) + n_channels * len(parts(derivatives))) * width(order)
 
 
-def table_values(order: int, derivatives: int, warps: bool) -> dict[str, object]:
+def table_values(order: int, derivatives: int, warps: bool, precision: str) -> dict[str, object]:
     """Values of the placeholders in the text of kernels that write and read tables, for either type of device."""
-    common = values(order, derivatives, warps)
+    common = values(order, derivatives, warps, precision)
     if not warps:
         return common
     tables, table = parts(derivatives), width(order)
@@ -137,16 +138,16 @@ def table_values(order: int, derivatives: int, warps: bool) -> dict[str, object]
     }
 
 
-@kernel_variants(*((p, n) for p in ORDERS for n in (0, 1)))
-def spline_stencils(order: int, derivatives: int) -> Any:
-    """The kernel that tabulates the weights of atoms, sorted by bin.
+@kernel_variants(*((p, n, r) for p, r in COMMON for n in (0, 1)))
+def spline_stencils(order: int, derivatives: int, precision: str) -> Any:
+    """The kernel that tabulates the weights of atoms, sorted by bin, in this precision; a GPU has float64.
 
     A thread handles `LANES` atoms on a CPU, and a warp of a GPU `WARP`.
     """
-    cpu, gpu = (table_values(order, derivatives, warps) for warps in (False, True))
+    cpu, gpu = (table_values(order, derivatives, warps, precision) for warps in (False, True))
     body = by_device(filled(_STENCILS_CPU, **cpu), filled(_STENCILS_GPU, **gpu))
 
-    @native_kernel(f"spline_stencils_{order}_{derivatives}", body, lanes=True)
+    @native_kernel(f"spline_stencils_{order}_{derivatives}_{precision}", body, lanes=True)
     def kernel(
         row: wp.int32,
         moments: wp.array3d(dtype=wp.float64),  # (n_atoms, n_channels, n_moments), sorted by bin; none on a CPU
@@ -158,7 +159,7 @@ def spline_stencils(order: int, derivatives: int) -> Any:
         first_y: wp.array(dtype=wp.int32),  # (n_atoms,), where the stencil begins along y; none on a GPU
         first_z: wp.array(dtype=wp.int32),  # and along z
         in_tile: wp.array(dtype=wp.int32),  # and where in its tile, in bytes for x, y and z; none on a CPU
-        weights: wp.array2d(dtype=wp.float64),  # (n_atoms, `length_of_table`)
+        weights: wp.array2d(dtype=wp.float64),  # (n_atoms, `length_of_table`), or twice as many float32 in this memory
     ):
         """Weights of some atoms."""
 

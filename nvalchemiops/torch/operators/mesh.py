@@ -140,15 +140,16 @@ def mesh_spread(
     if field.numel() == 0:
         return field
     warps = layout(moments.device.type).warps
-    length = stencils.length_of_table(spline_order, derivatives, n_channels, warps)
+    precision = precision_of(moments)
+    length = stencils.length_of_table(spline_order, derivatives, n_channels, warps, precision)
     weights = new_empty((n_atoms, length), torch.float64, moments.device)
     sorted_moments = moments.index_select(0, order)
     first_y, first_z = (None, None) if warps else (torch.empty_like(order), torch.empty_like(order))
     in_tile = torch.empty_like(order) if warps else None
     inputs = [sorted_moments.double() if warps else None, coordinates, order, n_x, n_y, n_z]
-    tabulate = stencils.spline_stencils(spline_order, derivatives)
+    tabulate = stencils.spline_stencils(spline_order, derivatives, "float64" if warps else precision)
     launch(tabulate, _rows(moments, WARP), inputs, [first_y, first_z, in_tile, weights], lanes=WARP)
-    kernel = spread.spline_spread(spline_order, derivatives, precision_of(moments))
+    kernel = spread.spline_spread(spline_order, derivatives, precision)
     threads = spread.threads_of_mesh(n_systems, n_x, n_y, n_z, warps)
     inputs = [sorted_moments, column_begin, first_y, first_z, in_tile, weights]
     kind = (16 * n_atoms * n_channels // threads).bit_length()
