@@ -116,11 +116,11 @@ SKELETON = """
         Neighbor it;
         if (!look_at(slot, it) || !it.close) continue;
         const auto take = [&](const real *from, long long stride) { return one(from[stride * it.j]); };
+        const auto kept = [](one value) { return static_cast<double>(value); };
         @take_both_gpu@
         const one d0 = it.d[0], d1 = it.d[1], d2 = it.d[2];
         @data_gpu@
         @evaluation@
-        @add_gpu@
         @tables_gpu@
     }
     for (int step = @half_warp@; step > 0; step /= 2) {
@@ -160,7 +160,6 @@ SKELETON = """
             for (int a = 0; a < 3; ++a) block.d[a][m + rest] = 1.0;
             @fill@
         }
-        @parts@
         for (int at = 0; at < whole; at += @lanes@) {
             const int *close = block.close + at;
             const condition live = numbers < n - at;
@@ -179,14 +178,15 @@ SKELETON = """
                 for (int l = 0; l < @lanes@; ++l) values[l] = from[stride * j[l]];
                 return values;
             };
+            const auto kept = [live](lanes values) {
+                return __builtin_convertvector(live ? values : lanes(0.0), doubles);
+            };
             @take_both@
             const lanes d0 = load(block.d[0]), d1 = load(block.d[1]), d2 = load(block.d[2]);
             @data@
             @evaluation@
-            @add@
             @tables@
         }
-        @add_parts@
         // Neighbors left over are kept for the next block: vectors hold the same pairs, with or without distant ones.
         for (m = 0; whole + m < n; ++m) {
             const int from = block.close[whole + m];
@@ -488,7 +488,6 @@ def body(
     arithmetic = arithmetic or precision
     lanes = lanes_of(arithmetic)
     functions = list(functions)
-    kept = "total" if arithmetic == "float64" else "part"  # a block of float32 is added up in float32
     real = {"float32": "float", "float64": "double"}[precision]
     stored = [("factor", "factor")] * form.excluding
     stored += [(f"shift{a}", f"shift[{a}]") for a in range(3)] * form.keeps_shifts
@@ -511,13 +510,7 @@ def body(
     lines: dict[str, list[str]] = {
         **tables,
         "shared": shared,
-        "evaluation": evaluation,
-        "add": [f"{kept}_{name} += live ? {value} : lanes(0.0);" for name, value in totals.items()],
-        "add_gpu": [f"total_{name} += {value};" for name, value in totals.items()],
-        "parts": [f"lanes part_{name} = 0.0;" for name in totals if kept == "part"],
-        "add_parts": [
-            f"total_{name} += __builtin_convertvector(part_{name}, doubles);" for name in totals if kept == "part"
-        ],
+        "evaluation": [*evaluation, *(f"total_{name} += kept({value});" for name, value in totals.items())],
         "totals": [*(f"doubles total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
