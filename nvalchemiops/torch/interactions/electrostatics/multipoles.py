@@ -120,7 +120,7 @@ def unpack_multipole_moments(
 
     Parameters
     ----------
-    multipole_moments : (n_atoms, 1, 4 or 9) tensor
+    multipole_moments : (n_atoms, 1), (n_atoms, 4) or (n_atoms, 9) tensor
 
     Returns
     -------
