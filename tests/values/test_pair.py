@@ -7,10 +7,12 @@ import ase.cluster
 import pytest
 import torch
 
+from nvalchemiops.interactions.pair.loop import BLOCK
 from nvalchemiops.layout import CPU, layout
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial
-from nvalchemiops.torch.interactions.pair import lennard_jones, morse
+from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones, morse
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference import pair as ref
 from tests.support.potentials import (
     BY_NAME,
@@ -134,6 +136,24 @@ def test_the_form_of_neighbors_does_not_matter(case, form):
         "far list": lambda: as_list(system, 1.5 * CUTOFF),
     }[form]()
     close(all_of(case, system, parameters, **neighbors), all_of(case, system, parameters))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distant_pairs_and_padding_do_not_change_bits(dtype):
+    """Of rows that are longer than a block of the kernel."""
+    positions = (16.0 * torch.rand(400, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).to(dtype)
+    potential = PairPotential("exp(-r/3)*cos(2*r)", cutoff=7.0)  # float32 on a CPU, too
+    matrix, numbers = neighbor_list(positions, 9.0, return_neighbor_list=False)[:2]
+    assert int(numbers.max()) > 2 * BLOCK
+    padded = torch.cat([positions, positions.new_full((1, 3), 1e3)])
+    is_near = (padded[matrix.long()] - positions[:, None]).norm(dim=2) < 7.0
+    padding = torch.full_like(matrix, len(positions))
+    found = [
+        potential(positions, compute_forces=True, neighbor_matrix=given, fill_value=len(positions))
+        for given in (matrix, torch.where(is_near, matrix, padding), torch.cat([padding, matrix, padding], 1))
+    ]
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
 
 
 # -- virial and stress ----------------------------------------------------------------------------

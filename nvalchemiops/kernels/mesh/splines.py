@@ -10,7 +10,7 @@ WIDTH = 8
 """Number of stored weights along an axis on a CPU: those beyond the order are zero."""
 
 PLACES = {"x": 0, "z": 1, "y": 2}
-"""Where the weights along an axis are among those of an atom on a CPU; around those along z, others are read."""
+"""The order of an atom's weights on a CPU. Windows at the ends of those along z also read x and y, times nothing."""
 
 ORDERS = (4, 5, 6, 7, 8)
 COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))

@@ -278,8 +278,8 @@ class Domain(Ranks):
         ranks that held the atoms in the beginning.
 
         With ``check="each"`` this is found out before the call returns. Otherwise the host reads how far atoms were in
-        the last call, and expects them to go on as fast: it divides them early. A domain that atoms have left by a jump
-        is returned, too; calls with it are wrong, and the next `follow` or `settle` raises the error of them.
+        the `follow` before, and expects them to go on as fast: it divides them early. A domain that atoms have left by
+        a jump is returned, too; calls with it are wrong, and the next `follow` or `settle` raises the error of them.
 
         Parameters
         ----------
@@ -292,7 +292,7 @@ class Domain(Ranks):
         Returns
         -------
         domain : Domain
-            The same object if no atom has moved that far.
+            The same object if no atom has moved that far, and none is expected to.
         positions, *values : tensors
             Positions and values of the atoms that this rank now owns.
         """

@@ -31,6 +31,7 @@ from nvalchemiops.torch.distributed.communication import (
 from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.runtime.acts import act
 from nvalchemiops.torch.runtime.context import is_capturing, values_of
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 NEVER = 0
 """In the place of the number of calls after which ranks compare."""
@@ -215,13 +216,15 @@ class Ledger:
     # -- following --------------------------------------------------------------------------------
 
     def must_divide(self, moved: torch.Tensor) -> bool:
-        """Whether atoms must be divided again, judged from how far they were at the last call and how fast they move.
+        """Whether atoms must be divided again, by how far they were in the last `follow` and how fast they move.
 
-        A collective call that reads the message of the last one, whatever `every` is: without it nobody would divide
+        A collective call that reads the message of that `follow`, whatever `every` is: without it nobody would divide
         atoms in time. Atoms that have moved farther than was expected are found by the calls that use them.
         """
-        if is_capturing():
-            raise ValueError("`Domain.follow` cannot be captured: it reads how far atoms were. Call it between replays")
+        if is_capturing() or current_recorder() is not None:
+            raise ValueError(
+                "`Domain.follow` reads how far atoms were, so it cannot be recorded: call it between replays"
+            )
         sent = begin_maximum(moved.reshape(1).clone(), self.group)
         if math.isnan(self._before):  # for the first time
             (self._before,) = (self.growth,) = sent()

@@ -69,7 +69,7 @@ class Record(NamedTuple):
 
 
 OF_RECORD = {name: ("systems", 0) for name in Record._fields} | {"x": ("rows", 0), "forces": ("atoms", 0)}
-"""As that of optimizers, with values of atoms."""
+"""The form of a record, like that of an optimizer's values, but also with values of atoms."""
 
 
 class RelaxationState(NamedTuple):
@@ -254,7 +254,7 @@ class Batch:
 def _changed(
     values: Mapping[str, Any], form: Form, change: Callable[[torch.Tensor, str, int], torch.Tensor]
 ) -> dict[str, Any]:
-    """``change(value, of, axis)`` of values that belong to systems, atoms or rows, and others that the form names."""
+    """``change(value, of, axis)`` of values with a place in the form; those whose place is None stay as they are."""
 
     def new(value: Any, where: tuple[str, int] | None) -> Any:
         return value if value is None or where is None else change(value, *where)
@@ -264,7 +264,11 @@ def _changed(
 
 def _copied(values: Mapping[str, Any], form: Form) -> dict[str, Any]:
     """A copy that steps of the original do not change."""
-    return _changed(values, form, lambda value, of, axis: value.clone())
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+        if name in form
+    }
 
 
 def _selected(values: Mapping[str, Any], form: Form, index: Places) -> dict[str, Any]:
