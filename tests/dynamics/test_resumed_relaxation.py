@@ -2,12 +2,13 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from nvalchemiops.torch.dynamics import FIRE, FIRE2, LBFGS, CellFilter, RelaxationState, load_state, relax, save_state
+from nvalchemiops.torch.dynamics.optimizers import Move
 from nvalchemiops.torch.systems import System
 from tests.dynamics.test_relaxation import (
     batch_of_crystals,
@@ -113,3 +114,28 @@ def test_systems_that_stopped_before_others_do_not_go_on() -> None:
     assert equal(run(states[-1], max_steps=40), found)
     with pytest.raises(ValueError, match="`max_steps` must be that of the state"):
         run(states[-1], max_steps=50)
+
+
+class Descent:
+    """Steps along the forces, which an optimizer counts in place."""
+
+    form: ClassVar = {"n": None}
+
+    def start(self, rows: Any, x: torch.Tensor) -> Any:
+        return {"n": torch.zeros(())}
+
+    def step(self, rows: Any, state: Any, x: torch.Tensor, forces: torch.Tensor) -> Move:
+        state["n"].add_(1)
+        return Move(x + 0.01 * forces, state, torch.ones(1, dtype=torch.bool))
+
+
+@unconverged
+def test_a_state_is_a_copy() -> None:
+    """Also of values that belong to no system, and for those who go on from it."""
+    states: list[RelaxationState] = []
+    options = {"model": lennard_jones_model(), "optimizer": Descent(), "fmax": 1e-9}
+    system = System.from_ase(batch_of_crystals()[0])
+    relax(system, hooks=[lambda now: states.append(now.state())], max_steps=4, **options)
+    assert [int(state.optimizer["n"]) for state in states] == list(range(len(states))) and len(states) > 3
+    relax(states[1], max_steps=3, **options)
+    assert int(states[1].optimizer["n"]) == 1
