@@ -30,9 +30,9 @@ _WEIGHTS = """
     const auto weigh = [](number t, number w[@powers@][@order@]) {
         number m[@order@] = {};  // M_n(t + i)
         m[0] = t - t + scalar(1);
-        for (int n = 1; n <= @order@; ++n) {
+        @unrolled@for (int n = 1; n <= @order@; ++n) {
             if (n > 1) {
-                for (int i = n - 1; i > 0; --i)
+                @unrolled@for (int i = n - 1; i > 0; --i)
                     m[i] = ((t + scalar(i)) * m[i] + (scalar(n - i) - t) * m[i - 1]) * scalar(1.0 / (n - 1));
                 m[0] = t * m[0] * scalar(1.0 / (n - 1));
             }
@@ -40,10 +40,10 @@ _WEIGHTS = """
             if (d < @powers@) {
                 // derivatives are differences of splines of lower order
                 number v[@order@] = {};
-                for (int i = 0; i < n; ++i) v[i] = m[i];
-                for (int k = 0; k < d; ++k)
-                    for (int i = @order@ - 1; i > 0; --i) v[i] -= v[i - 1];
-                for (int i = 0; i < @order@; ++i) w[d][@order@ - 1 - i] = v[i];
+                @unrolled@for (int i = 0; i < n; ++i) v[i] = m[i];
+                @unrolled@for (int k = 0; k < d; ++k)
+                    @unrolled@for (int i = @order@ - 1; i > 0; --i) v[i] -= v[i - 1];
+                @unrolled@for (int i = 0; i < @order@; ++i) w[d][@order@ - 1 - i] = v[i];
             }
         }
     };
@@ -126,6 +126,8 @@ def values(order: int, derivatives: int, warps: bool, precision: str) -> dict[st
     numbers: dict[str, object] = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": width}
     real, integer = ("float", "int") if precision == "float32" else ("double", "long long")
     numbers |= {"real": real, "integer": integer, "numbered": ", ".join(map(str, range(width)))}
+    # loops of so many steps a compiler of a GPU unrolls only if it is told to, and keeps arrays in memory otherwise
+    numbers |= {"unrolled": "\n#pragma unroll\n" if warps and order > 8 else ""}
     numbers |= {axis: n * (derivatives + 1) * width for axis, n in PLACES.items()}
     return numbers | {
         "number": _NUMBER_GPU if warps else _NUMBER_CPU,
