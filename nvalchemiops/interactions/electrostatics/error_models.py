@@ -478,7 +478,7 @@ def order_of_least_cost(accuracy: float, costs: Costs) -> int:
 
     Each order at its best alpha. Measured for 216 to 32,768 ions on a CPU with kept lists, in float64 and float32: the
     order of least time rises from 5 at 1e-2 to 8 at 1e-4; between these accuracies neighboring orders differ by a few
-    percent. In float64, order 10 takes less time than order 8 from 1e-6 on. The costs of a CPU give these orders.
+    percent. Order 10 takes less time than order 8 from 1e-6 on. The costs of a CPU give these orders.
     """
     target, one = Target(accuracy), np.ones(1)
 
