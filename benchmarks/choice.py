@@ -1,8 +1,8 @@
 """Are the parameters that Ewald sums choose the best ones? Chosen beside a scan of all methods, orders and cutoffs.
 
 For each system and accuracy, energies and forces with a list that is kept, float64. The scan has k-vectors, and meshes
-with splines of orders 5 to 8, each with cutoffs of 0.7 to 1.45 times the one that the library would choose for it;
-alpha, and k-vectors or mesh, follow from the cutoff and the accuracy. Times in ms, the shortest of several calls:
+with splines of orders 5 to 8 and 10, each with cutoffs of 0.7 to 1.45 times the one that the library would choose for
+it; alpha, and k-vectors or mesh, follow from the cutoff and the accuracy. Times in ms, the shortest of several calls:
 *predicted*, by the costs of this machine (`nvalchemiops tune`) or the built-in ones; *fixed*, the module that
 `Electrostatics.estimate` returns; *default*, a call of `Electrostatics`, which chooses each time; *best* of the scan.
 *ratio* is fixed to best. The error is that of the default call, beside a sum at a thousandth of its accuracy.
@@ -37,7 +37,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy import methods
 from nvalchemiops.torch.interactions.electrostatics.automatic import periodic_sizes
 
 FACTORS = (0.7, 0.85, 1.0, 1.2, 1.45)
-ORDERS = (5, 6, 7, 8)
+ORDERS = (5, 6, 7, 8, 10)
 COLUMNS = ("system", "atoms", "accuracy", "error", "chosen", "predicted", "fixed", "default", "best", "which", "ratio")
 
 Call = Callable[[], Any]

@@ -168,10 +168,10 @@ _TUNE_EFFECT = (
 )
 
 _WARMUP_LEAVES = (
-    "It compiles the neighbor search, Ewald sums and particle meshes with splines of order 4 to 8 with their first "
-    "derivatives, and the most common pair potentials in float64. Kernels that depend on a formula or on the elements "
-    "are compiled at their first use, half a second each: expressions of your own, shifted, switched and tabulated "
-    "potentials, the pairs of DFT-D3, excluded pairs, several charges for an atom, second derivatives."
+    "It compiles the neighbor search, Ewald sums and particle meshes with splines of order 4 to 8 and 10 with their "
+    "first derivatives, and the most common pair potentials in float64. Kernels that depend on a formula or on the "
+    "elements are compiled at their first use, half a second each: expressions of your own, shifted, switched and "
+    "tabulated potentials, the pairs of DFT-D3, excluded pairs, several charges for an atom, second derivatives."
 )
 
 _ENERGY_EXAMPLE = (
@@ -357,6 +357,7 @@ def _costs_line(costs: Any) -> str:
         "eight k-vectors": costs.k_vectors,
         "mesh point": costs.mesh,
         "column of a spline": costs.column,
+        "of one above order 8": costs.wide_column,
         "call with k-vectors": costs.call_of_k_vectors,
         "with a mesh": costs.call_of_mesh,
     }

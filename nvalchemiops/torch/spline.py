@@ -17,6 +17,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.lattice import (
+    HIGHEST_ORDER,
     Lattice,
     check_cells,
     check_mesh,
@@ -39,7 +40,7 @@ def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
     u : tensor, float32 or float64
         Of any shape.
     order : int
-        1 to 8; the degree is ``order - 1``.
+        1 to 10; the degree is ``order - 1``.
 
     Returns
     -------
@@ -54,8 +55,8 @@ def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
     checks.check_tensor("u", u)
     if not u.is_floating_point():
         raise TypeError("`u` must be a tensor of floats")
-    if not 1 <= checks.check_int("order", order) <= 8:
-        raise ValueError(f"`order` must be in 1 .. 8, got {order}")
+    if not 1 <= checks.check_int("order", order) <= HIGHEST_ORDER:
+        raise ValueError(f"`order` must be in 1 .. {HIGHEST_ORDER}, got {order}")
     values = [((u >= k) & (u < k + 1)).to(u.dtype) for k in range(order)]
     for m in range(2, order + 1):
         pairs = zip(values[:-1], values[1:])
@@ -184,7 +185,7 @@ def spline_spread(
     mesh_dims : (int, int, int)
         Mesh points along each axis, at least ``spline_order``.
     spline_order : int, optional
-        1 to 8.
+        1 to 10.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     cell_inv_t : tensor, optional
@@ -380,7 +381,7 @@ def compute_bspline_deconvolution_1d(
     n : int
         Points of the mesh.
     spline_order : int, optional
-        1 to 8.
+        1 to 10.
     device : torch.device or str, optional
 
     Returns

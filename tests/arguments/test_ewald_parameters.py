@@ -93,7 +93,7 @@ def mistakes():
     for error, value in ((TypeError, "abc"), (TypeError, 8), (TypeError, (8.5, 8, 8)), (ValueError, (8, 8))):
         yield "pme", error, "mesh_dimensions", value
     yield "pme", ValueError, "mesh_dimensions", (1, 8, 8)
-    for error, value in ((ValueError, 1), (ValueError, 9), (TypeError, 5.0), (TypeError, "5")):
+    for error, value in ((ValueError, 1), (ValueError, 11), (TypeError, 5.0), (TypeError, "5")):
         yield "pme", error, "spline_order", value
 
 

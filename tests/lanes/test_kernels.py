@@ -354,11 +354,11 @@ def splines(order, derivatives=1, precision="float64") -> Problem:
     """A mesh with longer rows than a warp, one with tiles that are not whole, and the smallest one."""
     real, coordinates = getattr(torch, precision), 20.0 * random(sum(LENGTHS), 3)
     moments = random(sum(LENGTHS), 2, count(derivatives), dtype=real)
-    n_systems = len(LENGTHS)
+    n_systems, least = len(LENGTHS), max(order, 8)
 
     def problem():
         found = []
-        for mesh in ((8, 9, 40), (9, 8, 10), (order, order + 1, order)):
+        for mesh in ((least, least + 1, 40), (least + 1, least, least + 2), (order, order + 1, order)):
             columns = mesh_columns(coordinates, IN_SYSTEMS, n_systems, mesh, order)
             plan = (coordinates, IN_SYSTEMS, n_systems, *columns, mesh, order, derivatives)
             field = random(n_systems, 2, *mesh, dtype=real)

@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy import tuning
 from tests.support.processes import run_python
 from tests.support.systems import crystal
 
-MEASURED = Costs(3.0, 4.0, 0.25, 7.5, 6.0, 1e5, 2e5)
+MEASURED = Costs(3.0, 4.0, 0.25, 7.5, 6.0, 8.0, 1e5, 2e5)
 
 
 @pytest.fixture
@@ -106,6 +106,7 @@ def test_the_command_measures_shows_and_forgets(path, monkeypatch, capsys):
     assert cli.main(["tune", "--show"]) == 0
     shown = capsys.readouterr().out
     assert "pair 3 ns, its search 4 ns, eight k-vectors 0.25 ns, mesh point 7.5 ns, column of a spline 6 ns" in shown
+    assert "of one above order 8 8 ns" in shown
     assert f"call with k-vectors 1e+05 ns, with a mesh 2e+05 ns  from {path}" in shown
     assert cli.main(["tune", "--reset"]) == 0 and cli.main(["tune", "--reset"]) == 0
     assert not path.exists() and costs.read() == {}

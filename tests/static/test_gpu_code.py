@@ -42,6 +42,8 @@ EXCEPTIONS = {
     "normal_numbers()": (Needs(128, 40), SINE),
     "chi_square_numbers()": (Needs(128, 40), SINE),
     "spline_gather(8, 2, float64)": (Needs(154, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
+    "spline_gather(10, 1, float64)": (Needs(166, 0), "two weights of each of ten points, and four sums, of 64 bits"),
+    "spline_gather(10, 2, float64)": (Needs(194, 0), "three weights of each of ten points, and ten sums, of 64 bits"),
     "moment_kernel(erfc(alpha*r)/r of moments 2->3 m float64)": (
         Needs(178, 0),
         "ten moments, and twenty sums, of 64 bits",
@@ -108,12 +110,13 @@ def variant(kernel, block):
     return name
 
 
-def beyond(name, found):
-    """A line about a kernel that needs more than it may; or that is an exception without need."""
+def beyond(name, found, architecture=ARCHITECTURE):
+    """A line about a kernel that needs more than it may; or that is an exception without need, on an H100."""
     most, _ = EXCEPTIONS.get(name, (Needs(MOST_REGISTERS, NO_STACK), ""))
     if found.registers > most.registers or found.stack > most.stack:
         return f"{name} needs {found}, and may have {most}"
-    if name in EXCEPTIONS and found.registers <= MOST_REGISTERS and found.stack <= NO_STACK:
+    needless = found.registers <= MOST_REGISTERS and found.stack <= NO_STACK
+    if name in EXCEPTIONS and needless and architecture == ARCHITECTURE:
         return f"{name} needs {found}, and is no exception any more"
     return None
 
@@ -136,14 +139,14 @@ def test_blocks_are_as_large_as_it_takes_to_fill_a_multiprocessor(needs_of):
     "name", [name if name in LEANEST else pytest.param(name, marks=pytest.mark.later) for name in LEAN]
 )
 def test_a_kernel_fits_into_registers_of_others(name, architecture, needs_of):
-    assert not beyond(name, needs_of(name, architecture))
+    assert not beyond(name, needs_of(name, architecture), architecture)
 
 
 @pytest.mark.slow  # a third of a second for each kernel
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, *OTHERS])
 def test_every_kernel_fits_into_registers(architecture, needs_of):
     assert not set(EXCEPTIONS) - set(registered())
-    assert not [line for name in registered() if (line := beyond(name, needs_of(name, architecture)))]
+    assert not [line for name in registered() if (line := beyond(name, needs_of(name, architecture), architecture))]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_small_systems_use_k_vectors_and_large_ones_a_mesh():
         found = [methods.method_of_one(n, accuracy, CPU, False) for n in (1, 64, 512, 8192, 10**6)]
         assert found == ["ewald", "ewald", "ewald", "pme", "pme"]
     # no mesh reaches this accuracy
-    assert methods.method_of_one(10**6, 1e-15, CPU, False) == "ewald"
+    assert methods.method_of_one(10**6, 1e-18, CPU, False) == "ewald"
 
 
 @pytest.mark.parametrize("n_atoms", [64, 4096])

@@ -34,7 +34,9 @@ def test_ewald_meets_the_asked_accuracy(name, digits):
 @KINDS
 @pytest.mark.parametrize(
     ("order", "digits"),
-    [(5, digits) for digits in range(3, 8)] + [(7, 8), (7, 9), (8, 3), (8, 6), (8, 8), (8, 9), (4, 4), (6, 7), (3, 3)],
+    [(5, digits) for digits in range(3, 8)]
+    + [(10, digits) for digits in range(6, 10)]
+    + [(7, 8), (7, 9), (8, 3), (8, 6), (8, 8), (8, 9), (9, 7), (4, 4), (6, 7), (3, 3)],
 )
 def test_a_mesh_meets_the_asked_accuracy(name, order, digits):
     system, accuracy = disordered(name), 10.0**-digits

@@ -24,12 +24,17 @@ class Costs(NamedTuple):
     k_vectors: float  # for an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
     mesh: float  # for a point of the mesh: Fourier transforms, and the product between them
     column: float  # for an atom and one of the order² columns of mesh points around it: its spline, spread and gathered
+    wide_column: float  # the same for orders above 8, for which a CPU reads 16 points of a column instead of 8
     call_of_k_vectors: float  # for a call, whatever the size of the system
     call_of_mesh: float
 
     def of_call(self, finds_neighbors: bool) -> "Costs":
         """The costs with which parameters are chosen: if the call searches for neighbors, that is a part of a pair."""
         return self._replace(pair=self.pair + self.search, search=0.0) if finds_neighbors else self
+
+    def columns(self, order: int) -> float:
+        """Cost of the columns of mesh points around an atom, for splines of this order."""
+        return (self.column if order <= 8 else self.wide_column) * order**2
 
 
 # -- the file of costs ----------------------------------------------------------------------------
@@ -95,8 +100,8 @@ def write(costs: dict[str, Costs]) -> Path:
 
 
 BUILT_IN = {
-    "cpu": Costs(7.0, 6.0, 1.3, 15.0, 8.5, 1e5, 3e5),
-    "cuda": Costs(0.016, 0.08, 0.03, 0.07, 0.07, 3e5, 3e5),
+    "cpu": Costs(7.0, 6.0, 1.3, 15.0, 8.5, 10.6, 1e5, 3e5),
+    "cuda": Costs(0.016, 0.08, 0.03, 0.07, 0.07, math.inf, 3e5, 3e5),
 }
 """Default costs by type of device.
 
@@ -105,7 +110,8 @@ with kept lists (1,000 to 32,768 ions), and calls that search (1,000 to 4,096 io
 
 Those of a GPU come from the kernels of one card, an H100, in float32, for 262,144 ions with a cutoff of 8 Å and splines
 of order 6 (docs/performance.md, *What limits the kernels of a GPU*); calls, and the k-vectors in between, for 4,096
-ions. In float64 all of them take about 1.4 times as long, so that choices are the same.
+ions. In float64 all of them take about 1.4 times as long, so that choices are the same. Orders above 8 were not
+measured there, so they are not chosen.
 """
 
 COSTS = BUILT_IN | read()

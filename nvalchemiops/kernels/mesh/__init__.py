@@ -20,7 +20,7 @@ atoms of its own tile and of the tiles before it: a stencil of order 5 meets eig
 quarter of the points. Weights are stored by their distance from the first point of the atom's tile, which is the same
 for all atoms of a tile.
 
-**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, four or eight lanes of a warp share an atom, and each
+**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, 4, 8 or 16 lanes of a warp share an atom, and each
 has the points of the stencil with one z: weights are computed once for several atoms, in single precision for meshes
 of single precision.
 

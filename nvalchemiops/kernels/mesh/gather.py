@@ -5,7 +5,7 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.kernels import moments
-from nvalchemiops.kernels.mesh.splines import COMMON, WIDTH, values
+from nvalchemiops.kernels.mesh.splines import COMMON, values, window
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.launch import kernel_variants
 
@@ -136,21 +136,21 @@ _GATHER_GPU = """
 
 def lanes_of_atom(order: int) -> int:
     """Number of lanes of a warp that share an atom when they gather."""
-    return 4 if order <= 4 else 8
+    return 4 if order <= 4 else 8 if order <= 8 else 16
 
 
 def _gather_body(order: int, derivatives: int, precision: str) -> str:
     pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
     parts_of = list(enumerate(moments.components(derivatives)))
-    common = values(order, derivatives, warps=False, precision=precision)
+    common, width = values(order, derivatives, warps=False, precision=precision), window(order)
     on_cpu = common | {
-        "sums": ", ".join(f"sum_{a}{b}[2 * {WIDTH}]" for a, b in pairs),
+        "sums": ", ".join(f"sum_{a}{b}[2 * {width}]" for a, b in pairs),
         "vectors": ", ".join(f"vector_{a}{b} = {{}}" for a, b in pairs),
         "planes": ", ".join(f"plane_{b} = {{}}" for b in range(derivatives + 1)),
         "add_row": "\n".join(f"plane_{b} += w[2][{b}][j] * values;" for b in range(derivatives + 1)),
         "add": "\n".join(f"vector_{a}{b} += w[0][{a}][i] * plane_{b};" for a, b in pairs),
         "keep": "\n".join(
-            f"*reinterpret_cast<reals *>(sum_{a}{b} + part * {WIDTH}) = vector_{a}{b};" for a, b in pairs
+            f"*reinterpret_cast<reals *>(sum_{a}{b} + part * {width}) = vector_{a}{b};" for a, b in pairs
         ),
         "results": "\n".join(
             f"result[{n}] = lost + on_line(sum_{a}{b} + offset, w[1][{c}]);" for n, (a, b, c) in parts_of

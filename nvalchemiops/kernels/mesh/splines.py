@@ -6,15 +6,13 @@ from nvalchemiops.kernels import moments
 from nvalchemiops.kernels.native import filled
 from nvalchemiops.kernels.simd import LANES, WARP
 
-WIDTH = 8
-"""Number of stored weights along an axis on a CPU: those beyond the order are zero."""
-
 PLACES = {"x": 0, "z": 1, "y": 2}
 """The order of an atom's weights on a CPU. Windows at the ends of those along z also read x and y, times nothing."""
 
-ORDERS = (4, 5, 6, 7, 8)
-COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))
-"""Orders and precisions of common meshes: 4 is common in other codes, 5 is the default here, 8 is for high accuracy."""
+ORDERS = (4, 5, 6, 7, 8, 10)
+COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"), (10, "float64"))
+"""Orders and precisions of common meshes: 4 is common in other codes, 5 is the default here, the others are for high
+accuracy."""
 
 _PLACE = """
     // Where the stencil begins, and how far into a cell the atom is. What is NaN is put somewhere, with weights NaN.
@@ -32,9 +30,9 @@ _WEIGHTS = """
     const auto weigh = [](number t, number w[@powers@][@order@]) {
         number m[@order@] = {};  // M_n(t + i)
         m[0] = t - t + scalar(1);
-        for (int n = 1; n <= @order@; ++n) {
+        @unrolled@for (int n = 1; n <= @order@; ++n) {
             if (n > 1) {
-                for (int i = n - 1; i > 0; --i)
+                @unrolled@for (int i = n - 1; i > 0; --i)
                     m[i] = ((t + scalar(i)) * m[i] + (scalar(n - i) - t) * m[i - 1]) * scalar(1.0 / (n - 1));
                 m[0] = t * m[0] * scalar(1.0 / (n - 1));
             }
@@ -42,10 +40,10 @@ _WEIGHTS = """
             if (d < @powers@) {
                 // derivatives are differences of splines of lower order
                 number v[@order@] = {};
-                for (int i = 0; i < n; ++i) v[i] = m[i];
-                for (int k = 0; k < d; ++k)
-                    for (int i = @order@ - 1; i > 0; --i) v[i] -= v[i - 1];
-                for (int i = 0; i < @order@; ++i) w[d][@order@ - 1 - i] = v[i];
+                @unrolled@for (int i = 0; i < n; ++i) v[i] = m[i];
+                @unrolled@for (int k = 0; k < d; ++k)
+                    @unrolled@for (int i = @order@ - 1; i > 0; --i) v[i] -= v[i - 1];
+                @unrolled@for (int i = 0; i < @order@; ++i) w[d][@order@ - 1 - i] = v[i];
             }
         }
     };
@@ -101,6 +99,14 @@ _NUMBER_CPU = f"typedef double scalar, number __attribute__((ext_vector_type({LA
 _NUMBER_GPU = "typedef double scalar, number;"
 
 
+def window(order: int) -> int:
+    """Number of stored weights along an axis on a CPU, a vector: those beyond the order are zero.
+
+    For orders 9 and 10, 16 are faster than 10 or 12, which are no whole number of registers.
+    """
+    return 8 if order <= 8 else 16
+
+
 def place(order: int) -> str:
     """C++ text of the function that places a stencil of this order."""
     return filled(_PLACE, half=0.5 * (order % 2), before=(order - 1) // 2)
@@ -116,17 +122,20 @@ def values(order: int, derivatives: int, warps: bool, precision: str) -> dict[st
 
     On a CPU, weights are computed in float64, and kept in this precision.
     """
-    numbers: dict[str, object] = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
+    width = window(order)
+    numbers: dict[str, object] = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": width}
     real, integer = ("float", "int") if precision == "float32" else ("double", "long long")
-    numbers |= {"real": real, "integer": integer, "numbered": ", ".join(map(str, range(WIDTH)))}
-    numbers |= {axis: n * (derivatives + 1) * WIDTH for axis, n in PLACES.items()}
+    numbers |= {"real": real, "integer": integer, "numbered": ", ".join(map(str, range(width)))}
+    # loops of so many steps a compiler of a GPU unrolls only if it is told to, and keeps arrays in memory otherwise
+    numbers |= {"unrolled": "\n#pragma unroll\n" if warps and order > 8 else ""}
+    numbers |= {axis: n * (derivatives + 1) * width for axis, n in PLACES.items()}
     return numbers | {
         "number": _NUMBER_GPU if warps else _NUMBER_CPU,
         "place": place(order),
         "weights": filled(_WEIGHTS, **numbers),
         "stencils": filled(_STENCILS_OF_MANY, **numbers),
         "windows": filled(_WINDOWS, **numbers),
-        "size": 3 * (derivatives + 1) * WIDTH,
+        "size": 3 * (derivatives + 1) * width,
         "count": moments.count(derivatives),
         "warp": WARP,
     }

@@ -7,7 +7,7 @@ import warp as wp
 
 from nvalchemiops.kernels import moments
 from nvalchemiops.kernels.mesh.bins import TILE, bins_of_mesh
-from nvalchemiops.kernels.mesh.splines import COMMON, WIDTH
+from nvalchemiops.kernels.mesh.splines import COMMON, window
 from nvalchemiops.kernels.mesh.stencils import parts, table_values, width
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.kernels.simd import WARP
@@ -161,12 +161,12 @@ _SPREAD_GPU = """
 
 
 def _spread_body(order: int, derivatives: int, precision: str) -> str:
-    powers = derivatives + 1
+    powers, stored = derivatives + 1, window(order)
 
     def amplitude(power: int) -> str:
         """What a derivative along y is multiplied by."""
         return " + ".join(
-            f"m[{n}] * w[{a * WIDTH} + i] * along_z({c})"
+            f"m[{n}] * w[{a * stored} + i] * along_z({c})"
             for n, (a, b, c) in enumerate(moments.components(derivatives))
             if b == power
         )
@@ -176,7 +176,7 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
     on_cpu = common | {
         "rows": ROWS,
         "amplitudes": ", ".join(f"of_{power} = {amplitude(power)}" for power in range(powers)),
-        "values": " + ".join(f"w[{common['y']} + {power * WIDTH} + j] * of_{power}" for power in range(powers)),
+        "values": " + ".join(f"w[{common['y']} + {power * stored} + j] * of_{power}" for power in range(powers)),
     }
     on_gpu = table_values(order, derivatives, warps=True, precision=precision) | {
         "points": POINTS,

@@ -6,7 +6,7 @@ import warp as wp
 
 from nvalchemiops.kernels import moments
 from nvalchemiops.kernels.mesh.bins import TILE, TILES
-from nvalchemiops.kernels.mesh.splines import COMMON, WIDTH, values
+from nvalchemiops.kernels.mesh.splines import COMMON, values, window
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.launch import kernel_variants
 
@@ -106,7 +106,7 @@ def length_of_table(order: int, derivatives: int, n_channels: int, warps: bool, 
     along y and z; then, for each channel and each derivative along y and z, weights along x times moments.
     """
     if not warps:
-        return 3 * (derivatives + 1) * WIDTH // (2 if precision == "float32" else 1)
+        return 3 * (derivatives + 1) * window(order) // (2 if precision == "float32" else 1)
     return (2 * (derivatives + 1) + n_channels * len(parts(derivatives))) * width(order)
 
 

@@ -224,13 +224,13 @@ def mesh_and_order(mesh_dimensions: Any, order: int) -> tuple[tuple[int, int, in
     return mesh, fitting
 
 
-LOWEST_ORDER = 2
-"""Lowest order of splines that have a derivative."""
+LOWEST_ORDER, HIGHEST_ORDER = 2, 10
+"""Lowest order of splines that have a derivative, and the highest one that kernels have."""
 
 
 def check_spline_order(spline_order: Any, lowest: int = LOWEST_ORDER) -> int:
     """The order of a spline as an int."""
     order = checks.check_int("spline_order", spline_order)
-    if not lowest <= order <= 8:
-        raise ValueError(f"`spline_order` must be in {lowest} .. 8, got {order}")
+    if not lowest <= order <= HIGHEST_ORDER:
+        raise ValueError(f"`spline_order` must be in {lowest} .. {HIGHEST_ORDER}, got {order}")
     return order

@@ -141,13 +141,13 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
         Number of mesh points along the lattice vectors, the same for all systems. By default as many as ``accuracy``
         needs.
     spline_order : int, optional
-        2 to 8. By default 5 with a given mesh; otherwise the fastest order from 5 to 8.
+        2 to 10. By default 5 with a given mesh; otherwise the fastest order from 5 to 10.
         Energies have ``spline_order - 2`` continuous derivatives, and one more that is piecewise continuous. A mesh
         with fewer points along an axis gets the largest order that fits, with a warning. Dipoles need at least order 4,
         quadrupoles at least 5.
     accuracy : float, optional
-        As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9. If the order, or the given
-        mesh and list, cannot reach the accuracy, a warning states the expected error.
+        As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9, those of order 10 reach
+        1e-12. If the order, or the given mesh and list, cannot reach the accuracy, a warning states the expected error.
     k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z : tensors, optional
         Accepted for callers that have prepared them. Only the shapes are checked: values are recomputed from the cell,
         so that gradients with respect to the cell are complete.

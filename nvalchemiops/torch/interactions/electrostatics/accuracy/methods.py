@@ -106,11 +106,10 @@ def _by_mesh(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | No
     h = core.mesh_spacing(alpha, spacing, of_derivatives, order).clip(core.FINEST / alpha, None)
     least = (sorted_sizes.lengths / h[:, None]).max(0)
     x, y, z = (core.mesh_size(float(n), 1.0, order, 0.25) for n in least)
-    columns = float(n_atoms.sum()) * order**2
     times = {
         "pairs": 1e-9 * costs.pair * _pairs(sizes, cutoff),
         "mesh": 1e-9 * costs.mesh * len(n_atoms) * x * y * z,
-        "splines": 1e-9 * costs.column * columns,
+        "splines": 1e-9 * costs.columns(order) * float(n_atoms.sum()),
         "call": 1e-9 * costs.call_of_mesh,
     }
     errors = core.expected_errors(alpha, cutoff, spacing, sorted_sizes.mesh_model((x, y, z), order), target)

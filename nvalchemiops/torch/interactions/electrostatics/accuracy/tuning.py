@@ -20,8 +20,9 @@ CUTOFF, BOUND = 3.0, 9
 """Cutoff in units of the distance between neighbors, with 113 pairs per atom; largest Miller index, with 1000 groups of
 eight k-vectors."""
 
-ORDERS = 5, 8
-"""Orders of splines on a fine mesh, where its points take most of the time, and on a coarse one, where columns do."""
+ORDERS, WIDE = (5, 8), 10
+"""Orders of splines on a fine mesh, where its points take most of the time, and on a coarse one, where columns do; and
+there of the splines with wide columns."""
 
 Call = Callable[[], object]
 
@@ -39,13 +40,14 @@ def measure(device: torch.device, seconds: float = 20.0, side: int | None = None
     """
     side, points = side or SIDE[device.type], points or POINTS[device.type]
     large, small = _Crystal(device, side), _Crystal(device, 2)
-    fine, coarse = points, max(points // 4, ORDERS[1])
+    fine, coarse = points, max(points // 4, WIDE)
     calls: dict[str, Call] = {
         "search": large.search,
         "pairs": large.pairs,
         "k-vectors": large.k_vectors,
         "fine": lambda: large.mesh(fine, ORDERS[0]),
         "coarse": lambda: large.mesh(coarse, ORDERS[1]),
+        "wide": lambda: large.mesh(coarse, WIDE),
         "few k-vectors": small.k_vectors,
         "small mesh": lambda: small.mesh(ORDERS[1], ORDERS[1]),
     }
@@ -54,9 +56,10 @@ def measure(device: torch.device, seconds: float = 20.0, side: int | None = None
     # points and columns of both meshes
     work = np.array([[n**3, side**3 * order**2] for n, order in zip((fine, coarse), ORDERS)], float)
     mesh, column = np.linalg.solve(work, [times[name] - calls_alone[1] for name in ("fine", "coarse")])
+    wide = (times["wide"] - calls_alone[1] - mesh * coarse**3) / (side**3 * WIDE**2)
     k_vectors = (times["k-vectors"] - calls_alone[0]) / (side**3 * (BOUND + 1) ** 3)
     pair, search = times["pairs"] / large.n_pairs, times["search"] / large.n_pairs
-    return Costs(*(max(float(part), LEAST) for part in (pair, search, k_vectors, mesh, column, *calls_alone)))
+    return Costs(*(max(float(part), LEAST) for part in (pair, search, k_vectors, mesh, column, wide, *calls_alone)))
 
 
 LEAST = 1e-3
