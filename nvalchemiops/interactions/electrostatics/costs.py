@@ -100,13 +100,13 @@ def write(costs: dict[str, Costs]) -> Path:
 
 
 BUILT_IN = {
-    "cpu": Costs(7.0, 6.0, 1.3, 15.0, 8.5, 10.6, 1e5, 3e5),
+    "cpu": Costs(5.8, 5.0, 1.1, 10.5, 5.9, 7.2, 1.3e5, 1.9e5),
     "cuda": Costs(0.016, 0.08, 0.03, 0.07, 0.07, math.inf, 3e5, 3e5),
 }
 """Default costs by type of device.
 
-Those of a CPU were measured on two cores, in float64. The costs of a pair and of its search are those with which sums
-with kept lists (1,000 to 32,768 ions), and calls that search (1,000 to 4,096 ions), are fastest.
+Those of a CPU were measured by ``nvalchemiops tune`` on one thread, in float64, but for the search: with its cost calls
+that search (1,000 to 4,096 ions) are fastest. On two threads all but the calls take 0.55 to 0.8 of these times.
 
 Those of a GPU come from the kernels of one card, an H100, in float32, for 262,144 ions with a cutoff of 8 Å and splines
 of order 6 (docs/performance.md, *What limits the kernels of a GPU*); calls, and the k-vectors in between, for 4,096
