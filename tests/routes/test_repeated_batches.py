@@ -65,7 +65,7 @@ OF_BATCHES = {
     "given": (ewald_summation, {"alpha": 0.9, "k_cutoff": 6.0}),
     "given mesh": (particle_mesh_ewald, {"alpha": 0.9, "mesh_dimensions": (12, 10, 9)}),
     "chosen": (ewald_summation, {"accuracy": 1e-4}),
-    "chosen mesh": (particle_mesh_ewald, {"accuracy": 1e-5}),
+    "chosen mesh": (particle_mesh_ewald, {"accuracy": 2e-5}),  # no list is as long as another axis
 }
 
 
