@@ -81,13 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     md.add_argument("--dt", type=float, default=1.0, metavar="FS", help="time step in fs (1)")
     md.add_argument("--steps", type=int, default=1000, help="number of steps (1000)")
-    md.add_argument(
-        "--pressure",
-        type=float,
-        nargs="+",
-        metavar="GPA",
-        help="of nph, npt and stochastic_cell (0)",
-    )
+    md.add_argument("--pressure", type=float, nargs="+", metavar="GPA", help="of ensembles with a pressure (0)")
     md.add_argument(
         "--compressibility", type=float, metavar="1/GPA", help="for stochastic_cell, about that of the system"
     )

@@ -105,8 +105,9 @@ BUILT_IN = {
 }
 """Default costs by type of device.
 
-Those of a CPU were measured by ``nvalchemiops tune`` on one thread, in float64, but for the search: with its cost calls
-that search (1,000 to 4,096 ions) are fastest. On two threads all but the calls take 0.55 to 0.8 of these times.
+Those of a CPU were measured by ``nvalchemiops tune`` on one thread, in float64. The search, which takes longer, counts
+0.86 pairs: with this ratio calls that search (1,000 to 4,096 ions) were fastest. On two threads pairs, k-vectors, mesh
+and columns take 0.55 to 0.8 of these times.
 
 Those of a GPU come from the kernels of one card, an H100, in float32, for 262,144 ions with a cutoff of 8 Å and splines
 of order 6 (docs/performance.md, *What limits the kernels of a GPU*); calls, and the k-vectors in between, for 4,096
