@@ -1,8 +1,9 @@
 """An interpreter of small programs of numbers: what dozens of operations on a few numbers each do, in one launch.
 
 A program computes numbers of a system and numbers of its atoms, and sums over its atoms. A thread runs it for a system,
-and for blocks of `BLOCK` atoms, so that reading an instruction costs little. Small systems share a block. Atoms are
-added one after the other in a block, then blocks, so a sum has the same bits for a system alone and in a batch.
+and for blocks of `BLOCK` atoms, so that reading an instruction costs little. Small systems share a thread, and blocks.
+Atoms are added one after the other in a block, then blocks, so a sum has the same bits for a system alone and in a
+batch.
 Programs are written by `nvalchemiops.torch.dynamics.programs`, for CPUs.
 """
 
@@ -14,11 +15,11 @@ from nvalchemiops.kernels.native import by_device, native_kernel
 from nvalchemiops.kernels.noise import DRAW
 from nvalchemiops.launch import kernel_variants
 
-BLOCK, SYSTEM_REGISTERS, ATOM_REGISTERS = 64, 1024, 64
+BLOCK, SYSTEM_REGISTERS, ATOM_REGISTERS = 128, 1024, 64
 """Atoms in a block; registers of a system, and of each atom of a block."""
 
-MOST_TOGETHER = 8
-"""Largest number of systems that share a block."""
+MOST_TOGETHER, MOST_ATOMS = 16, 1024
+"""Largest number of systems that a thread computes together, and of their atoms if there are several."""
 
 # exp(x) - 1: W. Kahan, in N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed. (2002), section 1.14.1
 _EXPM1 = "const double u = wp::exp(a[i]); d[i] = u == 1.0 ? a[i] : u == 0.0 ? -1.0 : (u - 1.0) * (a[i] / wp::log(u))"
@@ -71,9 +72,9 @@ _RUN = f"""{DRAW}
     }};
     const long long step = number(4, 0);
     double of_systems[{SYSTEM_REGISTERS * MOST_TOGETHER}], of_atoms[{ATOM_REGISTERS * BLOCK}];
-    // the systems from `first` on whose atoms are a block, or one system; the number of a row's system among them, and
-    // the row of an atom if rows are not sorted
-    int first = thread * share, together = 1, member[{BLOCK}], sorted[{BLOCK}];
+    // the first system; the number of a row's system among those of this thread, the row of an atom if not sorted
+    const int first = thread * share, together = first + share < n_systems ? share : n_systems - first;
+    int member[{BLOCK}], sorted[{BLOCK}];
     // one instruction for n rows, whose registers are `width` apart: rows from `row` on, or those that are listed
     const auto run = [&](const int *at, double *registers, int width, int row, const int *rows, int n) {{
         double *d = registers + at[1] * width;
@@ -95,7 +96,7 @@ _RUN = f"""{DRAW}
             break;
         case {CODES["spread"]}: {{
             const double *from = of_systems + at[2] * together;
-            if (together == 1) for (int i = 0; i < n; ++i) d[i] = from[0];
+            if (member[0] == member[n - 1]) for (int i = 0; i < n; ++i) d[i] = from[member[0]];
             else for (int i = 0; i < n; ++i) d[i] = from[member[i]];
             break;
         }}
@@ -125,32 +126,31 @@ _RUN = f"""{DRAW}
         }}
         }}
     }};
-    const int last = first + share < n_systems ? first + share : n_systems;
-    for (; first < last; first += together) {{
-        const int start = begin ? begin[first] : 0;
-        for (together = 1; together < {MOST_TOGETHER} && first + together < last; ++together)
-            if (begin[first + together + 1] - start > {BLOCK}) break;
-        const int end = begin ? begin[first + together] : n_atoms;
-        for (int i = 0; together == 1 && i < {BLOCK}; ++i) member[i] = 0;
-        for (int k = 0; k < length; ++k) {{
-            const int *at = code + 5 * k;
-            if (at[0] != {CODES["atoms"]}) {{
-                if (together == 1) run(at, of_systems, 1, first, nullptr, 1);  // compiled for one number
-                else run(at, of_systems, together, first, nullptr, together);
-                continue;
-            }}
-            for (int from = start; from < end; from += {BLOCK}) {{
-                const int n = end - from < {BLOCK} ? end - from : {BLOCK};
-                for (int i = 0, system = 0; together > 1 && i < n; ++i) {{
-                    while (from + i >= begin[first + system + 1]) ++system;
-                    member[i] = system;
+    const auto start_of = [&](int system) {{ return begin ? begin[system] : system == 0 ? 0 : n_atoms; }};
+    for (int k = 0; k < length; ++k) {{
+        const int *at = code + 5 * k;
+        if (at[0] != {CODES["atoms"]}) {{
+            if (together == 1) run(at, of_systems, 1, first, nullptr, 1);  // compiled for one number
+            else run(at, of_systems, together, first, nullptr, together);
+            continue;
+        }}
+        // systems from `low` to `high` share a block, or are one system of more atoms
+        for (int low = first, high; low < first + together; low = high) {{
+            for (high = low + 1; high < first + together; ++high)
+                if (start_of(high + 1) - start_of(low) > {BLOCK}) break;
+            for (int from = start_of(low), system = low; from < start_of(high); from += {BLOCK}) {{
+                const int left = start_of(high) - from, n = left < {BLOCK} ? left : {BLOCK};
+                if (high - low == 1) {_ROWS} member[i] = low - first;
+                else {_ROWS} {{
+                    while (from + i >= begin[system + 1]) ++system;
+                    member[i] = system - first;
                 }}
                 for (int i = 0; order && i < n; ++i) sorted[i] = order[from + i];
                 const int *rows = order ? sorted : nullptr;
                 for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, from, rows, n);
             }}
-            k += at[1];
         }}
+        k += at[1];
     }}
 """
 

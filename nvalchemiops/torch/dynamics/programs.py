@@ -7,6 +7,7 @@ operations: eager mode in float64 on a CPU, without gradients, unless plans are 
 
 import functools
 import itertools
+import operator
 from array import array
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +17,9 @@ import torch
 
 from nvalchemiops.kernels.programs import (
     ATOM_REGISTERS,
-    BLOCK,
     CODES,
     FIRST_ARRAY,
+    MOST_ATOMS,
     MOST_TOGETHER,
     SYSTEM_REGISTERS,
     program_kernel,
@@ -52,6 +53,9 @@ _OPERANDS = {"load": 0, "load again": 0, "number": 0, "normal": 0, "chi_square":
 
 def _operands(operation: str, level: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     return arguments[: _OPERANDS.get(operation)]
+
+
+_form, _requires_grad = operator.attrgetter("__class__", "shape", "dtype", "is_cpu"), operator.attrgetter("requires_grad")
 
 
 class Instruction(NamedTuple):
@@ -111,6 +115,7 @@ class Program:
         needed = self._ancestors([k for result in results for k in result.ids])
         used = sorted({nodes[k].arguments[0] for k in needed if nodes[k].operation == "load"})
         self.inputs = [self.trace.inputs[k] for k in used]
+        self.fetches = [fetch for fetch, *_ in self.inputs]
         self.places = {k: n for n, k in enumerate(used, FIRST_ARRAY)}
         self.is_random = any(nodes[k].operation in ("normal", "chi_square") for k in needed)
         # the stage in which a number can be known: that of a sum is the one after its terms
@@ -138,7 +143,7 @@ class Program:
             ends += [
                 (k, store._replace(section=at + 1)) for k, store in stores if stage[k] == at and nodes[k].level == ATOM
             ]
-            inner = [k for k in self._ancestors([k for k, _ in ends], loads) if nodes[k].level == ATOM]
+            inner = self._ancestors([k for k, _ in ends], loads, ATOM)
             new: dict[int, tuple[int, int, int]] = {}
             for k, (_, _, _, (place, _, column, width)) in stores:
                 # the memory of a result is free until then
@@ -159,28 +164,19 @@ class Program:
                 code += [Instruction("atoms", 0, None, (len(body),)), *body]
         return code
 
-    def _ancestors(self, waiting: list[int], known: Container[int] = ()) -> list[int]:
-        """These nodes and all that they need, in order; what is known needs nothing."""
-        found = set()
+    def _ancestors(self, waiting: list[int], known: Container[int] = (), level: str | None = None) -> list[int]:
+        """These nodes and all that they need, in order; what is known needs nothing. On request those of a level."""
+        nodes, found = self.trace.nodes, set()
         while waiting:
             k = waiting.pop()
-            if k not in found:
+            if k not in found and level in (None, nodes[k].level):
                 found.add(k)
-                waiting.extend(() if k in known else _operands(*self.trace.nodes[k]))
+                waiting.extend(() if k in known else _operands(*nodes[k]))
         return sorted(found)
-
-    def _of_this_atom(self, k: int) -> set[int]:
-        """The node and all numbers of the same atom that it needs."""
-        nodes, found, waiting = self.trace.nodes, {k}, [k]
-        while waiting:
-            inner = {j for j in _operands(*nodes[waiting.pop()]) if nodes[j].level == ATOM} - found
-            found |= inner
-            waiting += inner
-        return found
 
     def _costly(self, k: int, computed: Sequence[int]) -> int | None:
         """Of the numbers of this atom that the node needs and that are computed, the costliest; None if it is cheap."""
-        costs = {j: len(self._of_this_atom(j)) for j in self._of_this_atom(k) if j in computed}
+        costs = {j: len(self._ancestors([j], (), ATOM)) for j in self._ancestors([k], (), ATOM) if j in computed}
         kept = max(costs, key=lambda j: (costs[j], j), default=None)
         return None if kept is None or costs[kept] < CHEAP else kept
 
@@ -239,12 +235,13 @@ class Program:
             # an empty tensor like another one costs half
             likes = [(shape, inputs.index(shape) if shape in inputs else -1) for shape in outputs]
             each = n_atoms // max(n_systems, 1)
-            share = max(1, min(MOST_TOGETHER, BLOCK // max(each, 1)))
+            share = max(1, min(MOST_TOGETHER, MOST_ATOMS // max(each, 1), n_systems))
+            forms = [(torch.Tensor, shape, torch.float64, True) for shape in inputs]
             device, kind, n_rows = warp_device(_CPU), (len(self.code), share * each), -(-n_systems // share)
             run = prepared(program_kernel(), n_rows, device=device, lanes=0, kind=kind)
-            form = inputs, likes, run, share
+            form = forms, likes, run, share
             self.forms = {(n_atoms, n_systems): form}
-        inputs, likes, run, share = form
+        forms, likes, run, share = form
         order = begin = None
         if n_systems > 1:
             batch_idx = state.system.batch_idx
@@ -256,27 +253,22 @@ class Program:
                 known = self.sorted = n_systems, batch_idx.clone(), *sorted_by_system(batch_idx, n_systems)
             order, begin = known[2:]
         numbered = order, begin, *self._seeds(state, n_systems)
-        given = []
+        # without loops in Python as far as possible: they are most of the time
+        given = [fetch(state) for fetch in self.fetches]
+        if list(map(_form, given)) != forms or any(map(torch.Tensor.is_neg, given)):
+            raise NoProgram("another form of tensor")
+        if torch.is_grad_enabled() and any(map(_requires_grad, given)):
+            raise NoProgram("gradients")
+        if not all(map(torch.Tensor.is_contiguous, given)):
+            given = [tensor.contiguous() for tensor in given]
+        found = [
+            torch.empty(shape, dtype=torch.float64) if like < 0 else torch.empty_like(given[like])
+            for shape, like in likes
+        ]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in numbered]
-        tracked = torch.is_grad_enabled()
-        # inlined as far as possible: these loops are most of the time
-        for (fetch, *_), shape in zip(self.inputs, inputs):
-            tensor = fetch(state)
-            if type(tensor) is not torch.Tensor or tensor.dtype is not torch.float64 or not tensor.is_cpu:
-                raise NoProgram("another type of tensor")
-            if tensor.shape != shape or tensor.is_neg() or (tracked and tensor.requires_grad):
-                raise NoProgram("another form of tensor")
-            tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
-            address = tensor.data_ptr()
-            if address == 0 and tensor.numel():
-                raise NoProgram("a tensor without memory")
-            given.append(tensor)
-            addresses.append(address)
-        found = []
-        for shape, like in likes:
-            tensor = torch.empty(shape, dtype=torch.float64) if like < 0 else torch.empty_like(given[like])
-            found.append(tensor)
-            addresses.append(tensor.data_ptr())
+        addresses += map(torch.Tensor.data_ptr, [*given, *found])
+        if 0 in addresses[FIRST_ARRAY:] and any(t.numel() and not t.data_ptr() for t in given):
+            raise NoProgram("a tensor without memory")
         table = array("q", addresses)
         run([*self.where, table.buffer_info()[0], n_atoms, n_systems, share])
         results = {name: tensor for (name, *_), tensor in zip(self.outputs, found)}

@@ -46,6 +46,24 @@ class Trace:
             self.nodes.append(node)
         return self.numbers[node]
 
+    def sum(self, k: int) -> int:
+        """The number of the sum over atoms of a node, from which factors that belong to the system are taken."""
+        rest, factors = self._parted(k)
+        if rest is None:
+            rest, factors = k, []
+        return functools.reduce(functools.partial(self.add, "mul", SYSTEM), factors, self.add("sum", SYSTEM, rest))
+
+    def _parted(self, k: int) -> tuple[int | None, list[int]]:
+        """A node of atoms as a product: its own factor, if there is one, and those of the system."""
+        operation, _, arguments = self.nodes[k]
+        if operation == "spread":
+            return None, [*arguments]
+        if operation != "mul":
+            return k, []
+        (a, of_a), (b, of_b) = map(self._parted, arguments)
+        rest = a if b is None else b if a is None else self.add("mul", ATOM, a, b)
+        return rest, of_a + of_b
+
     def input(self, fetch: Callable[[State], torch.Tensor], level: str, tail: tuple[int, ...]) -> "Symbol":
         """A tensor (rows, *tail) of the state."""
         self.inputs.append((fetch, level, tail))
@@ -239,7 +257,7 @@ class SymbolicState(State):
     def of_systems(self, per_atom: Any) -> Any:
         """Sums over atoms."""
         trace = per_atom.trace
-        return Symbol(trace, SYSTEM, per_atom.tail, [trace.add("sum", SYSTEM, k) for k in per_atom.ids])
+        return Symbol(trace, SYSTEM, per_atom.tail, map(trace.sum, per_atom.ids))
 
     def normal(self, stream: int, by_system: bool = False) -> Any:
         """Normal numbers of this step."""
