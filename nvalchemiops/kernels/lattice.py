@@ -5,7 +5,6 @@ its displacement from atom i is ``r_ij = x_j - x_i + S @ cell``. Arithmetic is i
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,17 +56,19 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.where(pbc[:, :, None], dual, 0.0))
 
 
-def is_clearly_regular(cell: Sequence[Sequence[float]]) -> bool:
-    """Whether three lattice vectors are finite and far from dependent.
+def is_clearly_regular(cell: Any) -> bool:
+    """Whether lattice vectors are finite and far from dependent: numbers (3, 3), or an array (3, 3, n_systems).
 
     A quick test that spares most calls `unit_vectors`, which decides if this is False.
     """
     (ax, ay, az), (bx, by, bz), (cx, cy, cz) = cell
     volume = ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx)
-    area = math.hypot(bx, by, bz) * math.hypot(cx, cy, cz)
-    lengths = math.hypot(ax, ay, az) * area
+    # squares
+    area = (bx * bx + by * by + bz * bz) * (cx * cx + cy * cy + cz * cz)
+    lengths, volume = (ax * ax + ay * ay + az * az) * area, volume * volume
     # products that are too small have few digits, and those that are too large none; False for NaN
-    return min(area, lengths) > 1e-290 and 1e-6 * lengths < abs(volume) < math.inf
+    found = (area > 1e-290) & (lengths > 1e-290) & (1e-12 * lengths < volume) & (volume < math.inf)
+    return found if isinstance(found, bool) else bool(found.all())
 
 
 def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

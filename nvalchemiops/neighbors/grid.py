@@ -87,7 +87,7 @@ class Grid:
     planes: wp.mat33d
     reach: wp.vec3d  # in bins
     bins: wp.vec3i  # 0 along open axes
-    ring: wp.vec4i  # first slot, size, A, B
+    ring: wp.vec4i  # first slot, size, A, B; size 0 if the system is not searched
 
 
 @wp.func
@@ -223,6 +223,7 @@ def describe(
     n_atoms: wp.int32,
     cutoff: wp.float64,
     method: wp.int32,
+    searched: wp.array(dtype=wp.bool),
     grids: wp.array(dtype=Grid),
     fault: wp.array(dtype=wp.int32),
 ):
@@ -237,7 +238,6 @@ def describe(
         fault[BAD_SYSTEM] = 1
     if s == grids.shape[0] - 1 and last != n_atoms:
         fault[BAD_SYSTEM] = 1
-
     periodic = wp.vec3i(0, 0, 0)
     rows = wp.identity(n=3, dtype=wp.float64)
     lengths = wp.vec3d(wp.float64(1.0), wp.float64(1.0), wp.float64(1.0))
@@ -337,6 +337,9 @@ def describe(
         skips = shared_skips(size)
         skip_y = skips[0]
         skip_z = skips[1]
+    if searched.shape[0] > 0:  # noqa: SIM102 (Warp evaluates both sides of `and`)
+        if not searched[s]:
+            size = 0
     grid = Grid()
     grid.lattice = given
     grid.planes = dual
@@ -370,6 +373,10 @@ def locate(
         if system[i] != s or i < first_atom[s] or i >= first_atom[s + 1]:
             fault[BAD_SYSTEM] = 1
     x = positions[i]
+    ring = grids[s].ring
+    if ring[1] == 0 and wp.isfinite(x):
+        slot[i] = ring[0]
+        return
     grid = grids[s]
     place = int(0)
     if wp.isfinite(x):
@@ -423,6 +430,10 @@ def put(
     is_of_system = bool(True)
     if system.shape[0] > 0:
         is_of_system = system[i] == s
+    ring = grids[s].ring
+    if ring[1] == 0:
+        entry[k] = wp.vec4i(i, 0, 0, 0)
+        return
     grid = grids[s]
     x = positions[i]
     cells = fold(x, grid)
@@ -442,9 +453,10 @@ def _kernels() -> dict[str, wp.Kernel]:
     """All kernels of this file, in one Warp module: they are always used together.
 
     Arrays: cell (n_systems,), or one for all, or empty; pbc (n_systems, 3), or one for all, or empty: all periodic;
-    first_atom (n_systems + 1,); system (n_atoms,), or empty: one system; grids (n_systems,); slot, order (n_atoms,);
-    begin (n_slots + 2,), zeros, then where the atoms of each slot begin; coordinates (3, n_atoms + LANES), wrapped,
-    and entry (n_atoms,), each atom and its whole cells, both in the order of the slots.
+    first_atom (n_systems + 1,); system (n_atoms,), or empty: one system; searched (n_systems,), or empty: all systems
+    are; grids (n_systems,); slot, order (n_atoms,); begin (n_slots + 2,), zeros, then where the atoms of each slot
+    begin; coordinates (3, n_atoms + LANES), wrapped, and entry (n_atoms,), each atom and its whole cells, both in the
+    order of the slots.
     """
     module = kernel_module("neighbor_grid")
 
@@ -461,6 +473,7 @@ def _kernels() -> dict[str, wp.Kernel]:
         first_atom: wp.array(dtype=wp.int32),
         cutoff: wp.float64,
         method: wp.int32,
+        searched: wp.array(dtype=wp.bool),
         grids: wp.array(dtype=Grid),
         slot: wp.array(dtype=wp.int32),
         begin: wp.array(dtype=wp.int32),
@@ -471,7 +484,7 @@ def _kernels() -> dict[str, wp.Kernel]:
     ):
         n_atoms = positions.shape[0]
         for s in range(grids.shape[0]):
-            describe(s, cell, pbc, first_atom, n_atoms, cutoff, method, grids, fault)
+            describe(s, cell, pbc, first_atom, n_atoms, cutoff, method, searched, grids, fault)
         for i in range(n_atoms):
             locate(i, positions, system, first_atom, grids, slot, fault)
         sort_by_slot(slot, begin, order)

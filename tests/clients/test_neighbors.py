@@ -539,3 +539,14 @@ def test_both_of_two_cut_lists_are_told():
         call()
     messages = [str(w.message) for w in found]
     assert len(messages) == 2 and "`num_neighbors2`" in messages[1]
+
+
+@pytest.mark.parametrize("at", [2, 12])
+def test_positions_are_looked_at_also_where_nothing_is_rebuilt(at):
+    positions = 4.0 * torch.rand(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batch_idx = torch.tensor([0] * 10 + [1] * 10, dtype=torch.int32)
+    matrix, counts = neighbor_list(positions, 1.5, batch_idx=batch_idx, max_neighbors=16)
+    memory = {"neighbor_matrix": matrix, "num_neighbors": counts, "rebuild_flags": torch.tensor([True, False])}
+    positions[at, 1] = torch.nan
+    with pytest.raises(ValueError, match="`positions`"):
+        neighbor_list(positions, 1.5, batch_idx=batch_idx, **memory)

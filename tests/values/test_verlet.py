@@ -9,7 +9,7 @@ import torch
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors import verlet as verlet_module
 from nvalchemiops.torch.neighbors.formats import check_full_list, list_geometry, matrix_geometry
-from nvalchemiops.torch.neighbors.verlet import VerletList
+from nvalchemiops.torch.neighbors.verlet import VerletList, inverse_of_periodic
 from tests.support.systems import SYSTEMS, batch
 
 FLOAT64 = torch.float64
@@ -525,6 +525,8 @@ def test_systems_of_a_batch_follow_their_cells(shared, quick, monkeypatch):
         result = verlet(x, box, None, batch_idx)
         assert pairs_within(2.2, x, result, box, batch_idx) == fresh(2.2, x, box, None, batch_idx)
         rebuilt.append(verlet.rebuilt.tolist())
+        kept = verlet._kept
+        assert torch.allclose(kept.inverse_of_cells(), inverse_of_periodic(kept.systems.cell, None), rtol=1e-12)
         size = torch.tensor([0.02, 0.002]).view(2, 1, 1)
         moves = torch.eye(3, dtype=FLOAT64) + size * torch.randn(2, 3, 3, generator=generator, dtype=FLOAT64)
         if shared:

@@ -161,10 +161,10 @@ class _CellList:
             order = self._new(n_atoms)
             begin = torch.zeros(n_slots + 2, dtype=torch.int32, device=self.device)
         if self.layout.serial and n_atoms <= grid.SERIAL:
-            inputs = [positions, cell, pbc, system, first_atom, search.cutoff, method]
+            inputs = [positions, cell, pbc, system, first_atom, search.cutoff, method, self.rebuild_flags]
             launch(grid.prepare_search(), 1, inputs, [grids, slot, begin, order, coordinates, entry, self.fault])
         else:
-            described = [cell, pbc, first_atom, n_atoms, search.cutoff, method]
+            described = [cell, pbc, first_atom, n_atoms, search.cutoff, method, self.rebuild_flags]
             launch(grid.describe_systems(), n_systems, described, [grids, self.fault])
             launch(grid.locate_atoms(), n_atoms, [positions, system, first_atom, grids], [slot, self.fault])
             if self.layout.serial:

@@ -32,8 +32,14 @@ class _BuiltList(NamedTuple):
     n_systems: int
     rows: tuple[torch.Tensor, ...]  # matrix, counts, shifts if there is a cell
     result: tuple[torch.Tensor, ...]
-    inverse: list[torch.Tensor]  # `inverse_of_periodic` of the cells; empty until a cell changes
+    inverse: list[torch.Tensor]  # `inverse_of_periodic` of the cells; empty until it is asked
     look: "list[_Look]"  # what decides whether it is stale; empty until it is asked
+
+    def inverse_of_cells(self) -> torch.Tensor | None:
+        """`inverse_of_periodic` of the cells."""
+        if self.systems.cell is not None and not self.inverse:
+            self.inverse.append(inverse_of_periodic(self.systems.cell, self.systems.pbc))
+        return self.inverse[0] if self.inverse else None
 
 
 class VerletList:
@@ -199,6 +205,7 @@ class VerletList:
         asked, form = given._replace(rebuild_flags=flags), Form(self.half_fill, padding)
         rows = build(asked, self.reach, form, room, method_number(self.method), silent=True)
         self.max_neighbors = rows[0].shape[1]
+        inverse: list[torch.Tensor] = []
         if flags is None or old is None or old.system is None:  # flags are given for some systems of several
             system, n_systems = _numbering(given)
             flags = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
@@ -210,13 +217,17 @@ class VerletList:
             cell, before = given.cell, old.systems.cell
             if cell is not None and before is not None and cell.ndim == 3 and cell.shape[0] == n_systems:
                 given = given._replace(cell=torch.where(flags.view(-1, 1, 1), cell, before))
+                if old.inverse and layout(cell.device.type).reads:
+                    new = torch.nonzero(flags).squeeze(1)
+                    pbc = given.pbc if given.pbc is None or given.pbc.numel() == 3 else given.pbc[new]
+                    inverse = [old.inverse[0].index_copy(0, new, inverse_of_periodic(cell[new], pbc))]
         self.rebuilt, systems = flags, _each(torch.clone, given)
         result = rows
         if self.return_neighbor_list:
             # only the counts mark padding: the caller's padding value may be the number of an atom
             matrix, counts, *shifts = rows
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
-        return _BuiltList(systems, system, n_systems, rows, result, [], [])
+        return _BuiltList(systems, system, n_systems, rows, result, inverse, [])
 
 
 class _Look:
@@ -225,18 +236,18 @@ class _Look:
     Elsewhere `_stale` decides the same.
     """
 
-    def __init__(self, old: Systems, system: torch.Tensor | None, n_systems: int, reach: float, skin: float) -> None:
-        self.given = old, system, n_systems, reach, skin
-        old = _each(torch.Tensor.contiguous, old)
+    def __init__(self, kept: _BuiltList, reach: float, skin: float) -> None:
+        self.given = kept._replace(look=[]), reach, skin
+        system, n_systems, inverse = kept.system, kept.n_systems, kept.inverse_of_cells()
+        old = _each(torch.Tensor.contiguous, kept.systems)
         positions, cell, pbc, *self.batch = old[:5]
         self.n_systems, n_atoms = n_systems, positions.shape[0]
         order = begin = None
         if system is not None:
             order, begin = sorted_by_system(system.to(torch.int32), n_systems)
         n_cells = n_pbc = 1
-        inverse = None
-        if cell is not None:
-            cell, inverse = cell.to(torch.float64), inverse_of_periodic(cell, pbc)
+        if cell is not None and inverse is not None:
+            cell = cell.to(torch.float64)
             n_cells = inverse.shape[0] if cell.ndim == 3 else 1
         if pbc is not None:
             n_pbc = pbc.shape[0] if pbc.ndim == 2 else 1
@@ -286,7 +297,7 @@ def _look(verlet: VerletList, kept: _BuiltList) -> _Look | None:
     if not how.reads or how.warps or not is_eager() or current_recorder() is not None:
         return None
     if not kept.look:
-        kept.look.append(_Look(kept.systems, kept.system, kept.n_systems, verlet.reach, verlet.skin))
+        kept.look.append(_Look(kept, verlet.reach, verlet.skin))
     return kept.look[0] if kept.look[0].fits else None
 
 
@@ -294,11 +305,9 @@ def _after_strain(
     verlet: VerletList, kept: _BuiltList, positions: torch.Tensor, cell: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How far atoms (n_atoms,) are from where a change of the cells took them, and how far (n_systems,) they may be."""
-    old = kept.systems
-    assert old.cell is not None
-    if not kept.inverse:
-        kept.inverse.append(inverse_of_periodic(old.cell, old.pbc))
-    strain = strain_between(old.cell, cell, old.pbc, kept.inverse[0])
+    old, inverse = kept.systems, kept.inverse_of_cells()
+    assert old.cell is not None and inverse is not None
+    strain = strain_between(old.cell, cell, old.pbc, inverse)
     moved = displacements(positions, old.positions, strain, kept.system)
     return moved, 0.5 * (verlet.skin - taken_by_strain(strain, verlet.reach))
 

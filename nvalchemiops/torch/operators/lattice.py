@@ -141,6 +141,9 @@ def check_vectors(cell: torch.Tensor, may_be_open: bool = True) -> bool:
 @eager
 def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: bool) -> bool:
     lattice = np.frombuffer(cell, dtype).astype(np.float64).reshape(n_systems, 3, 3)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if kernels.is_clearly_regular(lattice.transpose(1, 2, 0)):
+            return False
     pbc = np.ones((n_systems, 3), dtype=bool)
     if may_be_open:
         pbc = np.asarray(lattice.any(2))
