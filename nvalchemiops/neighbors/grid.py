@@ -358,6 +358,17 @@ def system_of(i: wp.int32, system: wp.array(dtype=wp.int32), n_systems: wp.int32
 
 
 @wp.func
+def has_systems_in_order(system: wp.array(dtype=wp.int32), first_atom: wp.array(dtype=wp.int32)):
+    """Whether the atoms of each system are those that its pointers say."""
+    if system.shape[0] > 0:
+        for s in range(first_atom.shape[0] - 1):
+            for i in range(first_atom[s], first_atom[s + 1]):
+                if system[i] != s:
+                    return False
+    return True
+
+
+@wp.func
 def locate(
     i: wp.int32,
     positions: wp.array(dtype=wp.vec3d),
@@ -393,15 +404,28 @@ def locate(
 
 
 @wp.func
-def sort_by_slot(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32), order: wp.array(dtype=wp.int32)):
-    """Counting sort. Counts go two entries ahead into ``begin``, which is zero, for the last pass moves them by one."""
-    n_atoms = slot.shape[0]
-    for i in range(n_atoms):
+def sort_by_slot(
+    first: wp.int32,
+    last: wp.int32,
+    low: wp.int32,
+    high: wp.int32,
+    slot: wp.array(dtype=wp.int32),
+    begin: wp.array(dtype=wp.int32),
+    order: wp.array(dtype=wp.int32),
+):
+    """Counting sort of atoms from ``first`` to ``last``, whose slots are from ``low`` to ``high``.
+
+    Counts go two entries ahead into ``begin``, which is zero, for the last pass moves them by one.
+    """
+    begin[low] = first
+    for i in range(first, last):
         s = slot[i] + 2
-        begin[s] = begin[s] + 1
-    for s in range(2, begin.shape[0]):
+        if s <= high:
+            begin[s] = begin[s] + 1
+    begin[low + 1] = first
+    for s in range(low + 2, high + 1):
         begin[s] = begin[s] + begin[s - 1]
-    for i in range(n_atoms):
+    for i in range(first, last):
         s = slot[i] + 1
         k = begin[s]
         begin[s] = k + 1
@@ -462,7 +486,7 @@ def _kernels() -> dict[str, wp.Kernel]:
 
     @wp.kernel(module=module, enable_backward=False)
     def sort(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32), order: wp.array(dtype=wp.int32)):
-        sort_by_slot(slot, begin, order)
+        sort_by_slot(0, slot.shape[0], 0, begin.shape[0] - 1, slot, begin, order)
 
     @wp.kernel(module=module, enable_backward=False)
     def prepare(
@@ -485,11 +509,32 @@ def _kernels() -> dict[str, wp.Kernel]:
         n_atoms = positions.shape[0]
         for s in range(grids.shape[0]):
             describe(s, cell, pbc, first_atom, n_atoms, cutoff, method, searched, grids, fault)
-        for i in range(n_atoms):
-            locate(i, positions, system, first_atom, grids, slot, fault)
-        sort_by_slot(slot, begin, order)
-        for k in range(n_atoms):
-            put(k, positions, system, grids, order, coordinates, entry)
+        in_order = bool(False)
+        if fault[BAD_SYSTEM] == 0:  # else pointers may lead anywhere
+            in_order = has_systems_in_order(system, first_atom)
+        if in_order:
+            for s in range(grids.shape[0]):
+                ring = grids[s].ring
+                for i in range(first_atom[s], first_atom[s + 1]):
+                    if ring[1] == 0:
+                        if not wp.isfinite(positions[i]):
+                            fault[BAD_POSITIONS] = 1
+                        order[i] = i
+                        entry[i] = wp.vec4i(i, 0, 0, 0)
+                    else:
+                        locate(i, positions, system, first_atom, grids, slot, fault)
+                if ring[1] > 0:
+                    first = first_atom[s]
+                    last = first_atom[s + 1]
+                    sort_by_slot(first, last, ring[0], ring[0] + ring[1], slot, begin, order)
+                    for k in range(first, last):
+                        put(k, positions, system, grids, order, coordinates, entry)
+        else:
+            for i in range(n_atoms):
+                locate(i, positions, system, first_atom, grids, slot, fault)
+            sort_by_slot(0, n_atoms, 0, begin.shape[0] - 1, slot, begin, order)
+            for k in range(n_atoms):
+                put(k, positions, system, grids, order, coordinates, entry)
 
     @wp.kernel(module=module, enable_backward=False)
     def end(
