@@ -32,14 +32,19 @@ class _BuiltList(NamedTuple):
     n_systems: int
     rows: tuple[torch.Tensor, ...]  # matrix, counts, shifts if there is a cell
     result: tuple[torch.Tensor, ...]
-    inverse: list[torch.Tensor]  # `inverse_of_periodic` of the cells; empty until it is asked
-    look: "list[_Look]"  # what decides whether it is stale; empty until it is asked
+    derived: dict[str, Any]  # what is computed from the others when it is asked
 
     def inverse_of_cells(self) -> torch.Tensor | None:
         """`inverse_of_periodic` of the cells."""
-        if self.systems.cell is not None and not self.inverse:
-            self.inverse.append(inverse_of_periodic(self.systems.cell, self.systems.pbc))
-        return self.inverse[0] if self.inverse else None
+        if self.systems.cell is not None and "inverse" not in self.derived:
+            self.derived["inverse"] = inverse_of_periodic(self.systems.cell, self.systems.pbc)
+        return self.derived.get("inverse")
+
+    def order(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`sorted_by_system`, if there are several systems."""
+        if self.system is not None and "order" not in self.derived:
+            self.derived["order"] = sorted_by_system(self.system.to(torch.int32), self.n_systems)
+        return self.derived.get("order", (None, None))
 
 
 class VerletList:
@@ -205,29 +210,33 @@ class VerletList:
         asked, form = given._replace(rebuild_flags=flags), Form(self.half_fill, padding)
         rows = build(asked, self.reach, form, room, method_number(self.method), silent=True)
         self.max_neighbors = rows[0].shape[1]
-        inverse: list[torch.Tensor] = []
+        derived: dict[str, Any] = {}
         if flags is None or old is None or old.system is None:  # flags are given for some systems of several
             system, n_systems = _numbering(given)
             flags = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
+            systems = _each(torch.clone, given)
         else:
-            system, n_systems = old.system, old.n_systems
+            system, n_systems, before = old.system, old.n_systems, old.systems
             moved = flags.index_select(0, system).unsqueeze(-1)
-            # pbc of the others is the same as before
-            given = given._replace(positions=torch.where(moved, given.positions, old.systems.positions))
-            cell, before = given.cell, old.systems.cell
-            if cell is not None and before is not None and cell.ndim == 3 and cell.shape[0] == n_systems:
-                given = given._replace(cell=torch.where(flags.view(-1, 1, 1), cell, before))
-                if old.inverse and layout(cell.device.type).reads:
+            systems = before._replace(positions=torch.where(moved, given.positions, before.positions))
+            cell, pbc = given.cell, None if given.pbc is None else given.pbc.clone()  # that of others is as before
+            if cell is not None and before.cell is not None:
+                with_own = cell.ndim == 3 and cell.shape[0] == n_systems
+                cell = torch.where(flags.view(-1, 1, 1), cell, before.cell) if with_own else cell.clone()
+                if with_own and "inverse" in old.derived and layout(cell.device.type).reads:
                     new = torch.nonzero(flags).squeeze(1)
-                    pbc = given.pbc if given.pbc is None or given.pbc.numel() == 3 else given.pbc[new]
-                    inverse = [old.inverse[0].index_copy(0, new, inverse_of_periodic(cell[new], pbc))]
-        self.rebuilt, systems = flags, _each(torch.clone, given)
+                    inverse = inverse_of_periodic(cell[new], pbc if pbc is None or pbc.numel() == 3 else pbc[new])
+                    derived["inverse"] = old.derived["inverse"].index_copy(0, new, inverse)
+            systems = systems._replace(cell=cell, pbc=pbc)
+            if "order" in old.derived:
+                derived["order"] = old.derived["order"]
+        self.rebuilt = flags
         result = rows
         if self.return_neighbor_list:
             # only the counts mark padding: the caller's padding value may be the number of an atom
             matrix, counts, *shifts = rows
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
-        return _BuiltList(systems, system, n_systems, rows, result, inverse, [])
+        return _BuiltList(systems, system, n_systems, rows, result, derived)
 
 
 class _Look:
@@ -237,14 +246,12 @@ class _Look:
     """
 
     def __init__(self, kept: _BuiltList, reach: float, skin: float) -> None:
-        self.given = kept._replace(look=[]), reach, skin
-        system, n_systems, inverse = kept.system, kept.n_systems, kept.inverse_of_cells()
+        self.given = kept._replace(derived={}), reach, skin
+        n_systems, inverse = kept.n_systems, kept.inverse_of_cells()
         old = _each(torch.Tensor.contiguous, kept.systems)
         positions, cell, pbc, *self.batch = old[:5]
         self.n_systems, n_atoms = n_systems, positions.shape[0]
-        order = begin = None
-        if system is not None:
-            order, begin = sorted_by_system(system.to(torch.int32), n_systems)
+        order, begin = kept.order()
         n_cells = n_pbc = 1
         if cell is not None and inverse is not None:
             cell = cell.to(torch.float64)
@@ -296,9 +303,10 @@ def _look(verlet: VerletList, kept: _BuiltList) -> _Look | None:
     how = layout(kept.systems.positions.device.type)
     if not how.reads or how.warps or not is_eager() or current_recorder() is not None:
         return None
-    if not kept.look:
-        kept.look.append(_Look(kept, verlet.reach, verlet.skin))
-    return kept.look[0] if kept.look[0].fits else None
+    if "look" not in kept.derived:
+        kept.derived["look"] = _Look(kept, verlet.reach, verlet.skin)
+    look: _Look = kept.derived["look"]
+    return look if look.fits else None
 
 
 def _after_strain(
