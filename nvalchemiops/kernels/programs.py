@@ -28,6 +28,7 @@ OPERATIONS = {
     "add": "d[i] = a[i] + b[i]",
     "sub": "d[i] = a[i] - b[i]",
     "mul": "d[i] = a[i] * b[i]",
+    "multiply_add": "d[i] = a[i] * b[i] + c[i]",
     "div": "d[i] = a[i] / b[i]",
     "neg": "d[i] = -a[i]",
     "exp": "d[i] = wp::exp(a[i])",
@@ -49,8 +50,11 @@ CODES = {name: code for code, name in enumerate((*OPERATIONS, *_OTHERS))}
 ``number``: the constant a. ``normal``: the normal number of stream a and column b. ``chi_square``: a sum of squares of
 a normal numbers, of stream b. ``load``: column b of c of array a. ``store``: the number a to column b of c of array d.
 ``spread``: the number a of the system, for atoms. ``sum``: add the number a of the atoms to the number d of the system.
-``atoms``: the next d instructions are for atoms.
+``atoms``: the next d instructions are for atoms, of which the first a are in `SAME`, and keep their registers.
 """
+
+SAME = ("number", "spread")
+"""Instructions with the same result for all blocks of a system, which run for the first block only."""
 
 FIRST_ARRAY = 5
 """Place of the first float64 array among the addresses."""
@@ -147,7 +151,8 @@ _RUN = f"""{DRAW}
                 }}
                 for (int i = 0; order && i < n; ++i) sorted[i] = order[from + i];
                 const int *rows = order ? sorted : nullptr;
-                for (int j = 1; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, from, rows, n);
+                const int begun = from > start_of(low) ? at[2] : 0;
+                for (int j = 1 + begun; j <= at[1]; ++j) run(at + 5 * j, of_atoms, {BLOCK}, from, rows, n);
             }}
         }}
         k += at[1];

@@ -21,6 +21,7 @@ from nvalchemiops.kernels.programs import (
     FIRST_ARRAY,
     MOST_ATOMS,
     MOST_TOGETHER,
+    SAME,
     SYSTEM_REGISTERS,
     program_kernel,
 )
@@ -47,7 +48,7 @@ PROGRAMMED = frozenset(
 CHEAP = 6
 """Number of operations for an atom that take less time than to store and to load the result."""
 
-_OPERANDS = {"load": 0, "load again": 0, "number": 0, "normal": 0, "chi_square": 1}
+_OPERANDS = {"load": 0, "load again": 0, "number": 0, "normal": 0, "chi_square": 1, "atoms": 0}
 """How many of the arguments are numbers that were computed before, if not all."""
 
 
@@ -72,10 +73,7 @@ class Instruction(NamedTuple):
     @property
     def reads(self) -> list[tuple[int, int]]:
         """Nodes and sections of the numbers that it reads."""
-        if self.operation in ("store", "atoms"):
-            nodes = self.arguments[1:2]
-        else:
-            nodes = _operands(self.operation, "", self.arguments)
+        nodes = self.arguments[1:2] if self.operation == "store" else _operands(self.operation, "", self.arguments)
         return [(k, 0 if self.operation == "spread" else self.section) for k in nodes]
 
     @property
@@ -147,6 +145,7 @@ class Program:
                 (k, store._replace(section=at + 1)) for k, store in stores if stage[k] == at and nodes[k].level == ATOM
             ]
             inner = self._ancestors([k for k, _ in ends], loads, ATOM)
+            inner.sort(key=lambda k: nodes[k].operation not in SAME)
             new: dict[int, tuple[int, int, int]] = {}
             for k, (_, _, _, (place, _, column, width)) in stores:
                 # the memory of a result is free until then
@@ -164,7 +163,8 @@ class Program:
                 body += [end for j, end in ends if j == k]
             loads |= new
             if body:
-                code += [Instruction("atoms", 0, None, (len(body),)), *body]
+                same = sum(instruction.operation in SAME for instruction in body)
+                code += [Instruction("atoms", 0, None, (len(body), same)), *body]
         return code
 
     def _ancestors(self, waiting: list[int], known: Container[int] = (), level: str | None = None) -> list[int]:
@@ -186,6 +186,13 @@ class Program:
     def _encode(self, code: Sequence[Instruction]) -> None:
         """Give the numbers registers, and write the instructions as integers."""
         last = {key: n for n, instruction in enumerate(code) for key in instruction.reads}
+        # the same for all blocks of a system, so until the end of the section
+        end = {instruction.section: n for n, instruction in enumerate(code)}
+        same = [i for i in code if i.section > 0 and i.operation in SAME]
+        last |= {instruction.writes: end[instruction.section] for instruction in same}
+        over: dict[int, list[tuple[int, int]]] = {}
+        for key, n in last.items():
+            over.setdefault(n, []).append(key)
         free = list(range(SYSTEM_REGISTERS))[::-1], list(range(ATOM_REGISTERS))[::-1]
         register: dict[tuple[int, int], int] = {}
         constants: dict[float, int] = {}
@@ -193,9 +200,8 @@ class Program:
         for n, instruction in enumerate(code):
             operation, _, _, arguments = instruction
             given = [register[key] for key in instruction.reads]
-            for key in set(instruction.reads):
-                if last[key] == n:
-                    free[key[1] > 0].append(register[key])
+            for key in over.get(n, ()):
+                free[key[1] > 0].append(register[key])
             if operation in ("store", "atoms"):
                 target = arguments[0]
             else:
@@ -211,8 +217,8 @@ class Program:
                 given = [constants.setdefault(arguments[0], len(constants))]
             elif operation == "store":
                 given += arguments[2:]
-            elif operation != "atoms":
-                given += arguments[len(given) :]
+            else:
+                given += arguments[len(given) + (operation == "atoms") :]
             rows.append([CODES[operation], target, *given, *[0] * (3 - len(given))])
         self.code = np.array(rows, dtype=np.int32).reshape(-1, 5)
         self.constants = np.array(list(constants) or [0.0], dtype=np.float64)

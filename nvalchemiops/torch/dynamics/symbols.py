@@ -39,7 +39,11 @@ class Trace:
         self.inputs: list[tuple[Callable[[State], torch.Tensor], str, tuple[int, ...]]] = []
 
     def add(self, operation: str, level: str, *arguments: Any) -> int:
-        """The number of a node."""
+        """The number of a node. The sum of a product and a number is one operation."""
+        if operation == "add":
+            for product, other in (arguments, arguments[::-1]):
+                if self.nodes[product].operation == "mul":
+                    return self.add("multiply_add", level, *self.nodes[product].arguments, other)
         node = Node(operation, level, arguments)
         if node not in self.numbers:
             self.numbers[node] = len(self.nodes)
