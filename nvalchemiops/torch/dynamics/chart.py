@@ -200,7 +200,7 @@ class Chart:
             return system._replace(positions=x.to(dtype))
         transposed = self._deformation(x).mT
         positions = _times(x[: self.n_atoms], self._of_atoms(transposed))
-        cell = _product(self._lattice, transposed).to(dtype)
+        cell = torch.bmm(self._lattice, transposed).to(dtype)
         given = system.cell
         return system._replace(
             positions=positions.to(dtype), cell=cell.reshape(given.shape) if given is not None else cell
@@ -217,7 +217,7 @@ class Chart:
             forces = torch.where(self._free, forces, 0.0)
         cofactors, determinant = _cofactors(deformation)
         # -dE/dF = virial F^-T, then the adjoint of the derivative of the exponential
-        of_deformation = _product(self._virial(determinant, evaluation), cofactors / determinant[:, None, None])
+        of_deformation = torch.bmm(self._virial(determinant, evaluation), cofactors / determinant[:, None, None])
         of_deformation = torch.where(self._per_system["mask"], of_deformation, 0.0)
         of_logarithm = self._allowed(_exp_minus_one(self._logarithm(x).mT, of_deformation)[:, :, 3:])
         of_logarithm = of_logarithm / self._per_system["factor"][:, None, None]
@@ -420,11 +420,6 @@ def _added(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return total
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products (n, 3, k) of matrices (n, 3, 3) and (n, 3, k)."""
-    return _added((a.unsqueeze(-1) * b.unsqueeze(-3)).unbind(-2))
-
-
 def _times(vectors: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """Row vectors (n, 3) times matrices (n, 3, 3) or (1, 3, 3)."""
     return _added((vectors.unsqueeze(-1) * matrices).unbind(-2))
@@ -458,9 +453,9 @@ def _exp_minus_one(matrices: torch.Tensor, directions: torch.Tensor | None = Non
     a = matrices if directions is None else torch.cat([matrices, directions], 2)
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        found = _product(left[:, :, :3], right)
+        found = torch.bmm(left[:, :, :3], right)
         if directions is not None:
-            found[:, :, 3:] += _product(left[:, :, 3:], right[:, :, :3])
+            found[:, :, 3:] += torch.bmm(left[:, :, 3:], right[:, :, :3])
         return found
 
     one = torch.eye(3, a.shape[-1], dtype=a.dtype, device=a.device)
