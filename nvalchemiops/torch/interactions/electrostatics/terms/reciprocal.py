@@ -11,7 +11,6 @@ and therefore S, do not change under strain. The two Fourier sums are ops; every
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,7 +199,7 @@ class ReciprocalTerm(NamedTuple):
         )
         share = fourier_spread(frames.moments, coordinates, *plan, frames.highest)
         structure = summed_for_shares(system.domain, share)
-        value, dyads = cached_by_value(
+        value, derivative = cached_by_value(
             "reciprocal factors",
             (system.cell, alpha, k_vectors.points, k_vectors.weights),
             (potential, with_virial) if potential.is_constant else None,
@@ -209,11 +208,19 @@ class ReciprocalTerm(NamedTuple):
         highest = frames.highest + int(derivatives.forces)
         gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, highest)
         contribution = frames.contribution(gathered, system, derivatives)
-        if dyads is None:
+        if derivative is None:
             return contribution
         power = (share * structure).sum((0, 3))
+        even, of_xy, of_zx, of_yz = _mirrored(*(power * derivative).unbind(1))
+        xx, yy, zz, xy, zx, yz = _products(k_vectors.points)
+        one, two, three, four = (power * value).unbind(1)
+        energies = 0.5 * ((one + two) + (three + four))
+        columns = [even * xx, of_xy * xy, of_zx * zx, even * yy, of_yz * yz, even * zz, energies]
         at_point = None if n_systems == 1 else k_vectors.point_system
-        virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems).view(-1, 3, 3)
+        xx, xy, zx, yy, yz, zz, energy = totals(torch.stack(columns, 1), at_point, n_systems).unbind(1)
+        sums = torch.stack([xx, xy, zx, xy, yy, yz, zx, yz, zz], 1).view(-1, 3, 3)
+        identity = torch.eye(3, dtype=torch.float64, device=alpha.device)
+        virial = lattice.dyadic(sums) + energy[:, None, None] * identity
         of_frames = contribution.virial  # not None for a system with moments
         return contribution._replace(virial=virial if of_frames is None else virial + of_frames)
 
@@ -231,30 +238,40 @@ def sorted_atoms(
 
 
 def reciprocal_factors(
-    potential: LongRangePotential, lattice: Lattice, alpha: torch.Tensor, k_vectors: WaveVectors, with_dyads: bool
+    potential: LongRangePotential, lattice: Lattice, alpha: torch.Tensor, k_vectors: WaveVectors, with_derivative: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Factors of |S|² in twice the energy (n_points, 4) and in the virial (n_points, 4, 9), or None.
+    """Factors of |S|² in twice the energy, ``g(k²) / V``, and in the virial, ``g'(k²) / V`` with k k^T, or None.
 
-    These are ``g(k²) / V`` for the energy and ``(g' k k^T + g / 2) / V`` for the virial, each times the multiplicity of
-    the k-vector.
+    Both (n_points, 4), and times the multiplicity of the k-vector.
     """
-    points, n_points, device = k_vectors.points, k_vectors.points.shape[0], alpha.device
+    points, n_points = k_vectors.points, k_vectors.points.shape[0]
     at_point = None if alpha.shape[0] == 1 else k_vectors.point_system
-    signs = torch.ones((4, 3), dtype=torch.float64, device=device)  # of the four k-vectors of a point
-    signs[1::2, 2].fill_(-1.0)
-    signs[2:, 1].fill_(-1.0)
-    of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], -1)
-    of_point = spread_systems(of_system, at_point, n_points).unsqueeze(-1)
-    inverse = spread_systems((2.0 * math.pi) * lattice.inverse, at_point, n_points)
-    k = (points.unsqueeze(1) * signs) @ inverse.mT
-    k2 = k.square().sum(-1)
+    m = lattice.metric.flatten(1).unbind(1)
+    of_system = [m[0], m[4], m[8], 2.0 * m[1], 2.0 * m[2], 2.0 * m[5], alpha, potential.at_zero(alpha), lattice.volume]
+    *of_products, splitting, at_zero, volume = spread_systems(torch.stack(of_system, 1), at_point, n_points).unbind(1)
+    xx, yy, zz, xy, zx, yz = (a * b for a, b in zip(of_products, _products(points)))
+    k2 = torch.stack(_mirrored(xx + yy + zz, xy, zx, yz), 1)
     origin = (points == 0).all(1).unsqueeze(1)
     k2 = torch.where(origin, 1.0, k2)
-    share = k_vectors.weights / of_point[:, 2]
-    value = share * torch.where(origin, of_point[:, 1], potential.reciprocal(k2, of_point[:, 0]))
-    if not with_dyads:
+    share, splitting = k_vectors.weights / volume.unsqueeze(1), splitting.unsqueeze(1)
+    value = share * torch.where(origin, at_zero.unsqueeze(1), potential.reciprocal(k2, splitting))
+    if not with_derivative:
         return value, None
-    derivative = share * torch.where(origin, 0.0, potential.reciprocal_derivative(k2, of_point[:, 0]))
-    identity = torch.eye(3, dtype=torch.float64, device=device)
-    dyads = (derivative.unsqueeze(-1) * k).unsqueeze(-1) * k.unsqueeze(-2) + 0.5 * value[..., None, None] * identity
-    return value, dyads.flatten(2)
+    return value, share * torch.where(origin, 0.0, potential.reciprocal_derivative(k2, splitting))
+
+
+def _products(points: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The products x x, y y, z z, x y, z x, y z (n_points,) of Miller indices (n_points, 3), in float64."""
+    x, y, z = points.to(torch.float64).unbind(1)
+    return x * x, y * y, z * z, x * y, z * x, y * z
+
+
+def _mirrored(
+    even: torch.Tensor, of_xy: torch.Tensor, of_zx: torch.Tensor, of_yz: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Sums of four terms for the k-vectors (x, y, z), (x, y, -z), (x, -y, z), (x, -y, -z) of a point.
+
+    The terms are even in all components, or odd in both that are named. The transpose is the function itself.
+    """
+    one, two, three, four = even + of_xy, even - of_xy, of_zx + of_yz, of_zx - of_yz
+    return one + three, one - three, two + four, two - four
