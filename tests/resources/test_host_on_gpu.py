@@ -121,6 +121,16 @@ def test_searches_do_not_wait(name, gpu):
     assert_no_wait(gpu, LISTS[name])
 
 
+@pytest.mark.parametrize("systems", ["sorted_idx", "idx", "cell"])
+def test_a_search_sorts_once(gpu, systems):
+    """Also where nobody knows how many systems there are: sorts are most of the launches of a small search."""
+    g, _ = gpu
+    cell = g.cell if systems == "cell" else None
+    idx = g.sorted_idx if systems == "cell" else getattr(g, systems)
+    done = events(lambda: neighbor_list(g.x, CUTOFF, cell, batch_idx=idx, max_neighbors=WIDTH, check=False))
+    assert sum("sort." in event.name for event in done) == 1
+
+
 @pytest.mark.gpu
 @by_name(DIFFERENTIABLE | THREE_BODY | LISTS)
 def test_nothing_waits_on_a_gpu(name):
