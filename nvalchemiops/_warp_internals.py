@@ -46,6 +46,11 @@ def source_of(value: wp.Kernel | wp.Function) -> tuple[str, Any]:
     return str(getattr(getattr(value, "adj", None), "source", "")), value.func
 
 
+def overload_for(kernel: wp.Kernel, arguments: Sequence[Any]) -> wp.Kernel:
+    """The kernel that a launch of a generic kernel with these arguments runs."""
+    return kernel.add_overload(kernel.infer_argument_types(arguments))
+
+
 def has_adjoint(kernel: wp.Kernel) -> bool:
     """Whether Warp derives an adjoint for ``kernel``."""
     enabled = kernel.options.get("enable_backward")
@@ -82,6 +87,16 @@ def find_kernel(kernel: wp.Kernel, device: wp.Device, block_dim: int) -> None:
     loaded = kernel.module.load(device, block_dim)
     if loaded is None or loaded.get_kernel_hooks(kernel).forward is None:
         raise RuntimeError(f"there is no kernel '{kernel.key}' in module '{kernel.module.name}' on {device}")
+
+
+def is_loaded(kernel: wp.Kernel, device: wp.Device, block_dim: int) -> bool:
+    """Whether the module of a kernel is loaded, with all the kernels that it has now."""
+    module = kernel.module
+    loaded = module.execs.get((device.context, block_dim))
+    # a hash that is left out of names of files is not compared, as in Warp
+    return loaded is not None and bool(
+        module.options["strip_hash"] or loaded.module_hash == module.get_module_hash(block_dim)
+    )
 
 
 def unload_module(kernel: wp.Kernel) -> None:

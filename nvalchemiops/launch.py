@@ -16,7 +16,7 @@ import warp as wp
 import nvalchemiops.compat.installation  # noqa: F401  # also here, in case another `__init__.py` has replaced ours
 from nvalchemiops import threads
 from nvalchemiops._warp import ensure_warp
-from nvalchemiops._warp_internals import Command, descriptor_type, has_adjoint, load_module, unpacked
+from nvalchemiops._warp_internals import Command, descriptor_type, has_adjoint, load_module, overload_for, unpacked
 from nvalchemiops.layout import layout
 from nvalchemiops.loading import (
     OFFSET,
@@ -86,7 +86,7 @@ def launch(
     ensure_warp()
     if not isinstance(device, wp.Device):
         device = wp.get_device(device)
-    grid = tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
+    grid = _grid(dim)
     how = layout("cpu" if device.is_cpu else "cuda")
     block = how.block
     if lanes:
@@ -96,21 +96,8 @@ def launch(
     if (gathers or not record_tape) and active_tape() is not None:
         refuse_tracked(kernel, arguments)
     if not gathers:
-        if record_tape or kernel.is_generic:
-            first = (kernel, device.alias) not in _loaded
-            with loading() if first else nullcontext():
-                if first and not kernel.is_generic:
-                    load(kernel, device, block)
-                wp.launch(
-                    kernel,
-                    grid,
-                    inputs=unpacked(arguments),
-                    device=device,
-                    stream=stream,
-                    record_tape=record_tape,
-                    block_dim=block,
-                )
-            _loaded.add((kernel, device.alias))
+        if record_tape:
+            _launch_by_warp(kernel, device, stream, block, grid, arguments, record_tape=True)
         else:
             _launch_recorded(kernel, device, stream, block, grid, arguments)
         return
@@ -173,7 +160,7 @@ def prepared(
 
     if not device.is_cpu or kernel.is_generic:
         return ordinary
-    how, rows = layout("cpu"), tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
+    how, rows = layout("cpu"), _grid(dim)
     grid = (*rows, 1) if lanes else rows
     key, cost_key, calls = (kernel, device.alias, how.block), (kernel, kind), itertools.count(1)
     if how.warps or 0 in grid:
@@ -211,17 +198,43 @@ def launch_adjoint(
     ensure_warp()
     if not isinstance(device, wp.Device):
         device = wp.get_device(device)
-    wp.launch(
+    block = layout("cpu" if device.is_cpu else "cuda").block  # that of the forward launch: same module
+    _launch_by_warp(
         kernel,
-        dim,
-        inputs=unpacked(inputs),
-        adj_inputs=unpacked(adjoints),
-        device=device,
-        stream=stream,
-        adjoint=True,
+        device,
+        stream,
+        block,
+        _grid(dim),
+        inputs,
         record_tape=False,
-        block_dim=layout("cpu" if device.is_cpu else "cuda").block,  # that of the forward launch: same module
+        adjoint=True,
+        adj_inputs=unpacked(adjoints),
     )
+
+
+def _grid(dim: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
+
+
+def _launch_by_warp(
+    kernel: wp.Kernel,
+    device: Any,
+    stream: wp.Stream | None,
+    block: int | None,
+    grid: tuple[int, ...],
+    arguments: Sequence[Any],
+    **options: Any,
+) -> None:
+    """Launch by ``wp.launch``, which records on tapes, runs adjoints, and takes generic kernels."""
+    given = unpacked(arguments)
+    if kernel.is_generic and 0 not in grid:
+        kernel = overload_for(kernel, given)
+    first = (kernel, device.alias) not in _loaded and not threads.is_worker()
+    with loading() if first else nullcontext():
+        if first and not kernel.is_generic:
+            load(kernel, device, block, stream)
+        wp.launch(kernel, grid, inputs=given, device=device, stream=stream, block_dim=block, **options)
+    _loaded.add((kernel, device.alias))
 
 
 def _launch_recorded(
@@ -236,8 +249,7 @@ def _launch_recorded(
     if 0 in grid:
         return
     if kernel.is_generic:
-        inputs = unpacked(arguments)
-        wp.launch(kernel, grid, inputs=inputs, device=device, stream=stream, record_tape=False, block_dim=block)
+        _launch_by_warp(kernel, device, stream, block, grid, arguments, record_tape=False)
         return
     commands = threads.commands()
     key = (kernel, device.alias, block)
@@ -247,7 +259,7 @@ def _launch_recorded(
         is_worker = threads.is_worker()
         with nullcontext() if is_worker else loading():
             if not is_worker:
-                load(kernel, device, block)
+                load(kernel, device, block, stream)
             command = commands[key] = Command(kernel, grid, arguments, device, block)
     command.launch(grid, arguments, stream)
 

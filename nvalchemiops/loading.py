@@ -17,6 +17,7 @@ from nvalchemiops._warp_internals import (
     failed_to_build,
     find_kernel,
     has_adjoint,
+    is_loaded,
     parameters,
     unload_module,
 )
@@ -124,7 +125,7 @@ def loading() -> AbstractContextManager[Any]:
     return _lock
 
 
-def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None:
+def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None, stream: wp.Stream | None = None) -> None:
     """Compile and load ``kernel``, unless it is loaded. A damaged file in Warp's cache is compiled again, once.
 
     Warp detects truncated and foreign files. Overwritten machine code is not detected before it runs.
@@ -136,11 +137,14 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None
     device : wp.Device
     block : int, optional
         Threads per block, by default as many as in launches of this kernel. Each number has its own module.
+    stream : wp.Stream, optional
+        The stream of the launch for which the kernel is loaded; on a GPU the device's current one by default.
 
     Raises
     ------
     RuntimeError
-        The damaged files cannot be removed. The message names their folder.
+        The kernel is not loaded, and a CUDA graph is being captured on this stream. Or the damaged files cannot be
+        removed; the message names their folder.
     """
     if block is None:
         block = layout("cpu" if device.is_cpu else "cuda").block
@@ -148,6 +152,8 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None
     if device.is_cpu and not (block and wp.config.enable_cpu_blocks):
         block_dim = 1
     with loading():
+        if not device.is_cpu and not is_loaded(kernel, device, block_dim):
+            _refuse_in_capture(kernel, device, device.stream if stream is None else stream)
         folder = compiled_folder(kernel, block_dim)
         from_before = folder.exists()
         try:
@@ -176,3 +182,12 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None
         )
         unload_module(kernel)
         find_kernel(kernel, device, block_dim)
+
+
+def _refuse_in_capture(kernel: wp.Kernel, device: wp.Device, stream: wp.Stream) -> None:
+    """Raise if a CUDA graph is being captured: the driver may wait for the GPU, or end the capture with an error."""
+    if stream.is_capturing:
+        raise RuntimeError(
+            f"kernel '{kernel.key}' is not loaded on {device}, and it cannot be loaded while a CUDA graph is captured: "
+            "before the capture, call what is captured once in the same way (dtypes, options, derivatives)"
+        )

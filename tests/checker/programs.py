@@ -128,6 +128,8 @@ def search_program() -> None:
                 found.first,
             )
             neighbors.neighbor_list(x, CUTOFF, batch_idx=system_of)
+            for uncounted in (system_of, system_of.flip(0)):
+                neighbors.neighbor_list(x, CUTOFF, batch_idx=uncounted, max_neighbors=90, check=False)
             neighbors.neighbor_list(x, CUTOFF, cell, torch.tensor([True, False, True]), batch_idx=system_of)
             first = torch.cat([system_of.new_zeros(1), torch.bincount(system_of).cumsum(0).int()])
             targets = torch.arange(0, len(x), 3, dtype=torch.int32)

@@ -281,6 +281,24 @@ def searches() -> Problem:
     return problem
 
 
+def uncounted_systems() -> Problem:
+    """Nobody knows how many systems there are, or reads it: in order or not, few numbers or numbers far apart."""
+    numbers = torch.tensor([65, 0, 200, 1, 33])
+    in_order = torch.repeat_interleave(torch.arange(5, dtype=torch.int32), numbers)
+    generator = torch.Generator().manual_seed(0)
+    mixed = in_order[torch.randperm(len(in_order), generator=generator)]
+    x, missing = 9.0 * random(len(in_order), 3), in_order.clone()
+    missing[torch.tensor([0, 77])] = -3
+    given = [in_order, in_order.flip(0), mixed, 5 + 10**8 * in_order, 5 + 10**8 * mixed, missing]
+    given += [in_order[:1], in_order[:0], mixed.long() << 40]
+
+    def problem():
+        found = [neighbor_list(x[: len(g)], 3.5, batch_idx=g, max_neighbors=200, check=False) for g in given]
+        return [part for matrix, count in found for part in (matrix.sort(1).values, count)]
+
+    return problem
+
+
 def nearest_searches() -> Problem:
     """Rows shorter and longer than what is selected of them, crystals with ties, some atoms, either atom's choice."""
     numbers = (65, 0, 40, 1)
@@ -397,6 +415,7 @@ RUNS: dict[str, Callable[..., Problem]] = {
     "describe_systems": searches,
     "locate_atoms": searches,
     "place_atoms": searches,
+    "number_systems": uncounted_systems,
     "shortest_vectors": lattices,
     "phase_tables": lambda: fourier(fourier_spread, 1),
     "fourier_coefficients": lambda: fourier(fourier_gather, 1),

@@ -9,7 +9,7 @@ from nvalchemiops.torch.operators import segments
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.runtime import cache, context
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value, cached_on_device
-from tests.support.on_device import on_gpu, pretended_gpu
+from tests.support.on_device import capturing, on_gpu, pretended_gpu
 from tests.support.processes import in_threads
 
 
@@ -279,9 +279,8 @@ def test_a_captured_graph_computes_its_own_results(recognized):
     x, other = on_gpu((numbers(1.0, 2.0), numbers(3.0, 4.0)))
     with pretended_gpu():
         before = recognized(x)
-    with pretended_gpu(capturing=True):
-        assert recognized(x) is not before and recognized(other) is not recognized(other)
-    with pretended_gpu():
+        with capturing(0):
+            assert recognized(x) is not before and recognized(other) is not recognized(other)
         assert recognized(x) is before and recognized.times == 4
         assert recognized(other) is recognized(other) and recognized.times == 5
 

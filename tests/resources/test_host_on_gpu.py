@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from nvalchemiops.layout import GPU, replaced_layout
-from nvalchemiops.locks import Kept
 from nvalchemiops.torch import plans, spline
 from nvalchemiops.torch.autograd import arrays, tapes, warp_stream_from_torch
 from nvalchemiops.torch.interactions import dispersion, electrostatics
@@ -48,10 +47,12 @@ from tests.support.given_sizes import (
     given,
 )
 from tests.support.gpu import waiting_is_an_error
+from tests.support.loads import LoadError, forget_kept
 from tests.support.on_device import (
     READS,
     HostReadError,
     WarpStream,
+    capturing,
     check_launch_stream,
     events,
     on_gpu,
@@ -120,6 +121,16 @@ def test_searches_do_not_wait(name, gpu):
     assert_no_wait(gpu, LISTS[name])
 
 
+@pytest.mark.parametrize("systems", ["sorted_idx", "idx", "cell"])
+def test_a_search_sorts_once(gpu, systems):
+    """Also where nobody knows how many systems there are: sorts are most of the launches of a small search."""
+    g, _ = gpu
+    cell = g.cell if systems == "cell" else None
+    idx = g.sorted_idx if systems == "cell" else getattr(g, systems)
+    done = events(lambda: neighbor_list(g.x, CUTOFF, cell, batch_idx=idx, max_neighbors=WIDTH, check=False))
+    assert sum("sort." in event.name for event in done) == 1
+
+
 @pytest.mark.gpu
 @by_name(DIFFERENTIABLE | THREE_BODY | LISTS)
 def test_nothing_waits_on_a_gpu(name):
@@ -172,8 +183,7 @@ def test_half_lists_of_gpus_are_those_of_cpus(form, monkeypatch):
 @pytest.mark.parametrize("name", DIFFERENTIABLE | THREE_BODY | LISTS)
 def test_what_is_kept_is_used_on_its_stream(name, monkeypatch):
     """On another one it may not be there yet; and once it is no longer kept, its memory belongs to its own."""
-    monkeypatch.setattr(cache, "_kept", Kept(cache.MOST_ENTRIES))
-    monkeypatch.setattr(cache, "_recognized", Kept(cache.MOST_ENTRIES))
+    forget_kept(monkeypatch)
     inputs, call = on_gpu(given(0.0)), (DIFFERENTIABLE | THREE_BODY | LISTS)[name]
     with pretended_gpu():
         for stream in (1, 1, 2, 1):
@@ -181,19 +191,16 @@ def test_what_is_kept_is_used_on_its_stream(name, monkeypatch):
                 call(inputs)
 
 
-KEPT_PLACES = "ewald_summation of Gaussians"
-"""Its second derivatives keep a constant for all streams; the copy from the host waited, so it is there on each."""
-
-
-@by_name([name for name in DIFFERENTIABLE | THREE_BODY | LISTS if name != KEPT_PLACES])
-def test_what_was_run_on_one_stream_does_not_wait_on_another(name):
-    """A capture is on a stream of its own, where nothing is kept: what it makes again must not come from the host."""
+@by_name(DIFFERENTIABLE | THREE_BODY | LISTS)
+def test_a_call_is_captured_after_another_one(name, monkeypatch):
+    """Which has loaded all kernels. On its own stream, a capture makes again what is kept, but not from the host."""
+    forget_kept(monkeypatch)
     run = LISTS.get(name) or derivatives((DIFFERENTIABLE | THREE_BODY)[name], 1 if name in THREE_BODY else 2)
     inputs = on_gpu(given(0.0))
     with pretended_gpu():
         with on_stream(1):
             run(inputs)
-        with on_stream(2):
+        with capturing(2):
             events(lambda: run(inputs))
 
 
@@ -292,10 +299,15 @@ def row_pointers(g: Given) -> torch.Tensor:
     return torch.searchsorted(pairs[0].contiguous(), torch.arange(N_ATOMS + 1, device=g.x.device).int())
 
 
+def chain(g: Given) -> tuple[torch.Tensor, ...]:
+    """A half list, with its pointers and shifts: each atom and the next one."""
+    atoms = torch.arange(N_ATOMS + 1, dtype=torch.int32, device=g.x.device)
+    pairs = torch.stack([atoms[:-2], atoms[1:-1]])
+    return pairs, atoms.clamp(max=N_ATOMS - 1), pairs.new_zeros(N_ATOMS - 1, 3)
+
+
 CHECKED: dict[str, Call] = {
-    "half_to_full": lambda g: formats.half_to_full(
-        g.pairs["neighbor_list"], row_pointers(g), g.pairs["neighbor_shifts"]
-    ),
+    "half_to_full": lambda g: formats.half_to_full(*chain(g)),
     "full_to_half": lambda g: formats.full_to_half(
         g.pairs["neighbor_list"], row_pointers(g), g.pairs["neighbor_shifts"]
     ),
@@ -307,14 +319,23 @@ CHECKED: dict[str, Call] = {
 
 @by_name(CHECKED)
 def test_checks_of_lists_do_not_wait_in_a_graph(name):
-    values = given(0.0), given(1.0)
-    with pretended_gpu(), pytest.raises(HostReadError):
-        events(lambda: CHECKED[name](on_gpu(values[0])))
-    with pretended_gpu(capturing=True):
-        assert_no_wait(on_gpu(values), CHECKED[name])
+    first, other = on_gpu((given(0.0), given(1.0)))
+    with pretended_gpu():
+        CHECKED[name](first)
+        with pytest.raises(HostReadError):
+            events(lambda: CHECKED[name](first))
+        with capturing(1):
+            assert_no_wait((first, other), CHECKED[name])
 
 
 # -- what tells ------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_a_capture_would_load_is_found(gpu):
+    first, other = gpu
+    cases.LENNARD_JONES(first.x, first.cell, sigma=1.0, epsilon=0.1, **first.near)
+    with pytest.raises(LoadError, match="pair_"), capturing(1):
+        cases.LENNARD_JONES(other.x, other.cell, sigma=1.0, epsilon=0.1, **other.near, compute_virial=True)
 
 
 READING: dict[str, Call] = {

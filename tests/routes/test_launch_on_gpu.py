@@ -2,11 +2,14 @@
 
 import ctypes
 import types
+from typing import Any
 
 import pytest
 import warp as wp
 
 from nvalchemiops import _warp_internals as internals
+from nvalchemiops import launch as launches
+from nvalchemiops import threads
 from nvalchemiops._warp import ensure_warp
 
 FAILED = 7
@@ -79,7 +82,7 @@ def core(gpu, monkeypatch):
 
 
 def stream_of(gpu, handle):
-    return types.SimpleNamespace(device=gpu, cuda_stream=handle)
+    return types.SimpleNamespace(device=gpu, cuda_stream=handle, is_capturing=False)
 
 
 def descriptor(address, shape, strides):
@@ -194,3 +197,66 @@ def test_another_form_is_left_to_warp(change, gpu, core, monkeypatch, caplog):
     command.launch((4, 32), arguments(3), stream)
     assert core.last() == as_warp(gpu, core, everything, (4, 32), arguments(3), stream, 32)
     internals._switched_off.cache_clear()
+
+
+# -- while a graph is captured ---------------------------------------------------------------------
+
+
+@wp.kernel(module=wp.get_module("test_launch_on_gpu_in_captures"))
+def of_any(x: wp.array(dtype=Any)):
+    i = wp.tid()
+    x[i] = x[i] + x[i]
+
+
+@pytest.fixture
+def capturing(gpu, core, monkeypatch):
+    """A stream on which a graph is captured; nothing has been launched or loaded on the device."""
+    module = everything.module
+    load = module.load
+
+    def noted(device, block):
+        loaded = types.SimpleNamespace(module_hash=module.get_module_hash(block))
+        monkeypatch.setitem(module.execs, (gpu.context, block), loaded)
+        return load(device, block)
+
+    monkeypatch.setattr(module, "load", noted)
+    monkeypatch.setattr(launches, "_loaded", set())
+    monkeypatch.setattr(threads, "commands", lambda: kept)
+    kept = {}
+    core.sizes = sizes(everything, gpu, arguments(), core)
+    del module.execs[gpu.context, 256]
+    return types.SimpleNamespace(device=gpu, cuda_stream=0x77, is_capturing=True)
+
+
+NOT_LOADED = "kernel '{}' is not loaded on cuda:0, and it cannot be loaded while a CUDA graph is captured: before"
+
+
+@pytest.mark.parametrize("record_tape", [False, True])
+def test_no_kernel_is_loaded_while_a_graph_is_captured(record_tape, gpu, core, capturing, monkeypatch):
+    def launch(stream, n=1):
+        given = arguments(n)
+        launches.launch(everything, 3, given, device=gpu, stream=stream, lanes=32, record_tape=record_tape)
+
+    with pytest.raises(RuntimeError, match=NOT_LOADED.format("everything")):
+        launch(capturing)
+    assert core.calls == []
+    launch(stream_of(gpu, 0x78))  # no graph is captured there
+    launch(capturing, 2)
+    monkeypatch.setattr(threads, "commands", dict)  # in another thread
+    launch(capturing, 3)
+    assert [call[-2] for call in core.calls] == [0x78, 0x77, 0x77]
+    if not record_tape:
+        monkeypatch.setattr(everything.module, "get_module_hash", lambda block: b"has another kernel since")
+        with pytest.raises(RuntimeError, match=NOT_LOADED.format("everything")):
+            launch(capturing)
+
+
+@pytest.mark.parametrize("way", ["launch", "launch for tapes", "adjoint"])
+def test_no_generic_kernel_is_loaded_while_a_graph_is_captured(way, gpu, capturing):
+    """Each dtype is a kernel of its own."""
+    given, options = [wp.zeros(3, dtype=wp.float32, device="cpu")], {"device": gpu, "stream": capturing}
+    with pytest.raises(RuntimeError, match=NOT_LOADED.format("of_any")):
+        if way == "adjoint":
+            launches.launch_adjoint(of_any, 3, given, given, **options)
+        else:
+            launches.launch(of_any, 3, given, record_tape=way == "launch for tapes", **options)

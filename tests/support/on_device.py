@@ -6,6 +6,7 @@ mode. Kernels are not launched: their results are zeros, which makes no differen
 waits for a GPU raises `HostReadError`: values that are read, sizes that depend on values, copies in either direction
 (torch waits for those from pageable memory, too). All operations and launches are logged, with the shapes of their
 results. A tensor that was made on a stream (`on_stream`) must not be used on another one: nobody waits for it there.
+Inside of `capturing`, a kernel that was not launched before raises `LoadError`.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from nvalchemiops.torch.autograd.op import WarpOp
 from nvalchemiops.torch.interactions.pair import op as pair_op
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime import context, graphs
+from tests.support.loads import Loads
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 
@@ -90,6 +92,27 @@ def on_stream(number: int) -> Iterator[None]:
         yield
     finally:
         _stream.reset(token)
+
+
+_loads: contextvars.ContextVar[Loads | None] = contextvars.ContextVar("loads", default=None)
+"""Of the pretended GPU: kernels that were launched inside of `pretended_gpu`."""
+
+
+def _pretended() -> Loads:
+    loads = _loads.get()
+    assert loads is not None, "outside of `pretended_gpu`"
+    return loads
+
+
+def _captures() -> bool:
+    return (loads := _loads.get()) is not None and loads.captures
+
+
+@contextlib.contextmanager
+def capturing(number: int) -> Iterator[None]:
+    """Inside of `pretended_gpu`, as while a CUDA graph is captured on this stream."""
+    with on_stream(number), _pretended().capturing():
+        yield
 
 
 class Event(NamedTuple):
@@ -160,7 +183,9 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_streams(name: str, given: Sequence[Any]) -> None:
-    """Raise if one of these was made on another stream."""
+    """Raise if one of these was made on another stream; but a graph is replayed after what was made before."""
+    if _captures():
+        return
     for value in given:
         if isinstance(value, DeviceTensor) and value.stream not in (None, _stream.get()):
             raise StreamError(f"{name} on stream {_stream.get()} with a tensor of stream {value.stream}")
@@ -327,7 +352,8 @@ def on_gpu(value: Any) -> Any:
 
 def on_host(value: Any) -> Any:
     """The same with plain tensors, which share memory with those given."""
-    return tree_map_only(torch.Tensor, lambda t: torch.Tensor._make_subclass(torch.Tensor, t.detach()), value)
+    with torch._C._DisableTorchDispatch():  # or results would be on the pretended GPU again
+        return tree_map_only(torch.Tensor, lambda t: torch.Tensor._make_subclass(torch.Tensor, t.detach()), value)
 
 
 def _launch(
@@ -345,6 +371,7 @@ def _launch(
     """In the place of `nvalchemiops.launch.launch`."""
     assert device is GPU and not record_tape
     check_launch_stream(stream)
+    _pretended().note(kernel)
     without_addresses = [a[16:] if isinstance(a, bytes) else a for a in (*inputs, *outputs)]
     log = _watched.get()
     if log is not None:
@@ -359,6 +386,7 @@ def _launch_adjoint(
     """In the place of `nvalchemiops.launch.launch_adjoint`."""
     assert device is GPU
     check_launch_stream(stream)
+    _pretended().note(kernel)
     log = _watched.get()
     if log is not None:
         log.append(Event(f"adjoint of {kernel.key}", (dim,)))
@@ -373,11 +401,21 @@ def _describe(kernel: wp.Kernel, arguments: Any, *others: Any) -> Any:
 
 
 @contextlib.contextmanager
-def pretended_gpu(capturing: bool = False) -> Iterator[None]:
+def pretended_gpu() -> Iterator[None]:
     """Inside, `DeviceTensor` counts as a plain tensor on a GPU, and ``device="cuda"`` makes one.
 
-    With ``capturing``, as while a CUDA graph is captured. Calls are not captured by the engine, so that each is seen.
+    No kernels are loaded there yet. Calls are not captured by the engine, so that each is seen.
     """
+    token = _loads.set(Loads())
+    try:
+        with _patched():
+            yield
+    finally:
+        _loads.reset(token)
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         plain = (*internals.PLAIN_TYPES, DeviceTensor)
         patch.setattr(internals, "PLAIN_TYPES", plain)
@@ -396,7 +434,8 @@ def pretended_gpu(capturing: bool = False) -> Iterator[None]:
         patch.setattr(pair_kernels, "pair_kernel", _without_body)
         patch.setattr(torch.cuda, "device", contextlib.nullcontext)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", _captures)
         patch.setattr(torch.cuda, "current_stream", _current_stream)
         patch.setattr(tensors, "describe", _describe)
         for name in ("Stream", "synchronize"):

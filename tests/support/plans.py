@@ -4,9 +4,11 @@ import contextlib
 
 import torch
 
+from nvalchemiops import launch as core
 from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch.runtime import engine, graphs, tables
 from tests.lanes.fibers import gpu_layout
+from tests.support.loads import Loads, forget_kept
 
 
 def forget(*owners):
@@ -48,16 +50,20 @@ class CountedGraph(graphs.Graph):
 
 
 class StandInGraph:
-    """In the place of a CUDA graph: a replay calls the function once more, with the same memory."""
+    """In the place of a CUDA graph: a replay calls the function once more, with the same memory.
 
-    n_bytes, reason = 0, ""
+    While a graph is captured no kernel may be launched for the first time.
+    """
+
+    n_bytes, reason, loads = 0, "", Loads()
 
     def __init__(self, device):
         self.device, self.n_replays = device, 0
 
     def captured(self, function, memory):
         self.call, self.grad = lambda: function(memory), torch.is_grad_enabled()
-        self.results = self.call()
+        with self.loads.capturing():
+            self.results = self.call()
         return self.results
 
     def replay(self):
@@ -67,6 +73,26 @@ class StandInGraph:
         with torch.no_grad():
             for result, value in zip(self.results, values):
                 result.copy_(value)
+
+
+def _note_loads(monkeypatch):
+    """No kernels are loaded yet, and the library knows when a `StandInGraph` is captured."""
+    loads = Loads()
+
+    def noted(launch):
+        def launch_noted(kernel, *arguments, **options):
+            loads.note(kernel)
+            launch(kernel, *arguments, **options)
+
+        return launch_noted
+
+    is_initialized = torch.cuda.is_initialized
+    monkeypatch.setattr(StandInGraph, "loads", loads)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: loads.captures or is_initialized())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: loads.captures)
+    for name in ("launch", "launch_adjoint"):
+        monkeypatch.setattr(core, name, noted(getattr(core, name)))
+    forget_kept(monkeypatch)
 
 
 @contextlib.contextmanager
@@ -87,6 +113,7 @@ def counted_graphs(monkeypatch, on_gpu=None):
     monkeypatch.setattr(graphs, "Graph", graph)
     with contextlib.ExitStack() as stack:
         if kind is StandInGraph:
+            _note_loads(monkeypatch)
             monkeypatch.setattr(graphs, "obstacle", lambda device: "")
             stack.enter_context(replaced_layout("cpu", CPU._replace(reads=False)) if on_gpu is None else gpu_layout())
         yield made

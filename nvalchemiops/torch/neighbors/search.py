@@ -16,6 +16,7 @@ from nvalchemiops.neighbors import grid
 from nvalchemiops.neighbors import nearest as nearest_kernels
 from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.neighbors.neighbor_utils import matrix_width
+from nvalchemiops.neighbors.numbering import number_systems
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch, multiprocessors
@@ -134,9 +135,14 @@ class _CellList:
         if n_systems is None:
             # renumber: no more systems can have atoms than there are atoms. Negative numbers stay and are detected
             n_systems = max(n_atoms, 1)
-            numbers, order = torch.sort(batch_idx)
-            steps = torch.diff(numbers, prepend=numbers[:1]).sign()
-            system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32)[torch.argsort(order)])
+            if self.layout.serial or batch_idx.dtype != torch.int32:
+                numbers, order = torch.sort(batch_idx)
+                steps = torch.diff(numbers, prepend=numbers[:1]).sign().cumsum(0, dtype=torch.int32)
+                system = torch.where(system < 0, system, steps.scatter(0, order, steps))
+            else:  # on a GPU a sort has more launches than all the rest
+                given, system = system, self._new(n_atoms)
+                falls = (given[1:] < given[:-1]).any(0, keepdim=True)
+                launch(number_systems(), n_atoms, [given, falls], [system])
         # if the atoms are not sorted, the pointers still rise from 0 to the number of atoms. Each system then has
         # separate bins, but their number does not fit its atoms
         return system, row_pointers(system, n_systems)
