@@ -118,7 +118,7 @@ def search_text(addition: Addition) -> str:
                 r.system = s < 0 ? 0 : s > last ? last : s;
             }}
             if (active.shape[0] > 0) r.wanted = active.data[r.system];
-            if (!r.wanted) return r;
+            if (!r.wanted) return r;  // coordinates of its system were not written
             r.known = x[r.k] == x[r.k];
             const auto &grid = grids.data[r.system];
             for (int a = 0; a < 3; ++a) {{

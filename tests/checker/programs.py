@@ -305,7 +305,7 @@ def mesh_program() -> None:
         n_atoms, n_systems = len(system.charges), len(system.cell)
         for order, precision in splines.COMMON:
             dtype = getattr(torch, precision)
-            for sizes in ((order, order + 1, order), (9, order, 37)):
+            for sizes in ((order, order + 1, order), (order + 4, order, 37)):
                 if system is MANY and sizes[2] > 30:
                     continue
                 coordinates = torch.rand(n_atoms, 3, generator=rng, dtype=torch.float64) * torch.tensor(sizes) * 2 - 3
