@@ -4,10 +4,10 @@ Atoms stand in clusters of 1, 2, 32, 33, 34 and 66, far from each other, so that
 and 65 entries: fewer than a warp has lanes, as many, and more.
 """
 
-import functools
 import json
 import sys
 from collections.abc import Callable
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import warp as wp
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels.mesh import splines
+from nvalchemiops.kernels.mesh.stencils import spline_stencils
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.programs import program_kernel
 from nvalchemiops.kernels.simd import WARP
@@ -50,8 +51,9 @@ RADIUS = 1.2
 CUTOFF = 3.0
 """More than clusters are wide."""
 
-CPU_ONLY = (sort_atoms, end_rows, program_kernel, stale_kernel)
-"""Factories of kernels that are launched on a CPU only."""
+_STENCILS = [(order, n, of) for order, of in splines.COMMON for n in (0, 1) if of == "float32"]
+CPU_ONLY = (sort_atoms, end_rows, program_kernel, stale_kernel, *(partial(spline_stencils, *v) for v in _STENCILS))
+"""Factories of kernels that are launched on a CPU only. On a GPU weights of meshes are in float64."""
 
 
 def cluster(n_atoms: int, rng: np.random.Generator, nearest: float = 0.35) -> np.ndarray:
@@ -139,7 +141,7 @@ def search_program() -> None:
             shortest_vectors(cell.double())
 
 
-@functools.cache
+@cache
 def near_of(number: int) -> dict[str, torch.Tensor]:
     """The neighbors in one of `SYSTEMS`."""
     return csr(SYSTEMS[number], CUTOFF)
@@ -301,9 +303,10 @@ def fourier_program() -> None:
 def mesh_program() -> None:
     """Splines of all orders that are registered, on meshes as small as they may be, and wider than a warp."""
     rng = torch.Generator().manual_seed(4)
+    orders = dict.fromkeys((*splines.COMMON, *((order, "float64") for order in splines.ORDERS)))
     for system in SYSTEMS:
         n_atoms, n_systems = len(system.charges), len(system.cell)
-        for order, precision in splines.COMMON:
+        for order, precision in orders:
             dtype = getattr(torch, precision)
             for sizes in ((order, order + 1, order), (order + 4, order, 37)):
                 if system is MANY and sizes[2] > 30:

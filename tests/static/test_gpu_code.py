@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "shortest_vectors()": (Needs(72, 144), OF_SYSTEM),
     "normal_numbers()": (Needs(128, 40), SINE),
     "chi_square_numbers()": (Needs(128, 40), SINE),
-    "spline_gather(8, 2, float64)": (Needs(154, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
+    "spline_gather(8, 2, float64)": (Needs(168, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
     "spline_gather(10, 1, float64)": (Needs(166, 0), "two weights of each of ten points, and four sums, of 64 bits"),
     "spline_gather(10, 2, float64)": (Needs(194, 0), "three weights of each of ten points, and ten sums, of 64 bits"),
     "moment_kernel(erfc(alpha*r)/r of moments 2->3 m float64)": (
@@ -53,6 +53,11 @@ EXCEPTIONS = {
         "derivatives by three sides, and eight products, of 64 bits",
     ),
 }
+
+OF_OTHERS = {
+    80: {"spline_gather(8, 1, float64)": (Needs(150, 0), "two weights of each of eight points, and four sums")},
+}
+"""Further exceptions of one architecture."""
 
 LEAN = (
     "sum_rows(float64)",
@@ -111,12 +116,13 @@ def variant(kernel, block):
 
 
 def beyond(name, found, architecture=ARCHITECTURE):
-    """A line about a kernel that needs more than it may; or that is an exception without need, on an H100."""
-    most, _ = EXCEPTIONS.get(name, (Needs(MOST_REGISTERS, NO_STACK), ""))
+    """A line about a kernel that needs more than it may, or about an exception without need (an H100 tells for all)."""
+    own = EXCEPTIONS if architecture == ARCHITECTURE else OF_OTHERS.get(architecture, {})
+    most, _ = (EXCEPTIONS | own).get(name, (Needs(MOST_REGISTERS, NO_STACK), ""))
     if found.registers > most.registers or found.stack > most.stack:
         return f"{name} needs {found}, and may have {most}"
     needless = found.registers <= MOST_REGISTERS and found.stack <= NO_STACK
-    if name in EXCEPTIONS and needless and architecture == ARCHITECTURE:
+    if name in own and needless:
         return f"{name} needs {found}, and is no exception any more"
     return None
 
@@ -145,7 +151,7 @@ def test_a_kernel_fits_into_registers_of_others(name, architecture, needs_of):
 @pytest.mark.slow  # a third of a second for each kernel
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, *OTHERS])
 def test_every_kernel_fits_into_registers(architecture, needs_of):
-    assert not set(EXCEPTIONS) - set(registered())
+    assert not {*EXCEPTIONS, *OF_OTHERS.get(architecture, ())} - set(registered())
     assert not [line for name in registered() if (line := beyond(name, needs_of(name, architecture), architecture))]
 
 
