@@ -1,7 +1,8 @@
 """Thousands of calls in one process: memory stays what it was, and nothing is kept that nobody will ask for again.
 
 Every step has other atoms, another number of them and another cell, as in training on a dataset: caches by shape or by
-cell get no hit, and would grow if they had no end. The process is one of its own, so that its memory is the library's.
+cell get no hit, and would grow if they had no end. Plans of calls that repeat are kept up to a limit of memory, here a
+small one that is soon reached. The process is one of its own, so that its memory is the library's.
 """
 
 import json
@@ -15,6 +16,7 @@ from tests.support.processes import output_of, run_interpreter
 
 CALLS_OF_A_STEP = 5
 MEBIBYTE = 2**20
+BYTES_OF_PLANS = MEBIBYTE
 
 SCRIPT = """
 import gc, json, sys
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 
 from nvalchemiops import launch, threads
-from nvalchemiops.torch.runtime import cache
+from nvalchemiops.torch.runtime import cache, tables
 from nvalchemiops.torch.autograd import OutputSpec, live_recordings
 from nvalchemiops.torch.autograd.naming import _definitions
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
@@ -31,6 +33,8 @@ from nvalchemiops.torch.kernel import differentiable_kernel
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list
 import warp as wp
 
+bytes_of_plans, *counts = map(int, sys.argv[1:])
+tables.everywhere.most_bytes = bytes_of_plans
 rng = np.random.default_rng(0)
 everything = {"compute_forces": True, "compute_virial": True}
 
@@ -80,6 +84,7 @@ def kept():
     return {
         "recordings": live_recordings(),
         "results by cell": len(cache._kept),
+        "bytes of plans": tables.everywhere.n_bytes(on_gpu=False),
         "names of ops": len(_definitions),
         "kinds of launches": len(launch._row_cost),
         "commands of this thread": len(threads.commands()),
@@ -87,7 +92,7 @@ def kept():
 
 
 sizes = []
-for count in map(int, sys.argv[1:]):
+for count in counts:
     for number in range(count):
         step(number)
     sizes.append({"resident": resident(), "objects": len(gc.get_objects()), **kept()})
@@ -100,7 +105,7 @@ def soak(folder: Path, *steps: int) -> list[dict[str, int]]:
     script = folder / "soak.py"  # Warp reads the source of kernels, so they need a file
     script.write_text(textwrap.dedent(SCRIPT))
     # one arena, so that memory that was freed does not hide in another one
-    run = run_interpreter(script, *steps, timeout=1200, MALLOC_ARENA_MAX="1")
+    run = run_interpreter(script, BYTES_OF_PLANS, *steps, timeout=1200, MALLOC_ARENA_MAX="1")
     return json.loads(output_of(run).splitlines()[-1])
 
 
@@ -118,6 +123,7 @@ def test_memory_stays_what_it_was(calls, tmp_path):
     assert end["objects"] - middle["objects"] < 0.02 * middle["objects"]
     assert end["recordings"] == 0
     assert 0 < end["results by cell"] <= MOST_ENTRIES
+    assert 0 < end["bytes of plans"] <= BYTES_OF_PLANS
     for unchanged in ("names of ops", "commands of this thread"):
         assert end[unchanged] == warm[unchanged]
     # launches are told apart by the power of two of their work
