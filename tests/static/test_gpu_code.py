@@ -7,6 +7,7 @@ not known to the compiler lies on the stack, in memory. `EXCEPTIONS` names the k
 
 import functools
 import re
+import types
 
 import pytest
 import warp as wp
@@ -191,7 +192,8 @@ def test_what_is_no_cubin_is_refused(tmp_path):
 class Card:
     """As much of a GPU as it takes to be asked for a launch."""
 
-    is_cpu, alias = False, "cuda:0"
+    is_cpu, alias, context = False, "cuda:0", None
+    stream = types.SimpleNamespace(is_capturing=False)
 
     def __str__(self):
         return self.alias
