@@ -56,7 +56,7 @@ a normal numbers, of stream b. ``load``: column b of c of array a. ``store``: th
 SAME = ("number", "spread")
 """Instructions with the same result for all blocks of a system, which run for the first block only."""
 
-FIRST_ARRAY = 5
+FIRST_ARRAY = 6
 """Place of the first float64 array among the addresses."""
 
 _ROWS = "for (int i = 0; i < n; ++i)"
@@ -75,6 +75,7 @@ _RUN = f"""{DRAW}
         return arrays[array] ? reinterpret_cast<const long long *>(arrays[array])[row] : 0;
     }};
     const long long step = number(4, 0);
+    const int *places = reinterpret_cast<const int *>(arrays[5]);
     double of_systems[{SYSTEM_REGISTERS * MOST_TOGETHER}], of_atoms[{ATOM_REGISTERS * BLOCK}];
     // the first system; the number of a row's system among those of this thread, the row of an atom if not sorted
     const int first = thread * share, together = first + share < n_systems ? share : n_systems - first;
@@ -89,7 +90,8 @@ _RUN = f"""{DRAW}
         case {CODES["normal"]}:
             for (int i = 0; i < n; ++i) {{
                 const int system = first + (registers == of_atoms ? member[i] : i);
-                const int place = registers == of_atoms ? row + i - (begin ? begin[system] : 0) : 0;
+                const int atom = registers != of_atoms ? 0 : rows ? rows[i] : row + i;
+                const int place = registers == of_atoms && places ? places[atom] : atom;
                 const auto drawn = block_of(number(2, system), number(3, system), step, at[2], word(place), at[3] / 2);
                 d[i] = normal(drawn, at[3] % 2);
             }}
@@ -174,6 +176,7 @@ def program_kernel() -> Any:
         #   (n_atoms,) int32, rows sorted by system, or 0 if they are sorted
         #   (n_systems + 1,) int32, where systems begin, or 0 for one system
         #   (n_systems,) int64 seeds and keys, and the step (1,), or 0 without noise
+        #   (n_atoms,) int32, number of each atom in its system, or 0 if it is that of the row
         #   contiguous float64 arrays (n_systems or n_atoms, columns)
         n_atoms: wp.int32,
         n_systems: wp.int32,

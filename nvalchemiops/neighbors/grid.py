@@ -338,7 +338,7 @@ def describe(
         skip_y = skips[0]
         skip_z = skips[1]
     if searched.shape[0] > 0:  # noqa: SIM102 (Warp evaluates both sides of `and`)
-        if not searched[s]:
+        if not searched[wp.min(s, searched.shape[0] - 1)]:
             size = 0
     grid = Grid()
     grid.lattice = given
@@ -477,10 +477,10 @@ def _kernels() -> dict[str, wp.Kernel]:
     """All kernels of this file, in one Warp module: they are always used together.
 
     Arrays: cell (n_systems,), or one for all, or empty; pbc (n_systems, 3), or one for all, or empty: all periodic;
-    first_atom (n_systems + 1,); system (n_atoms,), or empty: one system; searched (n_systems,), or empty: all systems
-    are; grids (n_systems,); slot, order (n_atoms,); begin (n_slots + 2,), zeros, then where the atoms of each slot
-    begin; coordinates (3, n_atoms + LANES), wrapped, and entry (n_atoms,), each atom and its whole cells, both in the
-    order of the slots.
+    first_atom (n_systems + 1,); system (n_atoms,), or empty: one system; searched (n_systems,), or one for all, or
+    empty: all systems are; grids (n_systems,); slot, order (n_atoms,); begin (n_slots + 2,), zeros, then where the
+    atoms of each slot begin; coordinates (3, n_atoms + LANES), wrapped, and entry (n_atoms,), each atom and its whole
+    cells, both in the order of the slots.
     """
     module = kernel_module("neighbor_grid")
 

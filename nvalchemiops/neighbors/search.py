@@ -117,7 +117,7 @@ def search_text(addition: Addition) -> str:
                 const int s = system.data[i], last = grids.shape[0] - 1;
                 r.system = s < 0 ? 0 : s > last ? last : s;
             }}
-            if (active.shape[0] > 0) r.wanted = active.data[r.system];
+            if (active.shape[0] > 0) r.wanted = active.data[active.shape[0] > 1 ? r.system : 0];
             if (!r.wanted) return r;  // coordinates of its system were not written
             r.known = x[r.k] == x[r.k];
             const auto &grid = grids.data[r.system];
@@ -471,7 +471,7 @@ BINS: dict[str, Any] = {
     "cutoff": wp.float64,
     "half": wp.int32,
     "target": wp.array(dtype=wp.int32),  # (n_rows,), place in the order of the atom of each row; or none: all atoms
-    "active": wp.array(dtype=wp.bool),  # (n_systems,), systems to search; or none: all
+    "active": wp.array(dtype=wp.bool),  # (n_systems,) or one for all, systems to search; or none: all
 }
 FORM: dict[str, Any] = {
     "row_begin": wp.array(dtype=wp.int32),  # (n_rows + 1,), or none: rows of equal width

@@ -316,17 +316,15 @@ def check_factors(name: str, factors: Any, n_pairs: int, beside: torch.Tensor) -
         )
 
 
-def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | None, batch_idx: Any) -> torch.Tensor:
-    """One flag for each system; raises unless ``rebuild_flags`` has one bool for each system, or one for all."""
+def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | None) -> torch.Tensor:
+    """``rebuild_flags`` as (n_systems,), or as (1,) for all; raises unless there is a bool for each system, or one."""
     check_tensor("rebuild_flags", rebuild_flags)
     if rebuild_flags.dtype != torch.bool:
         raise TypeError("`rebuild_flags` must be a bool tensor")
     if rebuild_flags.numel() == 1 and rebuild_flags.ndim <= 1:
-        if n_systems is None:
-            _, n_systems = check_batch(batch_idx, positions)
-        rebuild_flags = rebuild_flags.reshape(1).expand(n_systems or 1).contiguous()
+        rebuild_flags = rebuild_flags.reshape(1)
     size = rebuild_flags.shape[0] if rebuild_flags.ndim == 1 else None
-    if size is None or (size == 0 and positions.shape[0] > 0) or n_systems not in (None, size):
+    if size is None or (size == 0 and positions.shape[0] > 0) or (size != 1 and n_systems not in (None, size)):
         expected = "n_systems" if n_systems is None else n_systems
         raise ValueError(f"`rebuild_flags` must have shape ({expected},), got {tuple(rebuild_flags.shape)}")
     if rebuild_flags.device != positions.device:

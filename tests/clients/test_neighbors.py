@@ -550,3 +550,16 @@ def test_positions_are_looked_at_also_where_nothing_is_rebuilt(at):
     positions[at, 1] = torch.nan
     with pytest.raises(ValueError, match="`positions`"):
         neighbor_list(positions, 1.5, batch_idx=batch_idx, **memory)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_one_flag_is_for_all_systems_also_where_nobody_knows_how_many_there_are(flag, device):
+    positions = 4.0 * torch.rand(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    batch_idx = torch.tensor([0] * 8 + [1] * 12, dtype=torch.int32, device=device)
+    before = neighbor_list(positions, 1.5, batch_idx=batch_idx, max_neighbors=16)
+    memory = dict(zip(("neighbor_matrix", "num_neighbors"), (t.clone() for t in before)))
+    now = neighbor_list(0.9 * positions, 1.5, batch_idx=batch_idx, max_neighbors=16)
+    flags = torch.tensor([flag], device=device)
+    found = neighbor_list(0.9 * positions, 1.5, batch_idx=batch_idx, **memory, rebuild_flags=flags)
+    assert not torch.equal(now[1], before[1])
+    assert all(torch.equal(a, b) for a, b in zip(found, now if flag else before))

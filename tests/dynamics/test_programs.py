@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nvalchemiops.torch.dynamics import FORCES, Integrator, npt
+from nvalchemiops.torch.dynamics import FORCES, Integrator, langevin, npt
 from nvalchemiops.torch.dynamics.flows import Drift, Flow, Kick
 from nvalchemiops.torch.dynamics.programs import Program
 
@@ -92,6 +92,17 @@ def test_the_layout_of_memory_does_not_matter(calls):
     assert not other.system.positions.is_contiguous()
     for one, two in zip(leaves(integrator.step(state, model)).values(), leaves(integrator.step(other, model)).values()):
         assert torch.equal(one, two)
+    assert len(calls) == 4
+
+
+def test_atoms_keep_their_noise_in_another_order(calls):
+    integrator, model = langevin(0.1, KT), wells()
+    state = mixed(integrator, model)
+    order = torch.randperm(len(state.masses), generator=torch.Generator().manual_seed(5))
+    rows = {name: value[order] for name, value in state.rows().items()}
+    other = state.with_rows(rows, batch_idx=state.system.batch_idx[order])
+    after = integrator.step(other, model)
+    assert torch.allclose(after.velocities, integrator.step(state, model).velocities[order], rtol=1e-12, atol=1e-15)
     assert len(calls) == 4
 
 

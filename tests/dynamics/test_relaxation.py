@@ -564,6 +564,14 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         relax(System.from_ase([crystal(1), crystal(2)]), **({"model": lennard_jones_model()} | options))
 
 
+@pytest.mark.parametrize("open_vector", (0.0, torch.nan))
+def test_slabs_without_a_volume(open_vector: float) -> None:
+    system = System.from_ase([crystal(1), crystal(2)])
+    system.cell[1, 2], system.pbc[1, 2] = open_vector, False
+    with pytest.raises(ValueError, match="`cell` of system 1 has no volume"):
+        relax(system, lennard_jones_model(), cell=True)
+
+
 def test_systems_without_a_cell() -> None:
     with pytest.raises(ValueError, match="the system has none"):
         Chart(System(torch.zeros((2, 3))), cell=True)

@@ -58,6 +58,27 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make, tmp_path):
     assert torch.equal(whole.velocities, rest.velocities)
 
 
+@pytest.mark.parametrize("mask", [(True, True, True), (False, True, True)])
+def test_rates_of_the_same_cells_go_on_bit_for_bit(mask):
+    """The mean of three equal numbers may be another number."""
+    gas, rates = joined([few_atoms(1)[0]] * 200), torch.rand(200, 1, dtype=float64).expand(200, 3)
+    integrator = npt(0.1, KT, 1e-4, mask=mask)
+    state = integrator.start(gas, ideal_gas, masses=torch.ones(200, dtype=float64))
+    state = state.having(strain_rate=rates * state.extra["axes"])
+    again = integrator.resume(state, ideal_gas).extra
+    assert all(torch.equal(value, again[name]) for name, value in state.extra.items())
+
+
+def test_parameters_are_copied():
+    temperatures = torch.tensor([KT, 2.0 * KT], dtype=float64)
+    integrator, model = langevin(0.2, temperatures), argon()
+    state = integrator.start(systems(), model)
+    state.extra["temperature"].mul_(0.5)
+    again = integrator.resume(state, model)  # which looks whether the integrator sets another value than before
+    assert torch.equal(again.extra["temperature"][:, 0], 0.5 * temperatures)
+    assert temperatures.tolist() == [KT, 2.0 * KT]
+
+
 def test_a_state_goes_on_with_another_integrator():
     """Its parameters are those of the new one, variables that fit are kept, and forces are of the new model."""
     model = argon(skin=0.0)

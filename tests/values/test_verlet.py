@@ -554,3 +554,22 @@ def test_systems_with_axes_of_their_own_follow_one_cell(n_systems):
         x[0] += 0.2
         cell = cell * 0.99
     assert verlet.num_builds == 25 and len(pairs_within(1.5, x, result, box, batch_idx)) == 6 * (n_systems - 1)
+
+
+def test_a_call_in_between_does_not_change_the_result():
+    """As of another thread, right after the list is kept."""
+    positions, others = 3.0 * torch.rand(2, 20, 3, generator=torch.Generator().manual_seed(1), dtype=FLOAT64)
+
+    class Visited(VerletList):
+        visits = 0
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "_kept" and value is not None and not self.visits:
+                self.visits += 1
+                self(others)
+
+    verlet = Visited(1.0, 0.2)
+    for found, expected in zip(verlet(positions), VerletList(1.0, 0.2)(positions)):
+        assert torch.equal(found, expected)
+    assert verlet.num_calls == 2

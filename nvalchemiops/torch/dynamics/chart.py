@@ -22,6 +22,7 @@ from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import of_each
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System, of_each_atom
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class Chart:
     Raises
     ------
     ValueError, TypeError
-        A cell is to relax, but there is none; an argument of a wrong shape; a mask that cannot keep the volume.
+        A cell is to relax, but there is none, or it has no volume; an argument of a wrong shape; a mask that cannot
+        keep the volume.
     """
 
     def __init__(self, system: System, *, cell: bool | CellFilter = False, fixed: torch.Tensor | None = None) -> None:
@@ -185,6 +187,12 @@ class Chart:
             "relaxes": (counts > 0) & axes,
             "volume": _cofactors(self._lattice)[1].abs(),
         }
+        flat = self._per_system["relaxes"] & ~(self._per_system["volume"] > 0.0)
+        if may_read(flat) and bool(flat.any()):
+            raise ValueError(
+                f"`cell` of system {int(flat.nonzero()[0])} has no volume, so it has no stress to relax: give three "
+                "lattice vectors, also along open axes"
+            )
 
     @property
     def fixed(self) -> torch.Tensor | None:

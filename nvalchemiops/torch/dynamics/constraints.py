@@ -21,6 +21,7 @@ from nvalchemiops.torch.distributed.exchange import Exchange
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.pair.shares import summed, together
+from nvalchemiops.torch.neighbors.verlet import inverse_of_periodic
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.systems import System
@@ -236,15 +237,16 @@ class Constraints:
                 raise ValueError("`pairs` connect atoms of different systems")
         if cell is None:
             return system
-        inverse = torch.linalg.pinv(cell.detach())
-        periodic = system.pbc if domain is None else domain.pbc
-        pbc = torch.ones_like(cell[:, 0], dtype=torch.bool) if periodic is None else periodic
+        pbc = system.pbc if domain is None else domain.pbc
+        # vectors along open axes may be anything
+        inverse = inverse_of_periodic(cell.detach(), pbc).to(cell.dtype)
+        cell = cell if pbc is None else torch.where(pbc.unsqueeze(-1), cell, 0.0)
         shifts = torch.zeros_like(positions)
         row = torch.zeros_like(positions[:, 0], dtype=torch.int64) if batch_idx is None else batch_idx.to(torch.int64)
         for children, parents in self._levels:
             bond, of = positions.detach()[children] - positions.detach()[parents], row[children]
             nearest = -torch.round((bond.unsqueeze(1) @ inverse[of]).squeeze(1))
-            shifts[children] = shifts[parents] + torch.where(pbc[of], nearest, 0.0)
+            shifts[children] = shifts[parents] + nearest
         moved = (shifts.unsqueeze(1) @ cell[row]).squeeze(1)
         return system._replace(positions=system.positions + self._back(moved[self.atoms], system.positions))
 

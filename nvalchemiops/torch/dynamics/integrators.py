@@ -209,7 +209,7 @@ class Integrator:
             extra["place"] = places
         _check_cells(system, self._distinct)
         step = torch.zeros((), dtype=torch.int64, device=positions.device)
-        extra |= {f"given {name}": extra[name] for name in self.parameters}
+        extra |= {f"given {name}": extra[name].clone() for name in self.parameters}
         unknown = Evaluation(positions.new_zeros(n_systems), torch.zeros_like(positions))
         return self._started(State(system, velocities, masses, unknown, step, extra), model)
 
@@ -229,7 +229,7 @@ class Integrator:
                 raise ValueError(f"`{name}` is needed")
             new = _column(name, value, n_systems, state.system.positions)
             extra[name] = new if given is None or now is None else torch.where(given == new, now, new)
-            extra[f"given {name}"] = new
+            extra[f"given {name}"] = new.clone()
         _check_values({name: extra[name] for name in self.parameters}, self._distinct)
         _check_cells(state.system, self._distinct)
         system, velocities = state.system, state.velocities
@@ -342,7 +342,8 @@ def _without_repetition(flows: Sequence[tuple[Flow, float] | None]) -> list[tupl
 
 
 def _column(name: str, value: Number | None, n_systems: int, positions: torch.Tensor) -> torch.Tensor:
-    return of_each(name, 0.0 if value is None else value, n_systems, positions.device)
+    """A copy of the parameter (n_systems, 1), which the caller may change."""
+    return of_each(name, 0.0 if value is None else value, n_systems, positions.device).clone()
 
 
 _POSITIVE = ("dt", "thermostat_time", "barostat_time", "compressibility")

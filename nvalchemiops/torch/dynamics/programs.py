@@ -224,15 +224,19 @@ class Program:
         self.constants = np.array(list(constants) or [0.0], dtype=np.float64)
         self.where = self.code.ctypes.data, len(rows), self.constants.ctypes.data
 
-    def _seeds(self, state: State, n_systems: int) -> tuple[torch.Tensor | None, ...]:
-        """Seeds, keys and the step, of which noise is a function."""
+    def _counters(self, state: State, n_atoms: int, n_systems: int) -> tuple[torch.Tensor | None, ...]:
+        """Seeds, keys, the step and the places of atoms in their systems, of which noise is a function."""
         if not self.is_random:
-            return None, None, None
-        seeds, keys, step = state.extra["seed"], state.extra["key"], state.step
+            return None, None, None, None
+        seeds, keys, step, places = state.extra["seed"], state.extra["key"], state.step, state.extra.get("place")
         for tensor, shape in ((seeds, (n_systems,)), (keys, (n_systems,)), (step, ())):
             if tensor.dtype is not torch.int64 or not tensor.is_cpu or tensor.shape != shape:
                 raise NoProgram("another form of seeds")
-        return seeds.contiguous(), keys.contiguous(), step
+        if places is not None:
+            if places.dtype is not torch.int32 or not places.is_cpu or places.shape != (n_atoms,):
+                raise NoProgram("another form of places")
+            places = places.contiguous()
+        return seeds.contiguous(), keys.contiguous(), step, places
 
     def __call__(self, state: State) -> State:
         """The state after the flows; raises NoProgram if the program is not for this state."""
@@ -261,7 +265,7 @@ class Program:
             if known is None or known[0] != n_systems or not torch.equal(known[1], batch_idx):
                 known = self.sorted = n_systems, batch_idx.clone(), *sorted_by_system(batch_idx, n_systems)
             order, begin = known[2:]
-        numbered = order, begin, *self._seeds(state, n_systems)
+        numbered = order, begin, *self._counters(state, n_atoms, n_systems)
         # without loops in Python as far as possible: they are most of the time
         given = [fetch(state) for fetch in self.fetches]
         if list(map(_form, given)) != forms or any(map(torch.Tensor.is_neg, given)):

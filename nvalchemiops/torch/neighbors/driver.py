@@ -121,7 +121,7 @@ def build(
         width = chosen[0]
         faults.check_size(n_rows * width, "nearest")
     if rebuild_flags is not None:
-        rebuild_flags = checks.check_flags(rebuild_flags, positions, n_systems, batch_idx)
+        rebuild_flags = checks.check_flags(rebuild_flags, positions, n_systems)
         for name in ("neighbor_matrix", "num_neighbors", *(["neighbor_matrix_shifts"] if cell is not None else [])):
             if getattr(room, name) is None:
                 raise ValueError(f"`rebuild_flags` needs `{name}{suffix}`, whose rows it keeps")

@@ -66,13 +66,15 @@ def overflow(count: torch.Tensor, width: int, search: "Search") -> NeighborOverf
 
 
 def systems_beyond(count: torch.Tensor, width: int, search: "Search", rebuild_flags: torch.Tensor) -> torch.Tensor:
-    """Flags, as many as ``rebuild_flags``, for the systems with rows of more than ``width`` known entries."""
+    """Flags for the systems with rows of more than ``width`` known entries. Waits for the device if one is for all."""
     beyond = (count > width) & (count < NOT_FINITE)
     systems = _systems_of_rows(search)
     if systems is None:
         return beyond.any().expand(rebuild_flags.shape).contiguous()
-    found = torch.zeros_like(rebuild_flags, dtype=torch.int32).index_add(0, systems.long(), beyond.int())
-    return found > 0
+    n_systems = rebuild_flags.shape[0]
+    if n_systems == 1:
+        n_systems += int(systems.max()) if systems.numel() else 0
+    return beyond.new_zeros(n_systems, dtype=torch.int32).index_add(0, systems.long(), beyond.int()) > 0
 
 
 def _systems_of_rows(search: "Search") -> torch.Tensor | None:

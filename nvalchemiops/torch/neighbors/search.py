@@ -126,9 +126,7 @@ class _CellList:
             return checks.as_int32(batch_idx).contiguous(), first_atom
         if batch_idx is None:
             return None, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
-        n_systems = checks.systems_in_shapes((cell, 3), (pbc, 2))
-        if n_systems is None and self.rebuild_flags is not None:
-            n_systems = self.rebuild_flags.shape[0]
+        n_systems = checks.systems_in_shapes((cell, 3), (pbc, 2), (self.rebuild_flags, 1))
         if n_systems is None and may_wait:
             n_systems = count_systems(batch_idx)
         system = checks.as_int32(batch_idx).contiguous()

@@ -171,7 +171,7 @@ class VerletList:
             does not change.
         """
         self.num_calls += 1
-        kept, seen = self._kept, None  # a call in a signal handler may replace the list
+        kept, seen = self._kept, None  # a call in another thread or a signal handler may replace the list
         if kept is not None and (look := _look(self, kept)) is not None:
             seen = look(positions, cell, pbc, batch_idx, batch_ptr)
             if seen is not None and 1 not in seen:
@@ -196,9 +196,9 @@ class VerletList:
                     return kept.result
                 if every or is_other:
                     flags = None
-            self._kept = self._build(given, flags, kept)
+            self._kept = built = self._build(given, flags, kept)
             self.num_builds += 1
-            return self._kept.result
+            return built.result
 
     def _build(self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None) -> _BuiltList:
         """A list in which the flagged systems (all without flags) are rebuilt; the matrix is as wide as needed."""
