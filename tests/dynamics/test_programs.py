@@ -95,6 +95,16 @@ def test_the_layout_of_memory_does_not_matter(calls):
     assert len(calls) == 4
 
 
+def test_a_missing_tensor_is_named_as_by_the_flows(calls):
+    integrator, model = npt(0.1, KT, PRESSURE), wells()
+    state = started(integrator, model)
+    integrator.step(state, model)
+    without = state._replace(evaluation=state.evaluation._replace(stress=None))
+    with pytest.raises(ValueError, match="the model gave no stress"):
+        integrator.step(without, model)
+    assert len(calls) == 2
+
+
 def test_atoms_keep_their_noise_in_another_order(calls):
     integrator, model = langevin(0.1, KT), wells()
     state = mixed(integrator, model)

@@ -268,7 +268,11 @@ class Program:
         numbered = order, begin, *self._counters(state, n_atoms, n_systems)
         # without loops in Python as far as possible: they are most of the time
         given = [fetch(state) for fetch in self.fetches]
-        if list(map(_form, given)) != forms or any(map(torch.Tensor.is_neg, given)):
+        try:
+            found_forms = list(map(_form, given))
+        except AttributeError:
+            raise NoProgram("no tensor") from None
+        if found_forms != forms or any(map(torch.Tensor.is_neg, given)):
             raise NoProgram("another form of tensor")
         if torch.is_grad_enabled() and any(map(_requires_grad, given)):
             raise NoProgram("gradients")
