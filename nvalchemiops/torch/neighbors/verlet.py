@@ -326,9 +326,10 @@ def _after_strain(
 def inverse_of_periodic(cell: torch.Tensor, pbc: torch.Tensor | None) -> torch.Tensor:
     """The pseudo-inverse (n_systems, 3, 3), in float64, of the lattice vectors along periodic axes."""
     rows = _periodic(cell, pbc)
-    if layout(rows.device.type).reads:
+    reads = layout(rows.device.type).reads
+    if reads or pbc is None:
         inverse, failed = torch.linalg.inv_ex(rows)  # in a tenth of the time
-        if not failed.any():
+        if not (reads and failed.any()):
             return inverse
     return torch.linalg.pinv(rows)
 
