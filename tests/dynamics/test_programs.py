@@ -37,7 +37,7 @@ def calls(monkeypatch):
     return found
 
 
-MORE_THAN_A_BLOCK, IN_ONE_BLOCK = (3, 0, 70), (5, 0, 9, 64, 1, 7, 0, 2, 2, 3, 1, 4, 2, 30, 35, 6)
+MORE_THAN_A_BLOCK, IN_ONE_BLOCK = (3, 0, 300), (5, 0, 9, 64, 1, 7, 0, 2, 2, 3, 1, 4, 2, 30, 35, 6)
 """Numbers of atoms of the systems of a batch."""
 
 
@@ -95,6 +95,16 @@ def test_the_layout_of_memory_does_not_matter(calls):
     assert len(calls) == 4
 
 
+def test_a_missing_tensor_is_named_as_by_the_flows(calls):
+    integrator, model = npt(0.1, KT, PRESSURE), wells()
+    state = started(integrator, model)
+    integrator.step(state, model)
+    without = state._replace(evaluation=state.evaluation._replace(stress=None))
+    with pytest.raises(ValueError, match="the model gave no stress"):
+        integrator.step(without, model)
+    assert len(calls) == 2
+
+
 def test_atoms_keep_their_noise_in_another_order(calls):
     integrator, model = langevin(0.1, KT), wells()
     state = mixed(integrator, model)
@@ -104,6 +114,20 @@ def test_atoms_keep_their_noise_in_another_order(calls):
     after = integrator.step(other, model)
     assert torch.allclose(after.velocities, integrator.step(state, model).velocities[order], rtol=1e-12, atol=1e-15)
     assert len(calls) == 4
+
+
+def test_numbers_that_all_atoms_share_are_stored_for_each_block():
+    integrator, model = npt(0.1, KT, PRESSURE), wells()
+
+    def flow(state):
+        rate = state.of_atoms(state.extra["strain_rate"])
+        return state.at(2.0 * state.system.positions + rate, velocities=rate)
+
+    state = mixed(integrator, model)
+    state = state.having(strain_rate=torch.rand(3, 3, dtype=torch.float64))
+    found, expected = Program(flow, state)(state), flow(state)
+    assert torch.equal(found.velocities, expected.velocities)
+    assert torch.equal(found.system.positions, expected.system.positions)
 
 
 @dataclasses.dataclass

@@ -145,7 +145,6 @@ class Program:
                 (k, store._replace(section=at + 1)) for k, store in stores if stage[k] == at and nodes[k].level == ATOM
             ]
             inner = self._ancestors([k for k, _ in ends], loads, ATOM)
-            inner.sort(key=lambda k: nodes[k].operation not in SAME)
             new: dict[int, tuple[int, int, int]] = {}
             for k, (_, _, _, (place, _, column, width)) in stores:
                 # the memory of a result is free until then
@@ -163,6 +162,7 @@ class Program:
                 body += [end for j, end in ends if j == k]
             loads |= new
             if body:
+                body.sort(key=lambda instruction: instruction.operation not in SAME)  # keeps the order of others
                 same = sum(instruction.operation in SAME for instruction in body)
                 code += [Instruction("atoms", 0, None, (len(body), same)), *body]
         return code
@@ -268,7 +268,11 @@ class Program:
         numbered = order, begin, *self._counters(state, n_atoms, n_systems)
         # without loops in Python as far as possible: they are most of the time
         given = [fetch(state) for fetch in self.fetches]
-        if list(map(_form, given)) != forms or any(map(torch.Tensor.is_neg, given)):
+        try:
+            found_forms = list(map(_form, given))
+        except AttributeError:
+            raise NoProgram("no tensor") from None
+        if found_forms != forms or any(map(torch.Tensor.is_neg, given)):
             raise NoProgram("another form of tensor")
         if torch.is_grad_enabled() and any(map(_requires_grad, given)):
             raise NoProgram("gradients")

@@ -326,8 +326,11 @@ def _after_strain(
 def inverse_of_periodic(cell: torch.Tensor, pbc: torch.Tensor | None) -> torch.Tensor:
     """The pseudo-inverse (n_systems, 3, 3), in float64, of the lattice vectors along periodic axes."""
     rows = _periodic(cell, pbc)
-    if pbc is None or (layout(pbc.device.type).reads and bool(pbc.all())):
-        return torch.linalg.inv_ex(rows).inverse  # in a tenth of the time
+    reads = layout(rows.device.type).reads
+    if reads or pbc is None:
+        inverse, failed = torch.linalg.inv_ex(rows)  # in a tenth of the time
+        if not (reads and failed.any()):
+            return inverse
     return torch.linalg.pinv(rows)
 
 
