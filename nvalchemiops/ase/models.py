@@ -1,6 +1,6 @@
 """`FromASE`: ASE calculators as models of dynamics and relaxation."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import ase
 import torch
@@ -8,10 +8,22 @@ import torch
 from nvalchemiops.ase.calculator import Calculator
 from nvalchemiops.ase.system import SharedLists
 from nvalchemiops.ase.system import System as AtomsOfTerms
+from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics import Evaluation, SumOfTerms, to_ase
 from nvalchemiops.torch.runtime._torch_internals import version_of
+from nvalchemiops.torch.runtime.context import on_host
 from nvalchemiops.torch.systems import System
+
+
+class _Bound(NamedTuple):
+    """The terms of a calculator with values for certain atoms."""
+
+    sum: SumOfTerms | None  # None if a term is for one system alone
+    charges: torch.Tensor | None  # of the terms, instead of those of the system
+    numbers: torch.Tensor
+    initial_charges: torch.Tensor | None
+    made_for: tuple[Any, ...]
 
 
 class FromASE:
@@ -54,9 +66,7 @@ class FromASE:
         known = getattr(calculator, "implemented_properties", ())
         self.stress = checks.check_flag("stress", stress) and "stress" in known
         self._energy = "free_energy" in known  # the one whose derivatives are the forces
-        self._bound: tuple[Any, ...] = ()
-        self._sum: SumOfTerms | None = None
-        self._charges: torch.Tensor | None = None
+        self._bound: _Bound | None = None
 
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress."""
@@ -65,9 +75,10 @@ class FromASE:
         if system.domain is not None:
             raise ValueError("`domain`: a calculator computes whole systems, see `nvalchemiops.ase.on_ranks`")
         # on ranks a calculator has terms whose atoms are divided, so only the class itself
-        if type(self.calculator) is Calculator and self._bind(system) is not None:
-            assert self._sum is not None
-            return self._sum(system if self._charges is None else system._replace(charges=self._charges))
+        if type(self.calculator) is Calculator:
+            bound = self._bind(system, system.numbers)
+            if bound.sum is not None:
+                return bound.sum(system if bound.charges is None else system._replace(charges=bound.charges))
         given = (system.positions, system.cell)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
             raise ValueError("`system` requires gradients, which ASE's calculators do not have")
@@ -75,29 +86,29 @@ class FromASE:
 
     # -- all in one call ------------------------------------------------------------------------------
 
-    def _bind(self, system: System) -> SumOfTerms | None:
-        """The sum of the terms, with values for these atoms; None if a term is for one system alone."""
-        positions, numbers, charges = system.positions, system.numbers, system.charges
-        made_for = (numbers, charges), (*map(_version, (numbers, charges)), positions.dtype, positions.device)
-        if self._bound and self._bound[1] == made_for[1] and all(a is b for a, b in zip(self._bound[0], made_for[0])):
-            return self._sum
-        assert numbers is not None
+    def _bind(self, system: System, numbers: torch.Tensor) -> _Bound:
+        """The terms, with values for these atoms."""
+        positions, charges = system.positions, system.charges
+        made_for = (positions.dtype, positions.device, _state(numbers), _state(charges))
+        bound = self._bound  # a call in another thread may replace it
+        if bound is not None and bound.made_for == made_for:
+            same = bound.numbers is numbers and bound.initial_charges is charges
+            if same or layout(positions.device.type).reads:
+                return bound
         atoms = ase.Atoms(numbers.cpu().numpy(), charges=None if charges is None else charges.detach().cpu().numpy())
         of_terms = AtomsOfTerms(atoms, positions.detach(), None, True, SharedLists(0.0))
         found = [getattr(term, "for_batches", lambda _: None)(of_terms) for term in self.calculator.terms]
         terms = [term for term in found if term is not None]
-        if len(terms) < len(found):
-            self._sum = None
-        else:
+        made = None
+        if len(terms) == len(found):
             made = SumOfTerms(
                 *(term.interaction for term in terms), skin=self.calculator.parameters["skin"], stress=self.stress
             )
-            if self._sum is not None and self._bound[1][2:] == made_for[1][2:]:
-                made.neighbors = self._sum.neighbors  # reaches do not depend on the atoms, and it notices other atoms
-            self._sum = made
-            self._charges = next((term.charges for term in terms if term.charges is not None), None)
-        self._bound = made_for
-        return self._sum
+            if bound is not None and bound.sum is not None and bound.made_for[:2] == made_for[:2]:
+                made.neighbors = bound.sum.neighbors  # reaches do not depend on the atoms, and it notices other atoms
+        of_sum = next((term.charges for term in terms if term.charges is not None), None)
+        self._bound = bound = _Bound(made, of_sum, numbers, charges, made_for)
+        return bound
 
     # -- system by system -----------------------------------------------------------------------------
 
@@ -122,5 +133,10 @@ class FromASE:
         return Evaluation(*(result.to(system.positions) for result in results))
 
 
-def _version(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else version_of(tensor)
+def _state(tensor: torch.Tensor | None) -> Any:
+    """What differs if a tensor has changed: its values on a CPU, elsewhere how often it was changed in place."""
+    if tensor is None:
+        return None
+    if layout(tensor.device.type).reads:
+        return tensor.dtype, tensor.shape, on_host(tensor).tobytes()
+    return version_of(tensor)

@@ -120,19 +120,41 @@ def test_one_list_is_kept_while_atoms_move_and_follows_other_batches():
     batch = System.from_ase(salts())
     for n in range(3):
         model(batch._replace(positions=batch.positions + 0.05 * n))
-    lists = model._sum.neighbors
+    lists = model._bound.sum.neighbors
     assert (lists.skin, lists.num_calls, lists.num_builds) == (0.7, 3, 1)
     other = salts()[1]
     other.numbers[:] = [17, 17, 17, 11]
     found = model(System.from_ase(other))
-    assert model._sum.neighbors is lists
+    assert model._bound.sum.neighbors is lists
     np.testing.assert_allclose(found.forces, expected(calculator, [other])[1], atol=1e-12)
     model(batch)
-    batch.numbers[:] = 17  # in place
+    batch.numbers.numpy()[:] = 17  # in place, which torch does not count
     frames = salts()
     for atoms in frames:
         atoms.numbers[:] = 17
     np.testing.assert_allclose(model(batch).energies, expected(calculator, frames)[0], rtol=1e-12)
+
+
+def test_a_call_for_other_atoms_in_between_does_not_change_the_result():
+    """As of another thread, right after values were bound to the atoms."""
+    calculator = Calculator(Electrostatics("ewald"), Pair("lennard_jones", cutoff=6.0, **PAIRS))
+    atoms = salts(charged=True)[1]
+    other = atoms.copy()
+    other.numbers[:] = 11
+    other.set_initial_charges(0.5 * atoms.get_initial_charges())
+
+    class Visited(FromASE):
+        visits = 0
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "_bound" and value and not self.visits:
+                self.visits += 1
+                self(System.from_ase(other))
+
+    found, alone = [kind(calculator)(System.from_ase(atoms)) for kind in (Visited, FromASE)]
+    for value, expected_value in zip(found, alone):
+        torch.testing.assert_close(value, expected_value, rtol=1e-10, atol=1e-10)
 
 
 def test_a_calculator_of_ase_relaxes_and_moves_a_batch():
