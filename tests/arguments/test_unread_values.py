@@ -20,6 +20,7 @@ from nvalchemiops.torch.interactions.lj import lj_energy_forces
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.spline import spline_gather_with_force, spline_spread
+from tests.lanes.fibers import gpu_layout
 from tests.support.systems import batch, triclinic
 
 CUTOFF, ALPHA, MESH = 4.0, 0.8, (8, 8, 8)
@@ -135,6 +136,41 @@ def test_an_unusable_cell_that_is_not_read_gives_nan_in_its_system_only(op):
 def test_an_unusable_cell_that_is_read_is_named(op, how):
     with pytest.raises(ValueError, match="`cell`"):
         OPS[op](POSITIONS, unusable(how))
+
+
+NOT_EXCLUDABLE = {
+    "with itself": [[1, 5], [2, 5]],
+    "twice": [[1, 5, 6], [2, 6, 5]],
+    "other system": [[5], [1]],
+    "beyond": [[5], [8]],
+    "below": [[5], [-1]],
+}
+
+
+@pytest.mark.parametrize("how", NOT_EXCLUDABLE)
+def test_wrong_exclusions_that_are_not_read_give_nan(how):
+    """In rows of their atoms: in sums over pairs, and where long-range parts are subtracted. On a CPU they raise."""
+    pairs = torch.tensor(NOT_EXCLUDABLE[how])
+
+    def potential(x, pairs):
+        return lennard_jones(CUTOFF)(x, CELL, **LJ, **IN_ROWS, **ALL, exclusions=pairs)
+
+    def ewald_sum(x, pairs):
+        return ewald(x, CELL, miller_bounds=(2, 2, 2), exclusions=pairs)
+
+    def in_lanes(x, pairs):
+        with gpu_layout():
+            return ewald_sum(x, pairs)
+
+    for function, unread in ((potential, compiled(potential)), (ewald_sum, in_lanes)):
+        right = function(POSITIONS, torch.tensor([[1], [2]]))
+        for result, expected in zip(unread(POSITIONS, pairs), right, strict=True):
+            (well, broken), (as_ever, _) = split_in_two(result), split_in_two(expected)
+            assert broken.isnan().any()
+            if how in ("with itself", "twice"):
+                torch.testing.assert_close(well, as_ever, rtol=1e-12, atol=1e-12)
+        with pytest.raises(ValueError, match="`exclusions`"):
+            function(POSITIONS, pairs)
 
 
 def dispersion(x: torch.Tensor, cell: torch.Tensor, near: dict[str, Any], tables: ReferenceStates) -> Any:

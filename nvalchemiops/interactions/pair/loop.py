@@ -554,7 +554,8 @@ def _look(form: Form) -> list[str]:
         lines += [
             "it.factor = one(1.0);",
             "for (int e = excluded_begin.data[i]; e < excluded_begin.data[i + 1]; ++e)",
-            "    if (excluded.data[e] == it.j && is_nearest(slot)) it.factor = excluded_factors.data[e];",
+            f"    if (excluded.data[e] < 0) broken = {NO_NUMBER};",
+            "    else if (excluded.data[e] == it.j && is_nearest(slot)) it.factor = excluded_factors.data[e];",
             "if (it.factor == one(0.0)) return false;",
         ]
     if form.n_species:

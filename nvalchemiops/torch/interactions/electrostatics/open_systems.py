@@ -23,7 +23,6 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     check_system,
 )
 from nvalchemiops.torch.interactions.pair import shares
-from nvalchemiops.torch.interactions.pair.exclusions import check_same_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host
@@ -167,9 +166,7 @@ def check_mixed(atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors,
     unit: Any = torch.eye(3, dtype=positions.dtype, device=positions.device)
     cell = unit if atoms.cell is None else check_periodic_cells(atoms.cell, positions)
     cell = torch.where(is_open.to(positions.device)[:, None, None], unit, cell)  # cells of open systems are unused
-    system = check_system(atoms._replace(cell=cell, pbc=None), options.exclusions, options.exclusion_factors)
-    if system.exclusions is not None:
-        check_same_system(system.exclusions, system.batch_idx)
+    check_system(atoms._replace(cell=cell, pbc=None), options.exclusions, options.exclusion_factors)
     check_accuracy(options.accuracy, positions)
     checks.check_flag("slab_correction", options.slab_correction)
     if options.cutoff is not None:

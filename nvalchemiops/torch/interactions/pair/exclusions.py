@@ -10,6 +10,9 @@ from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read
 
+NO_ATOM = -1
+"""In the place of an atom: kernels make the row NaN."""
+
 
 class ExclusionRows(NamedTuple):
     """Checked excluded or scaled pairs, sorted into one row per atom; each pair is in the rows of both of its atoms.
@@ -19,7 +22,8 @@ class ExclusionRows(NamedTuple):
     pointers : (n_atoms + 1,) int32 tensor
         First entry of the row of each atom; the last value is 2 n_pairs.
     atoms : (2 n_pairs,) int32 tensor
-        The other atom of the pair.
+        The other atom of the pair; `NO_ATOM` where the pair is invalid and values cannot be read. The rows of both
+        atoms are NaN then.
     factors : (2 n_pairs,) float64 tensor
         Factors of the energies.
     first : (2 n_pairs,) int64 tensor
@@ -27,7 +31,7 @@ class ExclusionRows(NamedTuple):
     order : (2 n_pairs,) int64 tensor
         Index of each entry in the given pairs followed by the same pairs with their atoms exchanged.
     pairs : (2, n_pairs) int64 tensor
-        The pairs as given.
+        The pairs as given; those that are out of range have other atoms in their place.
     given_factors : (n_pairs,) tensor or None
         The factors as given; None if all are zero.
     """
@@ -54,7 +58,8 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
     ------
     ValueError, TypeError
         Factors are given without pairs, have a gradient, or a shape, dtype or device is wrong. If values can be read:
-        an atom does not exist, a pair joins an atom with itself, or a pair is listed twice.
+        an atom does not exist, a pair joins an atom with itself, or a pair is listed twice. Otherwise such a pair is
+        marked with `NO_ATOM`.
     """
     if exclusions is None:
         if given_factors is not None:
@@ -74,12 +79,29 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
     return ExclusionRows(pointers, atoms, factors, first, order, pairs, given_factors)
 
 
-def check_same_system(exclusions: ExclusionRows, batch_idx: torch.Tensor | None) -> None:
-    """Raise if a pair joins atoms of different systems; skipped if values cannot be read."""
-    if batch_idx is not None and may_read(batch_idx):
-        of_pair = batch_idx[exclusions.pairs]
-        if not torch.equal(of_pair[0], of_pair[1]):
-            raise ValuesError("`exclusions` joins atoms of different systems")
+def within_systems(exclusions: ExclusionRows | None, batch_idx: torch.Tensor | None) -> ExclusionRows | None:
+    """The same rows; raises if a pair joins atoms of different systems, or marks it if values cannot be read."""
+    if exclusions is None or batch_idx is None:
+        return exclusions
+    if not may_read(batch_idx):
+        first, second = (batch_idx.index_select(0, pairs) for pairs in exclusions.pairs)
+        return exclusions._replace(atoms=_marked(exclusions.atoms, first != second, exclusions.order))
+    of_pair = batch_idx[exclusions.pairs]
+    if not torch.equal(of_pair[0], of_pair[1]):
+        raise ValuesError("`exclusions` joins atoms of different systems")
+    return exclusions
+
+
+def _marked(atoms: torch.Tensor, is_invalid: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return atoms.masked_fill(torch.cat([is_invalid, is_invalid]).index_select(0, order), NO_ATOM)
+
+
+def _are_invalid(given: torch.Tensor, pairs: torch.Tensor, n_atoms: int) -> torch.Tensor:
+    """Which of the ``given`` pairs, in range as ``pairs``, `checks.check_pairs` would refuse: flags (n_pairs,)."""
+    keys, order = torch.sort(pairs.amin(0) * n_atoms + pairs.amax(0))
+    again = torch.diff(keys, prepend=keys.new_full((1,), -1)) == 0
+    again = torch.zeros_like(again).index_copy(0, order, again)
+    return again | (pairs[0] == pairs[1]) | (given != pairs).any(0)
 
 
 def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -89,8 +111,12 @@ def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def _sorted_by_atom(exclusions: torch.Tensor, n_atoms: int) -> tuple[torch.Tensor, ...]:
     """``pointers``, ``atoms``, ``first``, ``order`` and ``pairs`` of `ExclusionRows`."""
     checks.check_pairs("exclusions", exclusions, n_atoms, exclusions)
-    pairs = exclusions.to(torch.int64)
+    given = exclusions.to(torch.int64)
+    # what is out of range has raised, or is marked below
+    pairs = given if may_read(given) else given.clamp(0, max(n_atoms - 1, 0))
     i, j = pairs
     first, order = torch.sort(torch.cat([i, j]), stable=True)
     atoms = torch.cat([j, i]).index_select(0, order).to(torch.int32)
+    if not may_read(given):
+        atoms = _marked(atoms, _are_invalid(given, pairs, n_atoms), order)
     return row_pointers(first, n_atoms), atoms, first, order, pairs

@@ -9,7 +9,6 @@ from nvalchemiops.interactions.pair.potentials import moment_excluded
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
-from nvalchemiops.torch.interactions.pair.exclusions import check_same_system
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
@@ -19,8 +18,6 @@ def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: 
     """The term of the exclusions of a system."""
     exclusions = system.exclusions
     assert exclusions is not None
-    if system.domain is None:  # with a domain, all ranks have checked together before
-        check_same_system(exclusions, system.batch_idx)
     shifts = nearest_images(system, *exclusions.pairs)
     shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
     rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
