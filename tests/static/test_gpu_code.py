@@ -37,7 +37,7 @@ SERIAL = "one thread of a CPU; a GPU never runs it"
 OF_SYSTEM = "a thread has a system, so few run, once for a list"
 SINE = "sine and cosine of float64, whose branch for huge angles has a table on the stack and is never taken"
 EXCEPTIONS = {
-    "prepare_search()": (Needs(168, 96), SERIAL),
+    "prepare_search()": (Needs(218, 96), SERIAL),
     "describe_systems()": (Needs(168, 96), OF_SYSTEM),
     "shortest_vectors()": (Needs(72, 144), OF_SYSTEM),
     "normal_numbers()": (Needs(128, 40), SINE),
