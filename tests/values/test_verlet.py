@@ -9,7 +9,7 @@ import torch
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors import verlet as verlet_module
 from nvalchemiops.torch.neighbors.formats import check_full_list, list_geometry, matrix_geometry
-from nvalchemiops.torch.neighbors.verlet import VerletList, inverse_of_periodic
+from nvalchemiops.torch.neighbors.verlet import VerletList, inverse_of_periodic, taken_by_strain
 from tests.support.systems import SYSTEMS, batch
 
 FLOAT64 = torch.float64
@@ -110,6 +110,34 @@ def test_the_look_by_a_kernel_decides_as_torch_does(dtype, monkeypatch):
     for one in (quick, slow):
         with pytest.raises(ValueError, match="NaN"):
             one(x, cell, pbc)
+
+
+@pytest.mark.parametrize("n_systems", [1, 3])
+def test_the_look_by_a_kernel_takes_the_same_from_a_skin(n_systems, monkeypatch):
+    """Strains of skewed cells that take about the whole skin."""
+    generator = torch.Generator().manual_seed(2)
+    systems = [random_system(12, 5.0, seed) for seed in range(n_systems)]
+    x, cell = torch.cat([s[0] for s in systems]), torch.stack([s[1] for s in systems])
+    cell = cell + torch.randn(cell.shape, generator=generator, dtype=FLOAT64)
+    batch_idx = torch.arange(n_systems, dtype=torch.int32).repeat_interleave(12)
+    kept, decided = [], []
+    for _ in range(30):
+        strain = torch.randn(n_systems, 3, 3, generator=generator, dtype=FLOAT64)
+        part = 0.5 + torch.rand(n_systems, 1, 1, generator=generator, dtype=FLOAT64)
+        strain = strain * part * 0.4 / taken_by_strain(strain, 2.6).view(-1, 1, 1)
+        moved = x + (x.unsqueeze(1) @ strain[batch_idx.long()]).squeeze(1)
+        for look in (True, False):
+            with monkeypatch.context() as patch:
+                if not look:
+                    patch.setattr(verlet_module, "_look", lambda *_: None)
+                verlet = VerletList(2.2, 0.4)
+                verlet(x, cell, None, batch_idx)
+                verlet(moved, cell + cell @ strain, None, batch_idx)
+                decided.append(verlet.rebuilt.tolist())
+        kept += (part.flatten() < 1.0).tolist()
+    assert decided[::2] == decided[1::2]
+    assert [not was for row in decided[::2] for was in row] == kept
+    assert True in kept and False in kept
 
 
 def test_slow_drift_adds_up_from_the_last_search():

@@ -254,7 +254,7 @@ class _Look:
         order, begin = kept.order()
         n_cells = n_pbc = 1
         if cell is not None and inverse is not None:
-            cell = cell.to(torch.float64)
+            cell, inverse = cell.to(torch.float64), inverse.contiguous()  # an inverse of torch may be transposed
             n_cells = inverse.shape[0] if cell.ndim == 3 else 1
         if pbc is not None:
             n_pbc = pbc.shape[0] if pbc.ndim == 2 else 1
