@@ -63,7 +63,7 @@ def is_clearly_regular(cell: Any) -> bool:
     """
     (ax, ay, az), (bx, by, bz), (cx, cy, cz) = cell
     volume = ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx)
-    # squares
+    # the squares of the area of two vectors, of the product of all lengths, and of the volume
     area = (bx * bx + by * by + bz * bz) * (cx * cx + cy * cy + cz * cz)
     lengths, volume = (ax * ax + ay * ay + az * az) * area, volume * volume
     # products that are too small have few digits, and those that are too large none; False for NaN

@@ -3,8 +3,7 @@
 A program computes numbers of a system and numbers of its atoms, and sums over its atoms. A thread runs it for a system,
 and for blocks of `BLOCK` atoms, so that reading an instruction costs little. Small systems share a thread, and blocks.
 Atoms are added one after the other in a block, then blocks, so a sum has the same bits for a system alone and in a
-batch.
-Programs are written by `nvalchemiops.torch.dynamics.programs`, for CPUs.
+batch. Programs are written by `nvalchemiops.torch.dynamics.programs`, for CPUs.
 """
 
 from typing import Any

@@ -512,6 +512,7 @@ def _kernels() -> dict[str, wp.Kernel]:
         in_order = bool(False)
         if fault[BAD_SYSTEM] == 0:  # else pointers may lead anywhere
             in_order = has_systems_in_order(system, first_atom)
+        # system by system where that is possible: atoms of systems that are not searched are hardly looked at
         if in_order:
             for s in range(grids.shape[0]):
                 ring = grids[s].ring

@@ -56,10 +56,8 @@ def _operands(operation: str, level: str, arguments: tuple[Any, ...]) -> tuple[i
     return arguments[: _OPERANDS.get(operation)]
 
 
-_form, _requires_grad = (
-    operator.attrgetter("__class__", "shape", "dtype", "is_cpu"),
-    operator.attrgetter("requires_grad"),
-)
+_form = operator.attrgetter("__class__", "shape", "dtype", "is_cpu")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Instruction(NamedTuple):
