@@ -348,10 +348,10 @@ def _planned(
             found = fairly(lambda *moving: plan(moving, kind.used, kind.length, end) or (), *moving)
             if not found:
                 return _noted(call, "once", "the plan is in use, or the normal call raises", None)
-            table.earn()
+            table.earn(call.name)
             return found
         table.entries.pop(key, None)
-    if why := table.obstacle(key):
+    if why := table.obstacle(call.name, key):
         differing = [part for part, now, then in zip(PARTS, kind.key, before) if now != then]
         beside = f"; the call before had other {', other '.join(differing)}" if differing else ""
         return _noted(call, "once", why + beside, None)

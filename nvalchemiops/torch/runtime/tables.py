@@ -22,6 +22,9 @@ MOST_KINDS = 256
 PAID = 16
 """Number of replays that save as much time as a recording takes."""
 
+MOST_CREDIT = 8 * PAID
+"""Recordings of an operation that need not pay off, in replays."""
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -49,8 +52,8 @@ class Entry:
 class Plans:
     """Plans of calls, up to a limit of memory.
 
-    A recording costs credit, and each replay earns some. If plans are soon dropped, for example because the cell
-    changes after a few calls, the credit runs out, and only calls that repeat often are recorded.
+    A recording costs credit, and each replay earns some. If plans of an operation are soon of no use, for example
+    because the cell changes after a few calls, its credit runs out, and only calls that repeat often are recorded.
 
     Parameters
     ----------
@@ -63,26 +66,30 @@ class Plans:
         self.counts: dict[Hashable, int] = {}
         self.tracked: Kept[tuple[bool, ...]] = Kept(MOST_KINDS)
         """For a kind of calls and the inputs that require gradients: which results require gradients."""
-        self.credit = 8 * PAID
+        self.credit: dict[str, int] = {}
+        """By operation; at first `MOST_CREDIT`."""
         self.recorded = self.replayed = 0
 
-    def obstacle(self, key: Hashable) -> str:
-        """Count a call of this kind. Return why it is not recorded, or an empty string if it is to be recorded."""
-        count = self.counts.pop(key, 0) + 1
-        if count == 1 or (count < PAID and self.credit < PAID):
+    def obstacle(self, name: str, key: Hashable) -> str:
+        """Count a call of this kind. Return why it is not recorded, or an empty string if it is to be recorded.
+
+        ``name`` is that of the operation.
+        """
+        count, credit = self.counts.pop(key, 0) + 1, self.credit.get(name, MOST_CREDIT)
+        if count == 1 or (count < PAID and credit < PAID):
             if len(self.counts) >= MOST_KINDS:
                 self.counts.clear()
             self.counts[key] = count
             if count == 1:
                 return "calls are recorded when they repeat"
             return f"recordings have not paid off lately: calls are recorded when they repeat for the {PAID}th time"
-        self.credit = max(self.credit - PAID, 0)
+        self.credit[name] = max(credit - PAID, 0)
         return ""
 
-    def earn(self) -> None:
-        """Count a replay."""
+    def earn(self, name: str) -> None:
+        """Count a replay of this operation."""
         self.replayed += 1
-        self.credit = min(self.credit + 1, 8 * PAID)
+        self.credit[name] = min(self.credit.get(name, MOST_CREDIT) + 1, MOST_CREDIT)
 
     def keep(self, key: Hashable, entry: Entry) -> None:
         """Keep the plan of a call."""
@@ -105,7 +112,7 @@ class Plans:
         self.entries.clear()
         self.counts.clear()
         self.tracked.clear()
-        self.credit = 8 * PAID
+        self.credit.clear()
 
     def __reduce__(self) -> Any:
         return Plans, (self.most_bytes, self.most_bytes_on_gpu)
