@@ -200,6 +200,28 @@ def test_a_sum_that_chooses_alpha_for_a_given_list_has_a_plan(method, form):
         close(found, ordinary(call), 0.0)
 
 
+@pytest.mark.parametrize("form", ["list", "matrix", "searched"])
+@pytest.mark.parametrize("method", [ewald_summation, particle_mesh_ewald, electrostatic_potential])
+@pytest.mark.parametrize("given", [{"accuracy": 1e-3}, {"alpha": 0.8}], ids=["parameters chosen", "parameters given"])
+def test_excluded_pairs_are_nearest_images_of_the_positions_of_each_call(method, form, given):
+    """Atoms that move by lattice vectors: the results stay the same, the nearest images do not."""
+    options = {"exclusions": torch.tensor([[0, 2, 5], [1, 3, 4]]), "cutoff": 3.0, **given}
+    if "alpha" in given:
+        options |= {"mesh_dimensions": (12, 10, 9)} if method is particle_mesh_ewald else {"k_cutoff": 4.0}
+    found = []
+    for n in range(7):
+        x = X.clone()
+        if n > 4:
+            x[[1, 2]] += CELL.reshape(3, 3)[[0, 2]] * torch.tensor([[1.0], [-2.0]], dtype=F64)
+        near = {}
+        if form == "matrix":
+            near["neighbor_matrix"], _, near["neighbor_matrix_shifts"] = neighbor_list(x, 3.0, CELL, max_neighbors=90)
+        elif form == "list":
+            near = dict(zip(NEAR, neighbor_list(x, 3.0, CELL, return_neighbor_list=True)))
+        found.append(method(x, Q, CELL, **options, **near))
+        close(found[-1:], found[:1], 1e-11)
+
+
 @pytest.mark.parametrize("form", ["pointers", "part of a wide list", "matrix"])
 @pytest.mark.parametrize("method", [ewald_summation, particle_mesh_ewald])
 def test_a_plan_reads_the_pairs_of_each_call_in_short_lists(method, form):

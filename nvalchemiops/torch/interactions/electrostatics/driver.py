@@ -25,7 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, L
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Tensors, Term, check_gradients
 from nvalchemiops.torch.interactions.electrostatics.sums import body_of, evaluate, one_or_several
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
-from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
@@ -203,7 +203,7 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
     if dielectric is not None:
         terms.append(SurfaceTerm(dielectric))
     if system.exclusions is not None:
-        terms.append(exclusion_term(potential, system, alpha))
+        terms.append(ExclusionTerm(potential, alpha))
     terms.append(long_range.term(system, potential, alpha))
     return terms, system, rows, long_range, alpha
 

@@ -35,7 +35,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     check_system,
     nan_unless,
 )
-from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
@@ -403,7 +403,7 @@ def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> tor
 
 def _of_exclusions(system: ChargedSystem, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
     """Minus the long-range potential of excluded pairs."""
-    term = exclusion_term(COULOMB, system, alpha)
+    term = ExclusionTerm(COULOMB, alpha).pairs(system)
     return _of_rows(system, term.rows, term.exclusions, term.radial(False), alpha, None, None, derivatives)
 
 

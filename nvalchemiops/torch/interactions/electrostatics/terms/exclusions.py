@@ -3,10 +3,13 @@
 Their short-range part is left out of the sum over neighbors.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from nvalchemiops.interactions.pair.potentials import moment_excluded
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts
@@ -14,14 +17,27 @@ from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
 
 
-def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
-    """The term of the exclusions of a system."""
-    exclusions = system.exclusions
-    assert exclusions is not None
-    shifts = nearest_images(system, *exclusions.pairs)
-    shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
-    rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
-    return PairTerm(potential.excluded, alpha, rows, exclusions.remainder(), radial=moment_excluded)
+class ExclusionTerm(NamedTuple):
+    """The exclusions of a system, with alpha (n_systems,).
+
+    It holds no images: those that are nearest depend on the positions of each evaluation.
+    """
+
+    potential: LongRangePotential
+    alpha: torch.Tensor
+
+    def pairs(self, system: ChargedSystem) -> PairTerm:
+        """The same as a sum over pairs, for the positions of this system."""
+        exclusions = system.exclusions
+        assert exclusions is not None
+        shifts = nearest_images(system, *exclusions.pairs)
+        shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
+        rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
+        return PairTerm(self.potential.excluded, self.alpha, rows, exclusions.remainder(), radial=moment_excluded)
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """As for `Term`."""
+        return self.pairs(system).evaluate(system, derivatives)
 
 
 def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
