@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from nvalchemiops.interactions.electrostatics import k_vectors as core
 from nvalchemiops.interactions.electrostatics.k_vectors import MOST_AT_ONCE
 from nvalchemiops.torch.interactions.electrostatics import (
     ewald_reciprocal_space,
@@ -15,7 +17,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     generate_k_vectors_pme,
     k_vectors_from_miller_indices,
 )
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import _kept, chosen_points, points_within
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import _batches, _kept, chosen_points, points_within
 from tests.support.comparing import close
 from tests.support.systems import ALL, batch, by_differences, csr, triclinic
 
@@ -127,6 +129,15 @@ def test_systems_of_a_batch_have_their_own():
     close(waves(together, k_vectors=torch.stack(padded)), found)
 
 
+def without_padding(points, begin, system, weights):
+    """The points without those of no weight at the end, which belong to the last system."""
+    last = int(begin[-2])
+    end = last + 1 + int(points[last + 1 :].any(1).sum())
+    assert not points[end:].any() and not weights[end:].any() and (system[end:] == len(begin) - 2).all()
+    assert begin[-1] == len(points) == len(system) == len(weights)
+    return points[:end], begin.clamp(max=end), system[:end], weights[:end]
+
+
 def test_points_of_many_systems_are_those_of_each():
     """Systems that are looked at together, one that has too many points for that, and one without a lattice."""
     generator = torch.Generator().manual_seed(3)
@@ -137,16 +148,40 @@ def test_points_of_many_systems_are_those_of_each():
     for nothing in (False, True):
         if nothing:
             cell[20, 0] = 0.0
-        points, begin, system, weights = points_within(cell, lengths)  # the second time some are known
+        points, begin, system, weights = without_padding(
+            *points_within(cell, lengths)
+        )  # some are known the second time
         assert begin[0] == 0 and begin[-1] == len(points) and begin.diff().max() > MOST_AT_ONCE
         assert begin[12] - begin[11] == 1 and (begin[21] - begin[20] == 1) == nothing
         for number, (h, k) in enumerate(zip(cell, lengths)):
             _kept.clear()
             here = slice(begin[number], begin[number + 1])
-            alone, _, _, weights_alone = points_within(h[None], k[None])
+            alone, _, _, weights_alone = without_padding(*points_within(h[None], k[None]))
             assert torch.equal(points[here], alone) and torch.equal(weights[here], weights_alone)
             assert not points[here][0].any() and (system[here] == number).all()
         points_within(cell[:18], lengths[:18])
+
+
+@pytest.mark.parametrize("step", [1e-6, 1e-4, 1e-2])
+def test_cells_that_change_a_little_have_exactly_their_k_vectors(step):
+    """Points of the call before are used again for systems whose k-vectors are the same, and for no others."""
+    generator = torch.Generator().manual_seed(5)
+    cell = torch.stack([5.0 * torch.eye(3).double(), SYSTEM.cell[0], 4.0 * torch.eye(3).double(), SYSTEM.cell[0]])
+    cell[2, 2, 0] = 3.0
+    cubic = 2.0 * math.pi * 9.0**0.5 / 5.0  # the length of (2, 2, 1) and (3, 0, 0)
+    lengths = torch.tensor([cubic, K_CUTOFF, K_CUTOFF, 1e-9], dtype=torch.float64)
+    n_kept = 0
+    for _ in range(40):
+        _kept.clear()
+        before = _batches.find(lengths.numpy().tobytes())
+        points, begin, _, weights = without_padding(*points_within(cell, lengths))
+        expected = core.points_within(cell.numpy(), lengths.numpy())
+        assert np.array_equal(points, expected.points) and np.array_equal(begin, expected.begin)
+        assert np.array_equal(weights, expected.weights)
+        after = _batches.find(lengths.numpy().tobytes())
+        n_kept += before is not None and sum(a is b for a, b in zip(after.each, before.each))
+        cell = cell + step * cell @ (2.0 * torch.rand(4, 3, 3, generator=generator, dtype=torch.float64) - 1.0)
+    assert n_kept > 39 if step > 1e-3 else n_kept > 100
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-300, 1e-109, float("nan"), float("inf")])
@@ -155,8 +190,8 @@ def test_a_cell_without_volume_in_a_batch_has_only_the_origin(tiny, huge):
     """As on a GPU, where cells are not checked beforehand; other systems keep their vectors, without warnings."""
     broken = torch.tensor([[tiny, 0.0, 0.0], [huge, tiny, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     lengths = torch.tensor([K_CUTOFF, K_CUTOFF], dtype=torch.float64)
-    _, begin, _, weights = chosen_points(torch.stack([broken, SYSTEM.cell[0]]), lengths)
-    alone = chosen_points(SYSTEM.cell, lengths[:1])
+    _, begin, _, weights = without_padding(*chosen_points(torch.stack([broken, SYSTEM.cell[0]]), lengths))
+    alone = without_padding(*chosen_points(SYSTEM.cell, lengths[:1]))
     assert begin.tolist() == [0, 1, 1 + len(alone[3])]
     close([weights[1:]], [alone[3]], 0.0)
 

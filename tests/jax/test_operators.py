@@ -296,7 +296,7 @@ def test_repeated_calls_have_torchs_bits(name):
             energy = operator.in_torch(y, SYSTEM.charges, cell)
             (gradient,) = torch.autograd.grad(energy, y)
         assert float(value) == energy.item() and np.array_equal(by_x, gradient.numpy())
-    plan_of(count=2)
+    plan_of(count=3)  # of two cells, and of any cell
 
 
 def calls_from_jax(function, *arguments):

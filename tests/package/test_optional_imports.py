@@ -80,7 +80,7 @@ def test_kernels_run_without_torch():
         begin = wp.array([0, 2, 6], dtype=wp.int32, device="cpu")
         sums = wp.zeros((2, 2), dtype=wp.float64, device="cpu")
         launch.launch(sum_rows("float64"), 2, [values, None, begin, None, 0, 0, 6], [sums], device="cpu")
-        points, weights, _ = k_vectors.points_within(6.0 * np.eye(3)[None], np.array([2.0]))
+        points, weights, *_ = k_vectors.points_within(6.0 * np.eye(3)[None], np.array([2.0]))
         energy = pair_energy(Formula("k*q1*q2/r", ("q",), ("k",)))
         print(json.dumps([sums.numpy().tolist(), estimate_max_neighbors(5.0), float(weights.sum()), str(energy)]))
         """,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch import plans, record
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -21,6 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     electrostatic_potential,
     ewald_summation,
     particle_mesh_ewald,
+    prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_potential
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
@@ -31,7 +33,7 @@ from nvalchemiops.torch.runtime.recorder import Recorder
 from tests.support.comparing import close
 from tests.support.plans import forget, ordinary, plans_of_calls
 from tests.support.processes import python_says
-from tests.support.systems import triclinic
+from tests.support.systems import batch, triclinic
 
 F64 = torch.float64
 SYSTEM = triclinic(12, charged=True)
@@ -198,6 +200,77 @@ def test_a_sum_that_chooses_alpha_for_a_given_list_has_a_plan(method, form):
         found = call()
         assert way_of("sum") == "plan (replayed)"
         close(found, ordinary(call), 0.0)
+
+
+def batch_of_two():
+    system = batch(SYSTEM, triclinic(9, seed=5, charged=True))
+    near = neighbor_list(system.positions, 3.0, system.cell, batch_idx=system.batch_idx, return_neighbor_list=True)
+    return system, dict(zip(NEAR, near)) | {"batch_idx": system.batch_idx}
+
+
+TWO, NEAR_TWO = batch_of_two()
+VECTORS = prepare_wave_vectors(CELL, 4.0)
+SLAB = {"pbc": torch.tensor([True, True, False]), "slab_correction": True}
+EXCLUDED = {"exclusions": torch.tensor([[0, 2, 5], [1, 3, 4]])}
+MESH = {"alpha": 0.8, "mesh_dimensions": (12, 10, 9)}
+SUMS_OF_CELLS = {
+    "prepared": (ewald_summation, {"alpha": 0.8, "miller_indices": VECTORS}),
+    "length": (ewald_summation, {"alpha": 0.8, "k_cutoff": 4.0, **EXCLUDED}),
+    "bounds": (ewald_summation, {"alpha": torch.tensor([0.8], dtype=F64), "miller_bounds": (4, 4, 4), **SLAB}),
+    "chosen": (ewald_summation, {"accuracy": 1e-3, "cutoff": 3.0, **EXCLUDED}),
+    "mesh": (particle_mesh_ewald, {**MESH, **EXCLUDED}),
+    "mesh of dipoles": (particle_mesh_ewald, {**MESH, **SLAB, "dipoles": 0.3 * X.sin()}),
+    "chosen mesh": (particle_mesh_ewald, {"accuracy": 1e-3, "cutoff": 3.0}),
+    "batch, length": (ewald_summation, {"alpha": 0.8, "k_cutoff": torch.tensor([4.0, 3.7], dtype=F64)}),
+    "batch, chosen": (ewald_summation, {"accuracy": 1e-3, "cutoff": 3.0}),
+    "batch, mesh": (particle_mesh_ewald, {**MESH, "alpha": torch.tensor([0.8, 0.7], dtype=F64)}),
+}
+
+
+@pytest.mark.parametrize("name", SUMS_OF_CELLS)
+def test_sums_share_a_plan_where_cells_change(name):
+    """Also derivatives by cells, and with k-vectors that come and go. A cell that stays has its own plan."""
+    function, options = SUMS_OF_CELLS[name]
+    (x, q, h, _), near = (TWO, NEAR_TWO) if name.startswith("batch") else (SYSTEM, NEAR)
+    x, q, h = (t.to(F64) for t in (x, q, h))
+    compute = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
+
+    def results(x, cell):
+        return function(x, q, cell, **options, **near, **compute)
+
+    def gradients(x, cell):
+        x, cell = x.clone().requires_grad_(), cell.clone().requires_grad_()
+        energies = function(x, q, cell, **options, **near)
+        first = torch.autograd.grad(energies.square().sum(), (x, cell), create_graph=True)
+        return [t.detach() for t in (*first, *torch.autograd.grad(first[1].square().sum(), (x, cell)))]
+
+    def scaled(n):
+        strain = torch.eye(3, dtype=F64) + 0.004 * n * torch.tensor(
+            [[1.0, 0.3, 0.0], [0.0, -0.5, 0.0], [0.2, 0.0, 0.4]]
+        )
+        return x @ strain + 0.01 * n * x.cos(), h @ strain
+
+    for call, tolerance in ((results, 0.0), (gradients, 1e-11)):
+        forget()
+        ways = []
+        for n in range(12):
+            given = scaled(n)
+            found = call(*given)
+            ways.append(way_of("sum"))
+            close(found, ordinary(functools.partial(call, *given)), tolerance)
+        # a second derivative passes the first ones twice, so that plans of single cells are tried until they do not pay
+        assert "plan (replayed, for any cell)" in ways[4 if call is results else 0 :], ways
+        with pytest.raises(ValueError, match="`cell` is singular"):
+            call(given[0], given[1][..., [0, 0, 2]])
+        with pytest.raises(ValueError, match="`cell` has entries that are not finite"):
+            call(given[0], math.nan * given[1])
+    if name == "prepared":
+        with pytest.warns(AccuracyWarning, match="prepared for another cell"):
+            results(x, 1.2 * h)
+    forget()
+    for _ in range(3):
+        results(*scaled(3))
+    assert way_of("sum") == "plan (replayed)"
 
 
 @pytest.mark.parametrize("form", ["list", "matrix", "searched"])

@@ -190,7 +190,7 @@ def test_k_vectors_are_complete_in_thin_oblique_cells(thickness):
         k_cutoff = np.array([6.0 / thickness ** (1.0 / 3.0)])
 
         def indices(cell, k_cutoff):
-            points, weights, _ = k_vectors.points_within(cell, k_cutoff)
+            points, weights, *_ = k_vectors.points_within(cell, k_cutoff)
             signs = np.array([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]])
             return {tuple(n) for n in (points[:, None] * signs)[weights > 0].tolist()}
 

@@ -6,6 +6,8 @@ k-vectors: twice if n_x > 0, since there is no point for -k; not at all if the v
 one of the point.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from nvalchemiops.arguments import ValuesError
@@ -75,16 +77,31 @@ def half_box(bound: tuple[int, int, int]) -> np.ndarray:
     return grid[leading > 0]
 
 
-def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Points of all k-vectors of cells (n_systems, 3, 3) up to the lengths ``k_cutoff`` (n_systems,).
+class Points(NamedTuple):
+    """Points of several systems.
 
-    Returns
-    -------
+    Attributes
+    ----------
     points : (n, 3) int32 array
         The origin of each system comes first.
     weights : (n, 4) array
     begin : (n_systems + 1,) int array
         First point of each system; the last value is n.
+    longest : (n_systems,) array
+        Length of the longest vector.
+    next_one : (n_systems,) array
+        At most the length of any vector that is left out.
+    """
+
+    points: np.ndarray
+    weights: np.ndarray
+    begin: np.ndarray
+    longest: np.ndarray
+    next_one: np.ndarray
+
+
+def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> Points:
+    """Points of all k-vectors of cells (n_systems, 3, 3) up to the lengths ``k_cutoff`` (n_systems,).
 
     Raises
     ------
@@ -102,23 +119,25 @@ def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> tuple[np.ndarray, n
     squared = k_cutoff**2 * (1.0 + 1e-12)
     sizes = bounds(cell, k_cutoff) + 1
     ends = sizes.prod(1).cumsum()
-    parts = [(np.zeros((0, 3), dtype=np.int32), np.zeros((0, 4)), np.zeros(0, dtype=np.int64))]
+    parts = [(np.zeros((0, 3), np.int32), np.zeros((0, 4)), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
     first = 0
     while first < len(sizes):
         before = ends[first - 1] if first else 0
         last = max(first + 1, int(np.searchsorted(ends, before + MOST_AT_ONCE, side="right")))
         parts.append(_points_in_boxes(sizes[first:last], metric[first:last], squared[first:last]))
         first = last
-    points, weights, counts = (np.concatenate(each) for each in zip(*parts))
-    return points, weights, np.concatenate([[0], counts.cumsum()])
+    points, weights, counts, longest, next_one = (np.concatenate(each) for each in zip(*parts))
+    # the vectors beyond a box, as in `bounds`
+    beyond = 2.0 * np.pi * (sizes / np.linalg.norm(cell, axis=2)).min(1, initial=np.inf)
+    begin = np.concatenate([[0], counts.cumsum()])
+    return Points(points, weights, begin, np.sqrt(longest), np.minimum(np.sqrt(next_one), beyond))
 
 
-def _points_in_boxes(
-    sizes: np.ndarray, metric: np.ndarray, squared: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _points_in_boxes(sizes: np.ndarray, metric: np.ndarray, squared: np.ndarray) -> tuple[np.ndarray, ...]:
     """Points of vectors with Miller indices below ``sizes`` (n_systems, 3) and squared lengths up to ``squared``.
 
-    The results are the points (n, 3), their weights (n, 4), and the number of points of each system.
+    The results are the points (n, 3), their weights (n, 4), and for each system the number of points, the largest
+    squared length, and the smallest one of the vectors that are left out.
     """
     in_box = sizes.prod(1)
 
@@ -137,11 +156,15 @@ def _points_in_boxes(
     xx, yy, zz, xy, xz, yz = (of_point(metric[:, a, b]) for a, b in ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2)))
     same = xx * (x * x) + yy * (y * y) + zz * (z * z)
     xy, xz, yz, squared = xy * (x * y), xz * (x * z), yz * (y * z), of_point(squared)
-    inside = [same + 2.0 * (s[1] * xy + s[2] * xz + s[1] * s[2] * yz) <= squared for s in _SIGNS]
-    weights = _multiplicity(points.T) * np.stack(inside, axis=1)
+    squares = np.stack([same + 2.0 * (s[1] * xy + s[2] * xz + s[1] * s[2] * yz) for s in _SIGNS])
+    inside = squares <= squared
+    weights = _multiplicity(points.T) * inside.T
     used = weights.any(axis=1)
-    counts = np.add.reduceat(used, in_box.cumsum() - in_box, dtype=np.int64)
-    return np.ascontiguousarray(points.T[used]), weights[used], counts
+    first = in_box.cumsum() - in_box
+    counts = np.add.reduceat(used, first, dtype=np.int64)
+    longest = np.maximum.reduceat(np.where(inside, squares, 0.0).max(0), first)
+    next_one = np.minimum.reduceat(np.where(inside, np.inf, squares).min(0), first)
+    return np.ascontiguousarray(points.T[used]), weights[used], counts, longest, next_one
 
 
 def points_of_indices(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """Fourier sums over atoms as torch ops (`nvalchemiops.kernels.fourier`), differentiable to any order."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
 from nvalchemiops.torch.runtime.memory import new_empty
+from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
 
 def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]:
@@ -62,16 +64,32 @@ def _tables_of_atoms(
     return tables
 
 
+ROOM = 2
+"""By how much indices in a replay may exceed those of the recording."""
+
+
+def _within_bounds(points: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Points and their bounds. Points of a replay beyond the bounds of the recording are a fault, and are not used."""
+    recorder = current_recorder()
+    if recorder is None or not recorder.varies(points):
+        return points, points.amax(0).tolist()
+    with recorder.pause():
+        bounds = [n + ROOM for n in points.amax(0).tolist()]
+    limit = torch.tensor(bounds, dtype=points.dtype, device=points.device)
+    read_fault((points > limit).any().to(torch.int32))
+    return points.minimum(limit), bounds
+
+
 def _tables(
     coordinates: torch.Tensor,
     order: torch.Tensor | None,
     atom_begin: torch.Tensor,
-    points: torch.Tensor,
+    bounds: Sequence[int],
     moments: torch.Tensor | None = None,
 ) -> tuple[int, torch.Tensor, torch.Tensor, int, int]:
     """Number of vectors, first one of each system; cosines, sines of all multiples, moments; first rows of y and z."""
     vector_begin, n_vectors = _grouped(atom_begin, LANES, coordinates.shape[0])
-    n_x, n_y, n_z = (2 * (int(n) + 1) for n in points.amax(0).tolist())
+    n_x, n_y, n_z = (2 * (n + 1) for n in bounds)
     values = None if moments is None else moments.flatten(1)
     n_rows = n_x + n_y + n_z + (0 if values is None else values.shape[1])
     # an odd number of vectors in a row: rows at a distance of a power of two would evict each other from the caches
@@ -145,7 +163,8 @@ def fourier_spread(
     plan: list[Any]
     slices, partial = 1, field
     if layout(moments.device.type).groups:
-        _, *plan = _tables(coordinates, order, atom_begin, points, moments)
+        points, bounds = _within_bounds(points)
+        _, *plan = _tables(coordinates, order, atom_begin, bounds, moments)
         rows = -(-n_points // spread_kernels.POINTS)
     else:
         n_systems = atom_begin.shape[0] - 1
@@ -201,7 +220,8 @@ def fourier_gather(
     plan: tuple[Any, ...]
     slices, partial = 1, moments
     if layout(field.device.type).groups:
-        n_vectors, vector_begin, tables, *rest = _tables(coordinates, order, atom_begin, points)
+        points, bounds = _within_bounds(points)
+        n_vectors, vector_begin, tables, *rest = _tables(coordinates, order, atom_begin, bounds)
         block_begin, rows = _grouped(vector_begin, gather_kernels.vectors_at_once(derivatives), n_vectors)
         plan = (vector_begin, block_begin, tables, *rest)
     else:

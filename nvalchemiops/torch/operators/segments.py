@@ -1,5 +1,7 @@
 """Sums over the atoms of each system, reproducible to the last bit (`nvalchemiops.kernels.segments`)."""
 
+from contextlib import nullcontext
+
 import torch
 
 from nvalchemiops.arguments import ValuesError
@@ -11,7 +13,7 @@ from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
-from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.recorder import current_recorder, differ_in_replays, read_fault
 
 FEW = 64 * BLOCK
 """Total number of atoms up to which the systems are not divided among threads."""
@@ -65,6 +67,10 @@ def check_system_numbers(batch_idx: torch.Tensor, n_systems: int) -> None:
 def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
     if batch_idx.numel() == 0:
         return
+    if differ_in_replays(batch_idx):
+        is_wrong = read_fault(((batch_idx < 0) | (batch_idx >= n_systems)).any().to(torch.int32))
+        if not is_wrong:
+            return
     low, high = (int(end) for end in torch.aminmax(batch_idx))
     if not 0 <= low <= high < n_systems:
         raise ValuesError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
@@ -105,9 +111,15 @@ def sorted_by_system(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Ten
 
 def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:
     _check_entries(batch_idx, n_systems)
-    if bool((batch_idx[1:] >= batch_idx[:-1]).all()):
-        return None, row_pointers(batch_idx, n_systems)
-    return sort_by_system(batch_idx, n_systems)
+    descends = (batch_idx[1:] < batch_idx[:-1]).any()
+    recorder = current_recorder()
+    with nullcontext() if recorder is None else recorder.pause():
+        is_sorted = not bool(descends)
+    if not is_sorted:
+        return sort_by_system(batch_idx, n_systems)
+    if differ_in_replays(batch_idx):
+        read_fault(descends.to(torch.int32))
+    return None, row_pointers(batch_idx, n_systems)
 
 
 def sort_by_system(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import is_capturing, may_keep, may_recognize
+from nvalchemiops.torch.runtime.recorder import differ_in_replays
 
 MOST_BYTES = 2**27
 """Largest total memory of cached results. A larger result is not cached."""
@@ -34,9 +35,9 @@ def cached_by_value(
     """The result of ``compute()``, a tuple of tensors that depend on ``values`` and ``others`` alone, cached by value.
 
     Cached only on a CPU, where values can be read at no cost, and only if no gradient is tracked. With None for
-    ``others`` the result is always computed.
+    ``others`` the result is always computed, as it is in a recording in which ``values`` differ between replays.
     """
-    if others is None or not may_keep(*values):
+    if others is None or not may_keep(*values) or differ_in_replays(*values):
         return compute()
     read = [v.detach().resolve_neg().numpy().tobytes() for v in values]
     key = (name, others, *((v.dtype, v.shape, content) for v, content in zip(values, read)))

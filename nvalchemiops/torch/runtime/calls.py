@@ -86,6 +86,12 @@ class Call(NamedTuple):
     end : callable, optional
         ``end(results, body)`` makes the return value of the call, in new memory. It runs outside of the plan, so it may
         read results. Only for calls without derivatives.
+    in_any_cell : callable, optional
+        ``in_any_cell()`` describes the call so that all its inputs may be moving, for a plan that serves all their
+        values; or returns None. It checks the present values, which the `prepare` of that call does not read in a
+        recording, and may raise as `prepare` does. Without it each value of the fixed inputs has a plan.
+    prepared : tuple of torch.Tensor
+        Further moving tensors, without derivatives, which `prepare` then takes after ``near``.
     op : callable, optional
         ``op()`` is the whole call as an operator. It runs where the call can have no plan: if compilers, transforms or
         modes see the operations, for instance.
@@ -94,7 +100,7 @@ class Call(NamedTuple):
     """
 
     name: str
-    prepare: Callable[[Sequence[torch.Tensor], Any], Body]
+    prepare: Callable[..., Body]
     inputs: Tensors
     n_moving: int
     near: Any = ()
@@ -107,6 +113,8 @@ class Call(NamedTuple):
     by_system: bool = False
     domain: Any = None
     end: Callable[[Tensors, Body], Tensors] | None = None
+    in_any_cell: Callable[[], "Call | None"] | None = None
+    prepared: Tensors = ()
     op: Callable[[], Tensors] | None = None
     waits: bool = True
 
@@ -126,7 +134,8 @@ class Kind(NamedTuple):
         How many inputs a plan copies: on a CPU only the moving ones, since values of the others are part of the key; on
         a GPU all.
     used, copied : list of torch.Tensor
-        Neighbor lists that only kernels read, so a plan uses them in place; and neighbor lists that a plan copies.
+        Neighbor lists that only kernels read, so a plan uses them in place; and neighbor lists that a plan copies, then
+        `Call.prepared`.
     length : int
         Number of pairs in the lists, if the plan works for lists of any length; otherwise 0.
     small, large : list of torch.Tensor
@@ -196,7 +205,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     contents: list[bytes] = []
     parts: list[list[Any]] = [[], [], [], []]
     forms, of_lists, of_systems, of_options = parts
-    for t in inputs[:n_copied]:
+    for t in (*inputs[:n_copied], *call.prepared):
         forms += (t.shape, t.dtype, t.stride())
     for t in listed:
         if length and length in (shape := t.shape):  # `_length` has checked dtypes and strides
@@ -211,6 +220,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large, of_inference=True):
         return "a tensor of another kind is part of what is fixed"
     used, copied = (listed, []) if is_used or place is not None else ([], listed)
+    copied = [*copied, *call.prepared]
     table = tables.current()
     key = (call.name, how, place, *map(tuple, parts))
     return Kind(key, place, n_copied, used, copied, length, small, large, contents, table)

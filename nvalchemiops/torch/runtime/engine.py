@@ -325,7 +325,11 @@ def first_derivatives(result: torch.Tensor, by: Sequence[torch.Tensor]) -> list[
 def _planned(
     call: Call, kind: Kind | str, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]
 ) -> Tensors | None:
-    """Run `full` with a plan, which may be recorded first; None if there is no plan. For ``tensors`` see `_value`."""
+    """Run `full` with a plan, which may be recorded first; None if there is no plan. For ``tensors`` see `_value`.
+
+    A value of the cells that has no plan of its own shares one with other values. Such a plan computes in each replay
+    what depends on the cells alone.
+    """
     if isinstance(kind, str):
         return _noted(call, "once", kind, None)
     n_moving, n_inputs = kind.n_copied, len(call.inputs)
@@ -352,6 +356,16 @@ def _planned(
             return found
         table.entries.pop(key, None)
     if why := table.obstacle(call.name, key):
+        if call.in_any_cell is not None and kind.place is None and (general := call.in_any_cell()) is not None:
+            # with its own name, since its replays do not pay for recordings of single cells
+            name = f"{call.name} in any cell"
+            general = general._replace(name=name, n_moving=n_inputs, in_any_cell=None)
+            of_all = kind_of(general, False)
+            of_all = of_all if isinstance(of_all, str) else of_all._replace(table=table)
+            found = _planned(general, of_all, levels, needed, tensors)
+            way, reason = _last.pop(name, ("plan", "replayed"))
+            if found is not None:
+                return _noted(call, way, f"{reason}, for any cell", found)
         differing = [part for part, now, then in zip(PARTS, kind.key, before) if now != then]
         beside = f"; the call before had other {', other '.join(differing)}" if differing else ""
         return _noted(call, "once", why + beside, None)
@@ -363,9 +377,9 @@ def _planned(
         constants = [t.detach().clone() for t in tensors[n_moving:n_inputs]]
         here = [*memory[:n_moving], *constants, *memory[n_moving : len(memory) - len(lists)]]
         near, waiting = call.near, iter(memory[len(memory) - len(lists) :])
-        if lists:
+        if len(lists) > len(call.prepared):
             near = type(near)(*[next(waiting) if isinstance(value, torch.Tensor) else value for value in near])
-        bodies.append(call.prepare(here[:n_inputs], near))
+        bodies.append(call.prepare(here[:n_inputs], near, *waiting))
         return full(bodies[-1], levels, needed, here)
 
     if graph is None and plans.share_memory(kind.used, [*kind.small, *kind.large]):

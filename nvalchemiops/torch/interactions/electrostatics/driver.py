@@ -19,7 +19,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
     choose_splitting,
     costs_of_call,
 )
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Tensors, Term, check_gradients
@@ -61,14 +61,14 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
     if is_listed(asked.neighbors) and asked.options.alpha is not None:
         return _sum("sum", _terms, asked, asked.is_constant)
     # neighbors and alpha first, since they depend on positions; then the plan of the rest
-    terms, system, rows, *chosen = _terms(asked)
-    known = ("chosen", *chosen, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
+    terms, system, rows, long_range, alpha = _terms(asked)
+    known = ("chosen", long_range, alpha, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
     near = rows
     if is_listed(asked.neighbors) and rows.first is not None and parts_of(rows, asked.neighbors):
         # both rows of the list in one tensor, since lists of a plan share no memory; always as `Rows`, since the terms
         # hold these tensors: the plan must use them in place, and no copies of them
         near = rows._replace(neighbors=asked.neighbors.neighbor_list, first=None)
-    return evaluate(terms, system, asked.request, asked.is_constant, near, known)
+    return evaluate(terms, system, asked.request, asked.is_constant, near, known, (alpha, *long_range.tensors))
 
 
 def is_listed(neighbors: GivenNeighbors) -> bool:
@@ -127,24 +127,38 @@ def _described(
 
     # pairs alone have no other options
     known: Any = options[:3] if method is None else (method.given, *given, *options)
+    called = (" ".join(names), request, atoms.widths)
 
-    def body(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
+    def body(inputs: Sequence[torch.Tensor], near: Any, *vectors: torch.Tensor) -> engine.Body:
         here: Any = dict(zip(names, inputs))
-        return prepare(asked._replace(atoms=atoms._replace(**here), neighbors=near))
+        changed: Any = {"given": (None, None, None, WaveVectors(*vectors))} if vectors else {}
+        return prepare(asked._replace(atoms=atoms._replace(**here), neighbors=near, **changed))
 
-    return engine.Call(
+    def in_any_cell() -> engine.Call | None:
+        cells = cell.detach().reshape(-1, 3, 3)
+        if method is None:
+            return call
+        if not method.fits(cells, *given):
+            return None
+        if (vectors := method.of_cell(cells, *given)) is None:
+            return call
+        return call._replace(options=(*called, method.given, *options), prepared=vectors[:4])
+
+    call = engine.Call(
         name,
         body,
         inputs,
         len(inputs) - 1,
         neighbors,
         (atoms.batch_idx, atoms.pbc),
-        (" ".join(names), request, atoms.widths, *known),
+        (*called, *known),
+        in_any_cell=in_any_cell,
         along=along and request.has_first_derivatives,
         batch_idx=atoms.batch_idx,
         n_systems=1 if cell.ndim == 2 else cell.shape[0],
         by_system=request.energy_reduction == "system",
     )
+    return call
 
 
 def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[Any, float | None, Rows | None, float]:

@@ -67,6 +67,18 @@ class WaveVectors(NamedTuple):
         change = torch.linalg.inv_ex(self.cell).inverse @ cell
         return self.k_cutoff / torch.linalg.matrix_norm(change, 2)
 
+    def stretch_to(self, cell: torch.Tensor) -> np.ndarray:
+        """The largest factor (n_systems,) by which this cell is longer in some direction; 1 if that cannot be read."""
+        if self.cell is None or not may_read(cell, self.cell):
+            return np.ones(cell.shape[0])
+        before, now = on_host(self.cell), on_host(cell)
+        if np.array_equal(before, now):
+            return np.ones(len(now))
+        if not np.isfinite(now).all():
+            return np.full(len(now), np.inf)
+        # a k-vector shrinks at most by this factor
+        return np.linalg.norm(np.linalg.solve(before, now), 2, axis=(1, 2))
+
     def check(self, cell: torch.Tensor) -> None:
         """Raise if prepared for another number of systems; warn if ``k_cutoff`` is not covered in this cell."""
         n_systems = self.point_begin.shape[0] - 1
@@ -74,13 +86,9 @@ class WaveVectors(NamedTuple):
             raise ValueError(
                 f"`miller_indices` are prepared for {n_systems} systems, but there are {cell.shape[0]}. {ELSEWHERE}"
             )
-        if self.cell is None or self.k_cutoff is None or not may_read(cell, self.cell):
+        if self.k_cutoff is None:
             return
-        before, now = on_host(self.cell), on_host(cell)
-        if np.array_equal(before, now):
-            return
-        # a k-vector shrinks at most by the factor by which the cell has stretched in some direction
-        stretch = np.linalg.norm(np.linalg.solve(before, now), 2, axis=(1, 2))
+        stretch = self.stretch_to(cell)
         worst = int(stretch.argmax())
         if stretch[worst] > MOST_STRETCH:
             asked = float(on_host(self.k_cutoff)[worst])
@@ -121,8 +129,9 @@ def chosen_points(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
 
 def _points_within(lattice: np.ndarray, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     # clipped so that the number of k-vectors does not overflow before it is checked
-    lengths = on_host(k_cutoff).astype(np.float64).clip(None, 1e60)
-    return _joined(_within([c.tobytes() for c in lattice], lengths.tolist()), k_cutoff.device)
+    found = _kept_within(lattice, on_host(k_cutoff).astype(np.float64).clip(None, 1e60))
+    # copies: compiled code may write into the results of operators
+    return tuple([t.to(k_cutoff.device, copy=True) for t in found])
 
 
 @warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
@@ -146,7 +155,8 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
     return WaveVectors(points.repeat(n_systems, 1), systems * n_points, of_point, weights.repeat(n_systems, 1))
 
 
-_Points = tuple[np.ndarray, np.ndarray]
+_Points = tuple[np.ndarray, np.ndarray, float, float]
+"""Points and weights of a system, and the lengths between which no k-vector is; for these see `core.Points`."""
 
 MOST_KEPT = 256
 """Number of pairs (cell, length) whose k-vectors are kept: some systems of a batch may return in the next call."""
@@ -154,7 +164,49 @@ MOST_KEPT = 256
 _kept: Kept[_Points] = Kept(MOST_KEPT)
 
 
+class _Batch(NamedTuple):
+    """The k-vectors of a batch: the inverses of the cells for which they were chosen, and tensors on the host."""
+
+    inverse: np.ndarray
+    each: list[_Points]
+    tensors: tuple[torch.Tensor, ...]
+
+    def unchanged(self, lattice: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Whether each system has the same k-vectors in another cell.
+
+        Lengths of k-vectors change at most by the strain, in relative terms, and there is none near the cutoff.
+        """
+        *_, longest, next_one = zip(*self.each)
+        with np.errstate(invalid="ignore", over="ignore"):
+            strain = np.linalg.norm(self.inverse @ lattice - np.eye(3), axis=(1, 2)) + 1e-9
+            return (np.array(longest) <= lengths * (1.0 - strain)) & (np.array(next_one) > lengths * (1.0 + strain))
+
+
+_batches: Kept[_Batch] = Kept(16)
+
+
 @eager
+def _kept_within(lattice: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, ...]:
+    """The k-vectors of cells up to these lengths; where cells have changed a little, those of before."""
+    key = lengths.tobytes()
+    before = _batches.find(key)
+    changed = np.ones(len(lattice), dtype=bool) if before is None else ~before.unchanged(lattice, lengths)
+    if before is not None and not changed.any():
+        return before.tensors
+    found = iter(_within([c.tobytes() for c in lattice[changed]], lengths[changed].tolist()))
+    if before is None:
+        each, inverse = list(found), np.zeros_like(lattice)
+    else:
+        each = [next(found) if is_new else old for is_new, old in zip(changed, before.each)]
+        inverse = before.inverse.copy()
+    regular = changed & np.array([next_one > 0.0 for *_, next_one in each])
+    inverse[regular] = np.linalg.inv(lattice[regular])
+    with torch.inference_mode(False):  # other calls will use them
+        tensors = _joined([points[:2] for points in each], torch.device("cpu"), in_steps=True)
+    _batches.keep(key, _Batch(inverse, each, tensors))
+    return tensors
+
+
 def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
     """Points and weights of each system: kept ones are reused, all others are computed together."""
     keys = list(zip(cells, lengths))
@@ -169,7 +221,7 @@ def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
 
 
 def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
-    """Points and weights of each system; only the origin if the cell or the length is not valid."""
+    """The points of each system; only the origin if the cell or the length is not valid."""
     known = lengths > 0.0
     try:
         unit_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
@@ -177,12 +229,16 @@ def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
         if len(lengths) > 1:
             return [_points_of(lattice[n : n + 1], lengths[n : n + 1])[0] for n in range(len(lengths))]
         known[:] = False
-    points, weights, begin = core.points_within(lattice[known], lengths[known])
-    if len(begin) == 2 and known.all():
-        return [(points, weights)]
+    points, weights, begin, longest, next_one = core.points_within(lattice[known], lengths[known])
     # copies: views would keep the memory of all systems alive
-    each = iter([(points[i:j].copy(), weights[i:j].copy()) for i, j in itertools.pairwise(begin)])
-    return [next(each) if is_known else core.points_of_indices(np.zeros((0, 3), np.int64)) for is_known in known]
+    each = zip(
+        (points[i:j].copy() for i, j in itertools.pairwise(begin)),
+        (weights[i:j].copy() for i, j in itertools.pairwise(begin)),
+        longest.tolist(),
+        next_one.tolist(),
+    )
+    origin = (*core.points_of_indices(np.zeros((0, 3), np.int64)), np.inf, 0.0)
+    return [next(each) if is_known else origin for is_known in known]
 
 
 @functools.lru_cache(maxsize=64)
@@ -191,7 +247,19 @@ def _of_indices(indices: bytes) -> tuple[np.ndarray, np.ndarray]:
     return core.points_of_indices(np.frombuffer(indices, dtype=np.int64).reshape(-1, 3))
 
 
-def _joined(lists: Sequence[_Points], device: torch.device) -> tuple[torch.Tensor, ...]:
+STEPS_OF_NUMBERS = 16
+"""Steps per factor of two in which numbers of chosen points grow, so that calls whose k-vectors differ share a plan."""
+
+
+def _joined(
+    lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device, in_steps: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The points of all systems; ``in_steps`` with further ones of the last system, whose weights are zero."""
+    if in_steps and lists:
+        count = sum([len(points) for points, _ in lists])
+        step = max(STEPS_OF_NUMBERS, (1 << (count // STEPS_OF_NUMBERS).bit_length()) // 2)
+        (points, weights), more = lists[-1], -count % step
+        lists = [*lists[:-1], (np.pad(points, ((0, more), (0, 0))), np.pad(weights, ((0, more), (0, 0))))]
     sizes = np.array([points.shape[0] for points, _ in lists])
     begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     system = np.repeat(np.arange(len(lists), dtype=np.int32), sizes)

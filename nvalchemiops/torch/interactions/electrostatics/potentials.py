@@ -56,6 +56,10 @@ class LongRangePotential(NamedTuple):
             return self.slope(k2, alpha)
         return torch.func.jvp(lambda k2: self.reciprocal(k2, alpha), (k2,), (torch.ones_like(k2),))[1]
 
+    def reciprocal_and_derivative(self, k2: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`reciprocal` and `reciprocal_derivative`."""
+        return self.reciprocal(k2, alpha), self.reciprocal_derivative(k2, alpha)
+
 
 @engine.immutable
 class _PowerLaw(LongRangePotential):
@@ -68,6 +72,13 @@ class _PowerLaw(LongRangePotential):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return power_law, (self.exponent,)
+
+    def reciprocal_and_derivative(self, k2: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As for `LongRangePotential`; the exponential of the Coulomb potential is computed once."""
+        if self.exponent != 1:
+            return super().reciprocal_and_derivative(k2, alpha)
+        value = _coulomb(k2, alpha)
+        return value, -value * (0.25 / alpha.square() + k2.reciprocal())
 
     @property
     def as_call(self) -> tuple[str, tuple[Any, ...]]:

@@ -1,5 +1,6 @@
 """Sums of terms as calls of the engine: energies, with first derivatives if requested or needed."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ def evaluate(
     is_constant: bool,
     near: Sequence[Any] = (),
     options: tuple[Any, ...] | str = engine.UNKNOWN,
+    chosen: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
     """The results of a sum: energies, then the derivatives that were requested.
 
@@ -44,21 +46,31 @@ def evaluate(
         Whether the terms are known to depend on no other tensors than their fields and those of the system.
     near, options
         As for `engine.Call`, for a plan.
+    chosen : sequence of torch.Tensor
+        Tensors among those of ``terms`` and ``options`` that follow from cells, positions and charges.
     """
-    body = body_of(terms, system, request)
+
+    def prepare(inputs: Sequence[torch.Tensor], near: Any, *others: torch.Tensor) -> engine.Body:
+        return body_of(_with(tuple(terms), dict(zip(map(id, chosen), others))), system, request)
+
+    def in_any_cell() -> engine.Call:
+        others = _with(options, dict.fromkeys(map(id, chosen)))
+        return call._replace(options=others, prepared=tuple(chosen))
+
     if near and not layout(system.positions.device.type).reads:
         options = "its terms hold the lists, which a graph would copy"
     inputs = (system.positions, system.moments, system.cell)
     own = (*terms, system.widths)
     call = engine.Call(
         "sum",
-        lambda *_: body,
+        prepare,
         inputs,
         2,
         near,
         (system.batch_idx, system.widths, system.slab_axes, system.has_channels),
         options if system.domain is None else "ranks share it",
         along=is_constant and request.has_first_derivatives,
+        in_any_cell=in_any_cell,
         others=own,
         batch_idx=system.batch_idx,
         n_systems=system.n_systems,
@@ -66,6 +78,18 @@ def evaluate(
         domain=system.domain,
     )
     return complete(engine.run(call), system, request)
+
+
+def _with(value: Any, others: dict[int, Any]) -> Any:
+    """``value`` with ``others``, by the id of the tensors whose places they take in nested tuples."""
+    if isinstance(value, torch.Tensor):
+        return others.get(id(value), value)
+    if not isinstance(value, tuple):
+        return value
+    parts = [_with(part, others) for part in value]
+    if all(map(operator.is_, parts, value)):
+        return value
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
 def one_or_several(results: tuple[torch.Tensor, ...]) -> Tensors:

@@ -25,6 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import (
     strengths_of,
     widest_alpha,
 )
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
@@ -49,6 +50,8 @@ class LongRange(Protocol):
         The arguments by which callers may give the parameters, for messages.
     is_given : bool
         Whether the parameters are given.
+    tensors : tuple of torch.Tensor
+        Those of the k-vectors, which may follow from the cell.
     valid : (n_systems,) bool tensor or None
         If values could not be read: False for systems that the parameters do not fit.
     """
@@ -60,7 +63,20 @@ class LongRange(Protocol):
     def is_given(self) -> bool: ...  # noqa: D102  # the class says what it is
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102  # the class says what it is
+
+    @property
     def valid(self) -> torch.Tensor | None: ...  # noqa: D102  # the class says what it is
+
+    @staticmethod
+    def of_cell(cell: torch.Tensor, *given: Any) -> WaveVectors | None:
+        """The k-vectors that arguments of `given` describe by their length, for ``cell`` (n_systems, 3, 3)."""
+        ...
+
+    @staticmethod
+    def fits(cell: torch.Tensor, *given: Any) -> bool:
+        """Whether other parameters than those `of_cell` do not depend on the cell, and fit this one."""
+        ...
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
         """The error model of given parameters, with torch tensors."""

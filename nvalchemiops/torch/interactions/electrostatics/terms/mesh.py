@@ -212,10 +212,24 @@ class MeshSum(NamedTuple):
         mesh = mesh_spacing_to_dimensions(system.cell.detach(), mesh_spacing, spline_order=order)
         return cls(order, mesh, "`mesh_spacing`", precomputed)
 
+    @staticmethod
+    def of_cell(cell: torch.Tensor, *given: Any) -> None:
+        """As for `LongRange`."""
+
+    @staticmethod
+    def fits(cell: torch.Tensor, mesh_dimensions: Any, *given: Any) -> bool:
+        """As for `LongRange`."""
+        return mesh_dimensions is not None
+
     @property
     def is_given(self) -> bool:
         """As for `LongRange`."""
         return self.mesh is not None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """As for `LongRange`."""
+        return ()
 
     def suited(self, accuracy: float, costs: core.Costs) -> "MeshSum":
         """As for `LongRange`."""
@@ -351,12 +365,15 @@ def influence(
     of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], 0)[..., None, None, None]
     k2 = torch.where(origin, 1.0, k2)
     b_xy = b_xy / of_system[2]
-    value = potential.reciprocal(k2, of_system[0]) * b_xy * b_z
-    value = _for_both_parts(torch.where(origin, of_system[1] / of_system[2], value))
-    if not with_derivative:
+    derivative = None
+    if with_derivative:
+        value, derivative = potential.reciprocal_and_derivative(k2, of_system[0])
+    else:
+        value = potential.reciprocal(k2, of_system[0])
+    value = _for_both_parts(torch.where(origin, of_system[1] / of_system[2], value * b_xy * b_z))
+    if derivative is None:
         return Influence(value, None)
-    derivative = potential.reciprocal_derivative(k2, of_system[0]) * b_xy * (b_z * doubled)
-    return Influence(value, _for_both_parts(torch.where(origin, 0.0, derivative)))
+    return Influence(value, _for_both_parts(torch.where(origin, 0.0, derivative * b_xy * (b_z * doubled))))
 
 
 def _for_both_parts(values: torch.Tensor) -> torch.Tensor:
