@@ -10,6 +10,7 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.runtime.context import ValuesNeededError
 from nvalchemiops.torch.systems import System
 from tests.support.systems import triclinic
 
@@ -145,3 +146,11 @@ def test_modules_take_a_system_as_they_take_its_tensors(kind):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     with pytest.raises(TypeError, match="`cell` goes with tensors"):
         kind.estimate(atoms, CELL)
+
+
+@pytest.mark.parametrize("function", [electrostatics.ewald_summation, electrostatics.particle_mesh_ewald])
+def test_parameters_cannot_be_chosen_for_the_cells_of_all_slices(function):
+    system = triclinic()
+    cells = torch.stack([system.cell, 1.1 * system.cell])
+    with pytest.raises(ValuesNeededError, match="slices of `vmap`"):
+        torch.func.vmap(lambda cell: function(system.positions, system.charges, cell))(cells)

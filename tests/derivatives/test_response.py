@@ -314,6 +314,8 @@ def test_single_precision():
     rough = found(single)
     assert rough.charges.dtype == torch.float32
     close_to_largest([r.double() for r in rough[:3]], found(double)[:3], 2e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, found(single)[:3], rough[:3]))
 
 
 # -- what must not be answered ---------------------------------------------------------------------

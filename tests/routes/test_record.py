@@ -399,3 +399,17 @@ def test_gradients_that_are_required_later():
         assert torch.equal(recorded(x), step(x))
         weights.requires_grad_(count > 2)
     assert "replayed" in recorded.explain()
+
+
+def test_a_tensor_in_several_places_has_one_gradient():
+    """Positions that are also dipoles, for instance, or arguments that are functions of others."""
+
+    def step(x, values):
+        (gradient,) = torch.autograd.grad((x**2 * values[0]).sum(), x)
+        return gradient
+
+    for beside in (lambda x: x, lambda x: 2.0 * x):
+        recorded = record(step)
+        for seed in range(3):
+            x = torch.randn(5, generator=torch.Generator().manual_seed(seed), dtype=F64, requires_grad=True)
+            torch.testing.assert_close(recorded(x, [beside(x)]), step(x, [beside(x)]))

@@ -256,6 +256,22 @@ def test_in_float32_it_is_the_same_rounded():
             assert (value - expected).abs().max() < tolerance * expected.abs().max(), method
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_does_not_round_moments(method):
+    positions, cell = (t.float() for t in geometry())
+    values = {name: value.float() for name, value in random_sources(5, width=0.4).items()}
+
+    def results():
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items() if name != "widths"}
+        found = METHODS[method](positions, cell=cell, alpha=ALPHA, **{**values, **leaves}, **ALL)
+        return [*found, *torch.autograd.grad(sum(f.square().sum() for f in found), list(leaves.values()))]
+
+    expected = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results()
+    assert all(map(torch.equal, found, expected))
+
+
 # -- surfaces ---------------------------------------------------------------------------------------
 
 

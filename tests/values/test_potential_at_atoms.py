@@ -382,6 +382,14 @@ def test_own_second_derivatives_are_those_of_an_atom_alone():
     assert alone < 1e-3 * whole
 
 
+def test_sources_may_be_negative_views():
+    """As of an imaginary part of what was conjugated."""
+    positions, given, cell = system(neutral=False, channels=1)
+    options = {**FINE, "derivatives": 2}
+    found = electrostatic_potential(torch._neg_view(-positions), torch._neg_view(-given.charges), cell, **options)
+    close(found, electrostatic_potential(positions, given.charges, cell, **options))
+
+
 def test_packed_moments_have_gradients_and_errors():
     moments = [torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((), (3,), (3, 3))]
     with pytest.warns(AccuracyWarning, match="trace"):

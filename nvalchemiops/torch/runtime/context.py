@@ -139,9 +139,20 @@ def slices_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor as a NumPy array, also under ``torch.func.grad`` and similar transforms."""
+    """The values of a tensor as a NumPy array, also under ``torch.func.grad`` and similar transforms.
+
+    Raises
+    ------
+    ValuesNeededError
+        ``vmap`` maps over the tensor, so that it has other values in each slice.
+    """
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not internals.transforms_active():
         return tensor.detach().resolve_neg().numpy()
+    if is_mapped(tensor):
+        raise ValuesNeededError(
+            "values that differ between the slices of `vmap` would be read, to find neighbors or to choose parameters: "
+            "give neighbors and parameters, or do not map over what they depend on"
+        )
     values = values_of(tensor.cpu())
     with internals.without_transforms():
         return values.resolve_neg().numpy()

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,8 +101,7 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the function, from a plan if one is kept for these arguments."""
-        moving: list[torch.Tensor] = []
-        form = _taken_apart((args, kwargs), moving)
+        form, moving = _taken_apart((args, kwargs))
         reason = self._obstacle(moving)
         if reason is not None:
             return self._ordinary(reason, args, kwargs)
@@ -125,7 +124,7 @@ class Recorded:
         if found is None and key in self._not_captured:
             return self._ordinary(self._not_captured[key], args, kwargs)
         if found is None:
-            return self._record(key, moving, args, kwargs)
+            return self._record(key, form, moving)
         if not (found.plan.acts and found.plan.is_graph) and found.is_new(moving):
             return self._checked(found.plan, moving, args, kwargs)
         results = _replayed(found.plan, moving)
@@ -133,7 +132,7 @@ class Recorded:
             return self._ordinary(_NOT_NOW, args, kwargs)
         self._counts["replayed"] += 1
         self._way = "replayed"
-        return _put_together(found.form, iter(results))
+        return _put_together(found.form, results)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the instance is the first argument."""
@@ -147,11 +146,10 @@ class Recorded:
 
         The function sends messages to other ranks, not the plan, which is told what has come back.
         """
-        expected: list[torch.Tensor] = []
         heard: acts.Written = deque()
         with acts.hearing(heard), tables.off():  # operation by operation, as the plan, so that rounding is the same
             returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
-        _taken_apart(returned, expected)
+        expected = _taken_apart(returned)[1]
         try:
             with acts.telling(heard):
                 results = _replayed(plan, moving)
@@ -193,6 +191,9 @@ class Recorded:
             return "compilers, transforms and modes see the operations"
         if current_recorder() is not None:
             return "it is part of another recording"
+        tracked = [t for t in moving if t.requires_grad]
+        if len(tracked) > 1 and not all([t.is_leaf for t in tracked]):
+            return "arguments with gradients may depend on each other"
         if not is_unobserved(*moving, *self._changing):
             return "autocast, a profiler or a tensor of another kind sees the operations"
         device = self._device(moving)
@@ -209,18 +210,16 @@ class Recorded:
         self._counts["ordinary"] += 1
         return self._function(*args, **kwargs)
 
-    def _record(self, key: Hashable, moving: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def _record(self, key: Hashable, form: Any, moving: list[torch.Tensor]) -> Any:
         returned: list[Any] = []
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            values, options = _put_together(_taken_apart((args, kwargs), []), iter(memory))
-            result = self._function(*values, **options)
-            found: list[torch.Tensor] = []
-            returned.append((_taken_apart(result, found), found))
-            return found
+            values, options = _put_together(form, memory)
+            returned.append(_taken_apart(self._function(*values, **options)))
+            return returned[-1][1]
 
         if not _records.acquire(blocking=False):
-            return self._ordinary("another thread is recording", args, kwargs)
+            return self._ordinary("another thread is recording", *_put_together(form, moving))
         try:
             device = self._device(moving)
             graph = None if layout(device.type).reads else graphs.Graph(device)
@@ -228,7 +227,7 @@ class Recorded:
                 plan, results, reason = follow(call, moving, changing=self._changing, graph=graph)
         finally:
             _records.release()
-        form, found = returned[0]
+        form_of_results, found = returned[0]
         # the capture failed, not the function; or ranks come back from an error
         failed = "" if graph is None else graph.reason
         if plan is None and (failed or reason.startswith(FOR_NOW)):
@@ -236,7 +235,7 @@ class Recorded:
                 self._not_captured[key] = failed
             self._counts["ordinary"] += 1
             self._way = f"ordinary, since {reason}"
-            return _put_together(form, iter(found))
+            return _put_together(form_of_results, found)
         if plan is None:
             self._way = f"not recorded: {reason}"
             raise RecordingError(f"`{self._name}` cannot be recorded: {reason}")
@@ -248,12 +247,12 @@ class Recorded:
         for old, kept in list(self._recordings.items()):
             if old == key or not kept.is_current():  # it may hold the lists of a domain that was left
                 self._recordings.pop(old, None)
-        self._recordings[key] = _Recording(plan, self._changing, moving, form)
+        self._recordings[key] = _Recording(plan, self._changing, moving, form_of_results)
         for oldest in list(self._recordings)[: -self._most]:
             self._recordings.pop(oldest, None)
         self._counts["recorded"] += 1
         self._way = "recorded"
-        return _put_together(form, iter(results or ()))
+        return _put_together(form_of_results, results or ())
 
 
 def record(
@@ -339,31 +338,33 @@ def record(
 class _Place(NamedTuple):
     """The placeholder for a tensor."""
 
-    kind: str = "tensor"
+    number: int
 
 
-_PLACE = _Place()
+def _taken_apart(values: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The structure of nested containers, with placeholders for tensors, and these tensors.
 
-
-def _taken_apart(values: Any, tensors: list[torch.Tensor]) -> Any:
-    """The structure of nested containers, with placeholders for tensors, which are appended to ``tensors``.
-
-    It is hashable if all other values are.
+    A tensor in several places is one tensor, since its gradient is the sum over all of them. The structure is hashable
+    if all values other than tensors are.
     """
+    numbers: dict[torch.Tensor, int] = {}
+    return _form(values, numbers), list(numbers)
+
+
+def _form(values: Any, numbers: dict[torch.Tensor, int]) -> Any:
     if isinstance(values, torch.Tensor):
-        tensors.append(values)
-        return _PLACE
+        return _Place(numbers.setdefault(values, len(numbers)))
     if isinstance(values, dict):
-        return (dict, tuple(values), tuple([_taken_apart(value, tensors) for value in values.values()]))
+        return (dict, tuple(values), tuple([_form(value, numbers) for value in values.values()]))
     if isinstance(values, (tuple, list)):
-        return (type(values), None, tuple([_taken_apart(value, tensors) for value in values]))
+        return (type(values), None, tuple([_form(value, numbers) for value in values]))
     is_zero = isinstance(values, (float, complex, np.generic)) and not values
     return (None, type(values), values, str(values) if is_zero else "")  # zero and minus zero are equal
 
 
-def _put_together(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if form is _PLACE:
-        return next(tensors)
+def _put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if type(form) is _Place:
+        return tensors[form.number]
     kind, names, values, *_ = form
     if kind is None:
         return values

@@ -469,9 +469,9 @@ def _own_potential(system: ChargedSystem, a: torch.Tensor, derivatives: int) -> 
         columns.append(b1[:, None, None] * gradient)
     if derivatives > 1:
         # moments on the diagonal are half the quadrupole
-        factors = moments.new_tensor([2.0, 1.0, 1.0, 2.0, 1.0, 2.0])
+        factors = torch.tensor([2.0, 1.0, 1.0, 2.0, 1.0, 2.0], dtype=torch.float64, device=moments.device)
         second = moments[..., 4:] * factors if moments.shape[-1] > 4 else 0.0
-        diagonal = moments.new_tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+        diagonal = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=moments.device)
         columns.append(b2[:, None, None] * second - b1[:, None, None] * moments[..., :1] * diagonal)
     return torch.cat(columns, -1)
 

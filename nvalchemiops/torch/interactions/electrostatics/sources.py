@@ -106,9 +106,7 @@ def _has_dropped_parts(quadrupoles: torch.Tensor) -> torch.Tensor:
 
 def _second_order(quadrupoles: torch.Tensor) -> torch.Tensor:
     """Moments (..., 6) of the symmetric traceless part of quadrupoles (..., 3, 3)."""
-    if is_eager(quadrupoles) and layout(quadrupoles.device.type).reads:
-        return quadrupoles.flatten(-2) @ _matrix(_of_components, 9, quadrupoles.dtype, quadrupoles.device)
-    return _of_components(quadrupoles.flatten(-2))
+    return _of_rows(_of_components, quadrupoles.flatten(-2))
 
 
 def _of_components(quadrupoles: torch.Tensor) -> torch.Tensor:
@@ -120,10 +118,7 @@ def _of_components(quadrupoles: torch.Tensor) -> torch.Tensor:
 
 def quadrupole_gradients(gradients: torch.Tensor) -> torch.Tensor:
     """Gradients (..., 3, 3) for quadrupoles, symmetric and traceless, from gradients for second moments (..., 6)."""
-    if is_eager(gradients) and layout(gradients.device.type).reads:
-        found = gradients @ _matrix(_of_second_moments, 6, gradients.dtype, gradients.device)
-    else:
-        found = _of_second_moments(gradients)
+    found = _of_rows(_of_second_moments, gradients)
     return found.view(*found.shape[:-1], 3, 3)
 
 
@@ -141,11 +136,17 @@ def _of_second_moments(gradients: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, -1)
 
 
+def _of_rows(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """A linear function of rows of numbers. In eager mode one product is faster than the operations of the function."""
+    if not is_eager(rows) or not layout(rows.device.type).reads:
+        return function(rows)
+    # in float64, since autocast rounds the factors of other products
+    return (rows.to(torch.float64) @ _matrix(function, rows.shape[-1], rows.device)).to(rows.dtype)
+
+
 @functools.cache
 @eager
-def _matrix(
-    function: Callable[[torch.Tensor], torch.Tensor], size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """The matrix of a linear function of rows of numbers: one product is faster than the operations of the function."""
+def _matrix(function: Callable[[torch.Tensor], torch.Tensor], size: int, device: torch.device) -> torch.Tensor:
+    """The matrix of a linear function of rows of numbers."""
     with torch.inference_mode(False), torch.no_grad():
-        return function(torch.eye(size, dtype=dtype, device=device))
+        return function(torch.eye(size, dtype=torch.float64, device=device))

@@ -95,7 +95,8 @@ class Problem(NamedTuple):
         if not self.has_dipoles:
             return v
         alpha, fields = self.own(tensors)["polarizabilities"], v[:, -3:]
-        dipoles = alpha.unsqueeze(1) * fields if alpha.ndim == 1 else (alpha @ fields.unsqueeze(-1)).squeeze(-1)
+        # no product of matrices, which autocast would round
+        dipoles = alpha.unsqueeze(1) * fields if alpha.ndim == 1 else (alpha * fields.unsqueeze(1)).sum(-1)
         return torch.cat([v[:, :-3], dipoles], 1)
 
     def sources(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
