@@ -56,7 +56,7 @@ def simulate(
     integrator: Integrator,
     steps: int,
     *,
-    record: Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]] = (
+    record: str | Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]] = (
         "potential_energy",
         "kinetic_energy",
         "temperature",
@@ -82,7 +82,7 @@ def simulate(
     model : Model
     integrator : Integrator
     steps : int
-    record : sequence of str, or mapping from str to callable, optional
+    record : str, sequence of str, or mapping from str to callable, optional
         Of `RECORDS`, or functions of the state. Temperatures are kT.
     every : int, optional
         Record the state before the first step, and after every so many steps.
@@ -193,12 +193,12 @@ def _requires_grad(start: System | State, options: Mapping[str, Any]) -> bool:
 
 
 def _measures(
-    record: Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]], integrator: Integrator
+    record: str | Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]], integrator: Integrator
 ) -> dict[str, Callable[[State], torch.Tensor]]:
     if isinstance(record, Mapping):
         return dict(record)
     found: dict[str, Callable[[State], torch.Tensor]] = {}
-    for name in record:
+    for name in [record] if isinstance(record, str) else record:
         checks.check_choice("record", name, RECORDS)
         found[name] = functools.partial(RECORDS[name], integrator)
     return found
