@@ -33,7 +33,7 @@ try:
     import jax
     import jax.numpy as jnp
 except ImportError:
-    raise SystemExit('This example needs JAX: pip install "nvalchemiops[jax]"') from None
+    raise SystemExit("This example needs JAX: pip install '.[jax]'") from None
 
 from nvalchemiops._warp import quiet_warp
 from nvalchemiops.constants import AVOGADRO_PER_MOL, COULOMB_EV_ANGSTROM

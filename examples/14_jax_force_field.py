@@ -29,7 +29,7 @@ try:
     import jax.numpy as jnp
     import optax
 except ImportError as error:
-    raise SystemExit(f'This example needs JAX and optax ({error}): pip install "nvalchemiops[jax]" optax') from None
+    raise SystemExit(f"This example needs JAX and optax ({error}): pip install '.[jax]' optax") from None
 
 from nvalchemiops._warp import quiet_warp
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM

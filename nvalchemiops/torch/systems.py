@@ -77,9 +77,9 @@ class System(NamedTuple):
         Parameters
         ----------
         atoms : ase.Atoms or sequence of ase.Atoms
-        charges : sequence of float or tensor (n_atoms,), optional
-            Charges of all atoms, structure by structure. By default the initial charges of the atoms, unless all are
-            zero.
+        charges : mapping from element to float, sequence of float, or tensor (n_atoms,), optional
+            By element, as ``{"Na": 1.0, "Cl": -1.0}``, or of all atoms, structure by structure. By default the initial
+            charges of the atoms, unless all are zero.
         dtype : torch.dtype, optional
         device : torch.device or str, optional
 
@@ -98,6 +98,10 @@ class System(NamedTuple):
         if charges is None:
             initial = joined([a.get_initial_charges() for a in systems], dtype)
             found = initial if bool(initial.any()) else None
+        elif isinstance(charges, Mapping):
+            from nvalchemiops.ase.elements import atom_values  # imports ASE
+
+            found = joined(list(map(atom_values("charges", charges), systems)), dtype)
         else:
             found = torch.as_tensor(charges, dtype=dtype, device=device)
             n_atoms = sum(map(len, systems))

@@ -169,3 +169,14 @@ def test_bad_arguments_are_named():
             SumOfTerms(*terms, **options)
     with pytest.raises(ValueError, match="no stress"):
         SumOfTerms(wells(), lambda system: Evaluation(torch.zeros(1), system.positions))(System.from_ase(crystal(1)))
+
+
+def test_terms_with_other_shapes_are_not_broadcast():
+    """A scalar is the energy of one system; beside a batch it would be added to each of its systems."""
+    springs = FromEnergies(lambda system: 0.5 * system.positions.square().sum())
+    one = System(torch.ones(2, 3, dtype=torch.float64))
+    assert springs(one).energies.tolist() == [3.0]
+    two = one._replace(batch_idx=torch.tensor([0, 1], dtype=torch.int32))
+    each = FromEnergies(lambda system: system.positions.square().sum(1))
+    with pytest.raises(ValueError, match=r"shapes \(2,\) and \(1,\): each must return energies"):
+        SumOfTerms(each, springs)(two)

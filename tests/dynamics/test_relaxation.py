@@ -546,7 +546,7 @@ def test_values_of_atoms_in_a_sum_of_terms_keep_all_systems(bound: str) -> None:
     [
         ({"optimizer": "newton"}, "`optimizer` must be 'fire' or 'fire2' or 'lbfgs'"),
         ({"optimizer": FIRE}, "`optimizer` must be a name or an Optimizer"),
-        ({"cell": 1}, "`cell` must be True or False"),
+        ({"cell": "full"}, "`cell` must be True, False or a CellFilter, got str"),
         ({"cell": CellFilter(mask=[1, 1])}, r"`mask` must have shape \(6,\)"),
         ({"cell": CellFilter(mask=[1, 1, 1, 1, 1, 0], constant_volume=True)}, "`constant_volume` needs a `mask`"),
         ({"cell": CellFilter(scalar_pressure=torch.zeros(3))}, "`scalar_pressure` must be a number or have shape"),

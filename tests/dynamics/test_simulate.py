@@ -133,6 +133,11 @@ def test_trajectories_are_read_by_ase(suffix, tmp_path):
         assert abs(last.get_velocities() - state.velocities[of].numpy()).max() < 1e-7
         assert abs(last.get_potential_energy() - state.evaluation.energies[n].item()) < 1e-7
         assert abs(last.get_stress(voigt=False) - state.evaluation.stress[n].numpy()).max() < 1e-7
+    options = {"trajectory_every": 2, "append_trajectory": True}
+    paths[1].unlink()  # a file that does not exist begins with the state at the start
+    simulate(found.state, argon(), nve(0.2), 4, trajectory=paths, **options)
+    steps = [[frame.info["step"] for frame in ase.io.read(path, ":")] for path in paths]
+    assert steps == [[0, 2, 4, 6, 8], [4, 6, 8]]
     with pytest.raises(ValueError, match=r"`trajectory` must have a path for each of 2"):
         simulate(systems(), argon(), nve(0.2), 1, trajectory=paths[0])
 

@@ -553,6 +553,24 @@ def test_pair_potentials_give_gradients_by_parameters_and_virial():
         np.testing.assert_array_equal(f, e.numpy())
 
 
+def test_published_tables_of_d3_are_those_of_torch():
+    loaded = dispersion.D3Parameters.load()
+    assert loaded.interp_mesh == TABLES.interp_mesh
+    for name in D3_TABLES:
+        np.testing.assert_array_equal(getattr(loaded, name), getattr(TABLES, name).numpy())
+
+
+def test_a_number_among_tables_of_species_has_gradients_by_table():
+    potential = pair.buckingham(4.0, tables=True)
+    x, species = to_jax(SYSTEM.positions), jnp.arange(len(SYSTEM.positions)) % 2
+    call = functools.partial(
+        potential, x, A=10.0 * jnp.ones((2, 2)), C=0.0, species=species, compute_gradients=("rho",)
+    )
+    full = call(rho=0.5 * jnp.ones((2, 2)))
+    for found, expected in zip(jax.jit(lambda rho: call(rho=rho))(0.5), full, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-13)
+
+
 def test_tables_of_d3_may_be_closed_over_or_passed():
     tables, numbers = JAX_TABLES, to_jax(NUMBERS)
     assert tables.max_z == TABLES.rcov.shape[0] - 1 and len(jax.tree.leaves(tables)) == 4

@@ -252,3 +252,14 @@ def test_counts_are_written_to_memory_given_for_them_in_every_form():
         count = torch.full((20,), -7, dtype=torch.int32)
         neighbor_list(x, 2.0, cell, num_neighbors=count, **options)
         assert torch.equal(count, expected)
+
+
+def test_the_compiler_does_not_follow_a_launch():
+    """Without ``fullgraph`` torch keeps sizes that depend on values out of graphs, and Python calls the operator."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x, cell = torch.as_tensor(np.random.default_rng(0).random((20, 3)) * 6.0), 6.0 * torch.eye(3, dtype=torch.float64)
+    found = torch.compile(lambda x: neighbor_list(x, 3.0, cell), backend="eager")(x)
+    assert all(map(torch.equal, found, neighbor_list(x, 3.0, cell)))
+    reasons = list(torch._dynamo.utils.counters["graph_break"])
+    assert reasons and all("Dynamic shape operator" in reason for reason in reasons)

@@ -167,6 +167,10 @@ def test_one_system_of_ase():
     assert abs(-2.0 * energy.item() / len(atoms) * 2.82 - 1.747564594633) < 1e-8
     atoms.set_initial_charges(charges)
     assert torch.equal(System.from_ase(atoms).charges, system.charges)
+    by_element = System.from_ase([atoms, atoms[:3]], {"Na": 1.0, "*": -1.0}).charges
+    assert torch.equal(by_element, torch.cat([system.charges, system.charges[:3]]))
+    with pytest.raises(ValueError, match="`charges` has no value for Cl"):
+        System.from_ase(atoms, {"Na": 1.0})
 
 
 def test_a_batch_of_ase():

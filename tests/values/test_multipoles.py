@@ -10,6 +10,7 @@ import torch
 from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
+    ParticleMeshEwald,
     compute_slab_correction,
     coulomb_energy,
     coulomb_energy_forces,
@@ -523,6 +524,25 @@ def test_modules_take_systems_with_sources():
     assert found._fields == ("energies", "forces", "quadrupole_gradients")
     for value, exact in zip(found, module(positions, charges, cell, **values, compute_forces=True)):
         torch.testing.assert_close(value, exact)
+
+
+@pytest.mark.parametrize("module", [EwaldSummation, ParticleMeshEwald])
+@pytest.mark.parametrize("case", ["dipoles", "quadrupoles", "wide"])
+def test_estimated_parameters_are_those_for_the_sources_of_the_system(module, case):
+    """Few charges, and dipoles or quadrupoles as strong as they: parameters for charges miss this by far."""
+    atoms = crystal("rocksalt", 5.6, 2, 0.2)
+    values = random_sources(16, seed=1)
+    sources = {
+        "dipoles": {"charges": 0.0 * atoms.charges, "dipoles": values["dipoles"]},
+        "quadrupoles": {"charges": atoms.charges, "quadrupoles": values["quadrupoles"]},
+        "wide": {"charges": atoms.charges, "widths": torch.full_like(atoms.charges, 0.9)},
+    }[case]
+    system = System(atoms.positions, cell=atoms.cell)._replace(**sources)
+    exact = EwaldSummation(accuracy=1e-11)(system, compute_forces=True).forces
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccuracyWarning)
+        found = module.estimate(system, accuracy=1e-6)(system, compute_forces=True).forces
+    assert (found - exact).norm() < 2e-6 * exact.norm()
 
 
 # -- arguments --------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_compiled_with_static_and_with_unbacked_sizes(ties):
                 assert torch.equal(a, b)
 
 
-@pytest.mark.slow  # half a minute: behind its graph break the compiler follows the call itself
+@pytest.mark.later
 def test_compiled_with_graph_breaks():
     """Without capture of dynamic sizes, for any number of atoms."""
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ from nvalchemiops.interactions.pair.loop import BLOCK
 from nvalchemiops.layout import CPU, layout
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial
-from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones, morse
+from nvalchemiops.torch.interactions.pair import PairPotential, buckingham, lennard_jones, morse
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference import pair as ref
 from tests.support.potentials import (
@@ -245,6 +245,26 @@ def test_a_rule_is_a_table(rule):
         found,
         lj_energy_forces(system.positions, sigma[species], epsilon[species], CUTOFF, system.cell, mixing=rule),
     )
+
+
+def test_a_number_among_tables_is_the_same_for_all_pairs():
+    """Also as a tensor with a gradient, and for all parameters, where species do not matter."""
+    system, species = triclinic(6), torch.tensor([1, 0, 1, 1, 0, 0])
+    table = torch.tensor([[900.0, 1100.0], [1100.0, 1300.0]]).double()
+    rho = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    potential = buckingham(CUTOFF, tables=True)
+    options = {"species": species, "compute_gradients": ("rho", "C"), **ALL_OUTPUTS}
+    found = potential(system.positions, system.cell, A=table, rho=rho, C=2.0, **options)
+    full = {name: torch.full((2, 2), value, dtype=torch.float64) for name, value in (("rho", 0.3), ("C", 2.0))}
+    expected = potential(system.positions, system.cell, A=table, **full, **options)
+    close(found, expected)
+    (slope,) = torch.autograd.grad(found[0].sum(), rho)
+    close([slope], [expected[2].sum()])
+    numbers = {"A": 1000.0, "rho": 0.3, "C": 2.0}
+    found = potential(system.positions, system.cell, **numbers, species=species, **ALL_OUTPUTS)
+    close(found, buckingham(CUTOFF)(system.positions, system.cell, **numbers, **ALL_OUTPUTS))
+    with pytest.raises(ValueError, match=r"`A` must be a number .* got \(2, 2\); tables for pairs"):
+        buckingham(CUTOFF)(system.positions, system.cell, **{**numbers, "A": table})
 
 
 # -- exclusions -----------------------------------------------------------------------------------

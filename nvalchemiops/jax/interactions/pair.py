@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
@@ -101,7 +102,8 @@ class PairPotential:
         for name in compute_gradients:
             shape = (n_systems,) if name in global_parameters else positions.shape[:1]
             if name in self.potential.formula.per_pair:
-                shape = others[name].shape
+                tables = [others[other] for other in self.potential.formula.per_pair if np.ndim(others[other])]
+                shape = tables[0].shape if tables else (1, 1)
             results.append(Shape(shape, positions.dtype))
         results += [Shape((n_systems, 3, 3), positions.dtype)] * compute_virial
         return results[0] if len(results) == 1 else tuple(results)

@@ -154,6 +154,7 @@ def _make({", ".join(values)}):
         # the gradient of every differentiable input may be needed, at some level
         return self.overload(*args, *self._hidden_values(self._record_everything(args)))
 
+    @functools.partial(internals.only_inlined, with_calls=True)
     def _call_eagerly(self, *args: Any) -> Any:
         """Run the op as the dispatcher would for plain tensors in eager mode, in half the time for many arguments."""
         if internals.autocast_enabled() or internals.profiling() or internals.tracing_state():
@@ -199,6 +200,7 @@ def _make({", ".join(values)}):
 
     # -- running the body -------------------------------------------------------------------------
 
+    @functools.partial(internals.only_inlined, with_calls=True)
     def _implementation(self, *args: Any) -> Any:
         """The implementation on every device, below autograd."""
         args = self._complete(args)
@@ -273,6 +275,7 @@ def _make({", ".join(values)}):
         """A bit for each differentiable input that can have a gradient."""
         return sum(1 << bit for i, bit in self._bits.items() if inputs[i] is not None and inputs[i].is_floating_point())
 
+    @functools.partial(internals.only_inlined, with_calls=True)
     def _autograd(self, keyset: Any, *args: Any) -> Any:
         refuse_transforms(self.name)
         args = self._complete(args)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
@@ -165,7 +166,9 @@ class Chart:
         self._per_system: dict[str, torch.Tensor] = {}
         self._latest: tuple[torch.Tensor, torch.Tensor] | None = None
         self._options = cell if isinstance(cell, CellFilter) else CellFilter()
-        if not isinstance(cell, CellFilter) and not checks.check_flag("cell", cell):
+        if not isinstance(cell, bool | np.bool_ | CellFilter):
+            raise TypeError(f"`cell` must be True, False or a CellFilter, got {type(cell).__name__}")
+        if not isinstance(cell, CellFilter) and not cell:
             return
         if lattice is None:
             raise ValueError("`cell` is to relax, but the system has none")

@@ -278,7 +278,14 @@ class _NeighborsOfFittingCells(Neighbors):
 
 
 def _total(parts: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """The sums of energies, of forces and so on."""
+    """The sums of energies, of forces and so on; raise if torch would broadcast some of them."""
+    for part in parts[1:]:
+        for value, other in zip(parts[0], part):
+            if value.shape != other.shape:
+                raise ValueError(
+                    f"terms return results of shapes {tuple(value.shape)} and {tuple(other.shape)}: each must return "
+                    "energies (n_systems,), forces (n_atoms, 3) and stress (n_systems, 3, 3)"
+                )
     return tuple([functools.reduce(torch.add, column) for column in zip(*parts)])
 
 
@@ -309,8 +316,8 @@ class FromEnergies:
     Parameters
     ----------
     function : callable
-        ``function(system)`` returns the energies (n_systems,), computed from ``system.positions`` and ``system.cell``
-        by operations that torch differentiates.
+        ``function(system)`` returns the energies (n_systems,), or () for one system, computed from
+        ``system.positions`` and ``system.cell`` by operations that torch differentiates.
     stress : bool, optional
         Whether to compute the stress of systems with cells.
     create_graph : bool, optional
@@ -319,7 +326,7 @@ class FromEnergies:
 
     Examples
     --------
-    >>> springs = FromEnergies(lambda system: 0.5 * system.positions.square().sum().reshape(1))
+    >>> springs = FromEnergies(lambda system: 0.5 * system.positions.square().sum())
     """
 
     def __init__(
@@ -355,6 +362,7 @@ class FromEnergies:
                 cell = (matrices + matrices @ symmetric).reshape(cell.shape)
                 wanted.append(strain)
             energies = self.function(system._replace(positions=moved, cell=cell))
+            energies = energies.reshape(1) if energies.ndim == 0 else energies
             if energies.requires_grad:
                 slopes = torch.autograd.grad(energies.sum(), wanted, create_graph=keep, materialize_grads=True)
             else:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, 
 from nvalchemiops.torch.systems import System
 
 Hook = Callable[[State], State | None]
-Path = str | PathLike[str]
+AnyPath = str | PathLike[str]
 
 RECORDS: dict[str, Callable[[Integrator, State], torch.Tensor]] = {
     "potential_energy": lambda _, state: state.evaluation.energies,
@@ -55,7 +56,7 @@ def simulate(
     integrator: Integrator,
     steps: int,
     *,
-    record: Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]] = (
+    record: str | Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]] = (
         "potential_energy",
         "kinetic_energy",
         "temperature",
@@ -63,8 +64,9 @@ def simulate(
     ),
     every: int = 1,
     hooks: Sequence[Hook] = (),
-    trajectory: Path | Sequence[Path] | None = None,
+    trajectory: AnyPath | Sequence[AnyPath] | None = None,
     trajectory_every: int | None = None,
+    append_trajectory: bool = False,
     progress: bool = False,
     gradients: bool | None = None,
     checkpoint_every: int | None = None,
@@ -80,7 +82,7 @@ def simulate(
     model : Model
     integrator : Integrator
     steps : int
-    record : sequence of str, or mapping from str to callable, optional
+    record : str, sequence of str, or mapping from str to callable, optional
         Of `RECORDS`, or functions of the state. Temperatures are kT.
     every : int, optional
         Record the state before the first step, and after every so many steps.
@@ -88,9 +90,11 @@ def simulate(
         ``hook(state)`` is called after each step; if it returns a state, the run goes on from that.
     trajectory : path, or sequence of paths for each system, optional
         Files for ASE to write, in a format with several frames such as ``.xyz`` or ``.traj``, with energies, forces,
-        stress and momenta; units must be eV, angstrom and u. Existing files are replaced.
+        stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are replaced.
     trajectory_every : int, optional
         By default ``every``.
+    append_trajectory : bool, optional
+        Add to existing files, for a run that goes on: the state at the start, which they have, is left out.
     progress : bool, optional
         Show a progress bar, if tqdm is installed.
     gradients : bool, optional
@@ -121,7 +125,8 @@ def simulate(
     """
     steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
     trajectory_every = every if trajectory_every is None else trajectory_every
-    writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1))
+    appends = checks.check_flag("append_trajectory", append_trajectory)
+    writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends)
     measures = _measures(record, integrator)
     if checkpoint_every is not None:
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
@@ -188,12 +193,12 @@ def _requires_grad(start: System | State, options: Mapping[str, Any]) -> bool:
 
 
 def _measures(
-    record: Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]], integrator: Integrator
+    record: str | Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]], integrator: Integrator
 ) -> dict[str, Callable[[State], torch.Tensor]]:
     if isinstance(record, Mapping):
         return dict(record)
     found: dict[str, Callable[[State], torch.Tensor]] = {}
-    for name in record:
+    for name in [record] if isinstance(record, str) else record:
         checks.check_choice("record", name, RECORDS)
         found[name] = functools.partial(RECORDS[name], integrator)
     return found
@@ -202,9 +207,10 @@ def _measures(
 class _Writer:
     """Writes frames of each system by ASE."""
 
-    def __init__(self, paths: Path | Sequence[Path] | None, every: int) -> None:
+    def __init__(self, paths: AnyPath | Sequence[AnyPath] | None, every: int, appends: bool) -> None:
         self.paths: list[Any] = [] if paths is None else [paths] if isinstance(paths, str | PathLike) else list(paths)
         self.every, self._files = every, contextlib.ExitStack()
+        self._goes_on = [appends and Path(path).exists() for path in self.paths]
         self._writers: list[Any] = []
         self._numbers: list[Any] = []
 
@@ -229,10 +235,13 @@ class _Writer:
 
         if len(frames) != len(self.paths):
             raise ValueError(f"`trajectory` must have a path for each of {len(frames)} systems, got {len(self.paths)}")
-        for place, (path, atoms) in enumerate(zip(self.paths, frames)):
-            if str(path).endswith(".traj"):
-                if n == 0:
-                    self._writers.append(self._files.enter_context(TrajectoryWriter(path, "w")))
+        for place, (path, goes_on, atoms) in enumerate(zip(self.paths, self._goes_on, frames)):
+            is_trajectory = str(path).endswith(".traj")
+            if n == 0 and is_trajectory:
+                self._writers.append(self._files.enter_context(TrajectoryWriter(path, "a" if goes_on else "w")))
+            if n == 0 and goes_on:
+                continue
+            if is_trajectory:
                 self._writers[place].write(atoms)
             else:
                 ase.io.write(path, atoms, append=n > 0)
@@ -241,8 +250,9 @@ class _Writer:
 def to_ase(state: State | System) -> list[Any]:
     """The systems as a list of ``ase.Atoms``.
 
-    Those of a `State` have momenta, and energies, forces and stress as results; units must be eV, angstrom and u.
-    Frozen atoms have the mass of their element, and a constraint that fixes them. Charges are initial charges.
+    Those of a `State` have momenta, energies, forces and stress as results, and the step in ``info``; units must be eV,
+    angstrom and u. Frozen atoms have the mass of their element, and a constraint that fixes them. Charges are initial
+    charges.
     With a ``domain`` this is a collective call; the first rank gets all atoms, the others get none.
     """
     if isinstance(state, State):
@@ -269,6 +279,7 @@ def to_ase(state: State | System) -> list[Any]:
         if evaluation.stress is not None:
             results["stress"] = full_3x3_to_voigt_6_stress(_array(evaluation.stress[n]))
         atoms.calc = SinglePointCalculator(atoms, **results)
+        atoms.info["step"] = int(state.step)
     return [atoms for atoms, _ in found]
 
 

@@ -3,15 +3,19 @@
 import functools
 import hashlib
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, to_torch
 from nvalchemiops.jax.utils import dataclass, field, is_traced
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions import dispersion
+
+_TABLES = ("rcov", "r4r2", "c6ab", "cn_ref", "r0ab")
 
 
 @dataclass(frozen=False)
@@ -42,6 +46,13 @@ class D3Parameters:
     cn_ref: jax.Array
     interp_mesh: int = field(default=5, static=True)
     r0ab: jax.Array | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def load(cls, path: str | Path | None = None) -> "D3Parameters":
+        """The published data or those of a file, as `load` of the class for torch, with the same errors."""
+        tables = dispersion.D3Parameters.load(path)
+        given = {name: getattr(tables, name) for name in _TABLES}
+        return cls(**jax.tree.map(lambda table: jnp.asarray(table.numpy()), given), interp_mesh=tables.interp_mesh)
 
     @property
     def max_z(self) -> int:
@@ -77,7 +88,7 @@ def _key_of(table: Any) -> Hashable:
 
 def _parameters(tables: Any) -> dispersion.D3Parameters:
     """`D3Parameters` of these tensors, which are not copied."""
-    given = {name: getattr(tables, name) for name in ("rcov", "r4r2", "c6ab", "cn_ref", "r0ab")}
+    given = {name: getattr(tables, name) for name in _TABLES}
     return dispersion.D3Parameters._of(jax.tree.map(lambda x: x.to("cpu"), given), tables.interp_mesh)
 
 

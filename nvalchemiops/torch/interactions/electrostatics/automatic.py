@@ -120,7 +120,8 @@ class Electrostatics(ConfiguredSum):
         Parameters
         ----------
         system : System
-            With charges, the magnitude of the forces is estimated from the positions, as in calls.
+            With charges, the magnitude of the forces is estimated from the positions, as in calls; its dipoles,
+            quadrupoles and widths then count, too.
         accuracy : float, optional
         method : {"ewald", "pme"}, optional
         """

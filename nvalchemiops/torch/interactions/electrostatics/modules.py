@@ -13,6 +13,8 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system,
 from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
+from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import may_read, values_of
@@ -28,6 +30,13 @@ def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | 
         return per_system(name, value, max(1, value.numel()), value.device).detach().clone()
     # moved to the device on which torch creates parameters of modules
     return per_system(name, value, max(1, np.size(value)), torch.device("cpu")).clone().to(torch.get_default_device())
+
+
+def _brief(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{value:.6g}" if isinstance(value, float) else str(value)
+    first, last = (f"{float(end):.6g}" for end in value.detach().aminmax())
+    return first if first == last else f"{first} to {last}"
 
 
 def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
@@ -94,6 +103,12 @@ class ConfiguredSum(ExactModule):
     def prepared_cell(self) -> torch.Tensor | None:
         """The cell (n_systems, 3, 3) that was given to `prepare`, in float64."""
         return None if self._prepared is None else self._prepared.cell
+
+    def extra_repr(self) -> str:
+        """The parameters that are fixed, for ``repr``; of several systems the smallest and the largest."""
+        names = ("alpha", "k_cutoff", "mesh_dimensions", "spline_order", "cutoff", "accuracy")
+        values = {name: getattr(self, name, None) for name in names}
+        return ", ".join(f"{name}={_brief(value)}" for name, value in values.items() if value is not None)
 
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
         """Call the function that the module configures."""
@@ -232,9 +247,13 @@ class EwaldSummation(ConfiguredSum):
         *,
         charges: torch.Tensor | None = None,
     ) -> "EwaldSummation":
-        """Create a module with parameters from `estimate_ewald_parameters`; takes the same arguments, or a System."""
-        found = ewald_parameters(_atoms(positions, cell, batch_idx, charges), accuracy)
-        return cls(found.alpha, found.reciprocal_space_cutoff, float(found.real_space_cutoff.max()))
+        """Create a module with parameters from `estimate_ewald_parameters`; takes the same arguments, or a System.
+
+        Dipoles, quadrupoles and widths of a System with charges count as in calls.
+        """
+        found = ewald_parameters(_atoms(positions, cell, batch_idx, charges), accuracy, KVectorSum())
+        reach = float(found.real_space_cutoff.max())
+        return cls(found.alpha, found.reciprocal_space_cutoff, reach, accuracy=accuracy)
 
     def prepare(self, cell: torch.Tensor | System) -> "EwaldSummation":
         """Fix the k-vectors to those of a cell (3, 3) or (n_systems, 3, 3), or of the cell of a system.
@@ -330,7 +349,8 @@ class ParticleMeshEwald(ConfiguredSum):
     ) -> "ParticleMeshEwald":
         """Create a module with parameters from `estimate_pme_parameters`; takes the same arguments, or a System.
 
-        By default ``spline_order`` is the order that takes the least time.
+        Dipoles, quadrupoles and widths of a System with charges count as in calls. By default ``spline_order`` is the
+        order that takes the least time.
         """
         atoms = _atoms(positions, cell, batch_idx, charges)
         order = spline_order
@@ -339,8 +359,9 @@ class ParticleMeshEwald(ConfiguredSum):
             checks.check_place("positions", atoms.positions)
             costs = COSTS[atoms.positions.device.type]
             order = order_of_least_cost(checks.check_positive("accuracy", accuracy), costs)
-        found = pme_parameters(atoms, accuracy, real_space_cutoff, order)
-        return cls(found.alpha, found.mesh_dimensions, order, float(found.real_space_cutoff.max()))
+        found = pme_parameters(atoms, accuracy, real_space_cutoff, order, long_range=MeshSum(order, None))
+        reach = float(found.real_space_cutoff.max())
+        return cls(found.alpha, found.mesh_dimensions, order, reach, accuracy=accuracy)
 
     def prepare(self, cell: torch.Tensor | System) -> "ParticleMeshEwald":
         """Compute and keep tensors that depend on a cell (3, 3) or (n_systems, 3, 3), or on the cell of a system.

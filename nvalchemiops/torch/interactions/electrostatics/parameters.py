@@ -123,15 +123,18 @@ def estimate_ewald_parameters(
     return ewald_parameters(System(positions, charges, cell, batch_idx), accuracy)
 
 
-def ewald_parameters(atoms: System, accuracy: float) -> EwaldParameters:
-    """`estimate_ewald_parameters` for a system."""
+def ewald_parameters(atoms: System, accuracy: float, long_range: choice.LongRange | None = None) -> EwaldParameters:
+    """`estimate_ewald_parameters` for a system, whose dipoles, quadrupoles and widths count with ``long_range``."""
     positions, sizes = atoms.positions, _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
-    typical = core.Target(accuracy)
-    alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
-    r_c = core.real_cutoff(alpha, sizes.spacing, typical)
-    target = _target(accuracy, atoms, sizes, r_c)
-    alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
+    if long_range is not None and not _of_charges_alone(atoms):
+        alpha, r_c, target, _ = _as_in_calls(atoms, accuracy, long_range)
+    else:
+        typical = core.Target(accuracy)
+        alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
+        r_c = core.real_cutoff(alpha, sizes.spacing, typical)
+        target = _target(accuracy, atoms, sizes, r_c)
+        alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     k_c = core.reciprocal_cutoff(alpha, sizes.spacing, target)
     return EwaldParameters(*(_tensor(v, positions) for v in (alpha, r_c, k_c)))
 
@@ -188,26 +191,23 @@ def pme_parameters(
     spline_order: int,
     safety: float = 1.0,
     padding: float = 0.25,
+    long_range: choice.LongRange | None = None,
 ) -> PMEParameters:
-    """`estimate_pme_parameters` for a system."""
+    """`estimate_pme_parameters` for a system, whose dipoles, quadrupoles and widths count with ``long_range``."""
     positions, sizes = atoms.positions, _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
     order = check_spline_order(spline_order)
-    if real_space_cutoff is None:
-        typical = core.Target(accuracy)
-        costs = core.COSTS[positions.device.type]
-        if len(sizes.volume) > 1:
-            found = core.batch_mesh_cutoff(sizes.n_atoms, sizes.volume, sizes.lengths, typical, order, costs)
-            r_c = np.full(len(sizes.volume), found.item())
-        else:
-            alpha = core.mesh_alpha(sizes.n_atoms, sizes.volume, typical, order, costs)
-            r_c = core.real_cutoff(alpha, sizes.spacing, typical)
+    r_c, strengths = None, None
+    if real_space_cutoff is not None:
+        r_c = on_host(per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device))
+    if long_range is not None and not _of_charges_alone(atoms):
+        alpha, r_c, target, strengths = _as_in_calls(atoms, accuracy, long_range, r_c)
     else:
-        given = per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
-        r_c = on_host(given)
-    target = _target(accuracy, atoms, sizes, r_c)
-    alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
-    mesh = choice.mesh_for(sizes, alpha, target, order, safety, padding)
+        if r_c is None:
+            r_c = _mesh_cutoff(sizes, core.Target(accuracy), order, core.COSTS[positions.device.type])
+        target = _target(accuracy, atoms, sizes, r_c)
+        alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
+    mesh = choice.mesh_for(sizes, alpha, target, order, safety, padding, strengths)
     spacing = sizes.lengths / np.array(mesh)
     return PMEParameters(_tensor(alpha, positions), mesh, _tensor(spacing, positions), _tensor(r_c, positions))
 
@@ -407,6 +407,33 @@ def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.
     rows = build_rows(system.positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
     known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=system.positions.device)
     return typical._replace(force=force_on_host(system, rows, known, spacing))
+
+
+def _mesh_cutoff(sizes: Sizes, target: core.Target, order: int, costs: core.Costs) -> np.ndarray:
+    """The cutoff (n_systems,) of least cost beside a mesh."""
+    if len(sizes.volume) > 1:
+        found = core.batch_mesh_cutoff(sizes.n_atoms, sizes.volume, sizes.lengths, target, order, costs)
+        return np.full(len(sizes.volume), found.item())
+    alpha = core.mesh_alpha(sizes.n_atoms, sizes.volume, target, order, costs)
+    return core.real_cutoff(alpha, sizes.spacing, target)
+
+
+def _of_charges_alone(atoms: System) -> bool:
+    """Whether the sources are points with charges; also without charges, where strengths are not known."""
+    return atoms.charges is None or all(s is None for s in (atoms.dipoles, atoms.quadrupoles, atoms.widths))
+
+
+def _as_in_calls(
+    atoms: System, accuracy: float, long_range: choice.LongRange, r_c: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, core.Target, choice.Strengths | None]:
+    """Alpha, cutoff, target and strengths of sources beyond charges, as a call with a list chooses them."""
+    system, costs = check_system(atoms), core.COSTS[atoms.positions.device.type]
+    if r_c is None:
+        _, r_c, *_ = choice.optimal_splitting(system, long_range, accuracy, costs)
+    cutoff = float(r_c.max(initial=0.0))  # lists reach to the longest in all systems
+    found = choice.choose_splitting(system, long_range, None, cutoff, None, accuracy)
+    strengths = choice.strengths_of(system, np) if choice.has_known_moments(system) else None
+    return on_host(found.alpha.detach()), np.full(r_c.shape, cutoff), found.target, strengths
 
 
 def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:

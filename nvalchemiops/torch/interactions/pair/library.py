@@ -90,7 +90,7 @@ def morse(
 ) -> PairPotential:
     """Morse potential ``depth (exp(-2 steepness (r - r0)) - 2 exp(-steepness (r - r0)))``, with its minimum at ``r0``.
 
-    With ``tables``, the three parameters are tables over pairs of species; otherwise they are global.
+    With ``tables``, the three parameters are numbers or tables over pairs of species; otherwise they are global.
     """
     return _by_pair(potentials.MORSE, tables, cutoff, shifted, r_switch)
 
@@ -100,7 +100,7 @@ def buckingham(
 ) -> PairPotential:
     """Buckingham potential ``A exp(-r/rho) - C/r⁶``; it has no lower bound as r goes to 0.
 
-    With ``tables``, the parameters are tables over pairs of species; otherwise they are global.
+    With ``tables``, the parameters are numbers or tables over pairs of species; otherwise they are global.
     """
     return _by_pair(potentials.BUCKINGHAM, tables, cutoff, shifted, r_switch)
 
@@ -110,7 +110,7 @@ def born_mayer_huggins(
 ) -> PairPotential:
     """Born-Mayer-Huggins potential ``A exp((sigma - r)/rho) - C/r⁶ - D/r⁸``, without the Coulomb energy.
 
-    With ``tables``, the parameters are tables over pairs of species; otherwise they are global.
+    With ``tables``, the parameters are numbers or tables over pairs of species; otherwise they are global.
     """
     return _by_pair(potentials.BORN_MAYER_HUGGINS, tables, cutoff, shifted, r_switch)
 

@@ -50,20 +50,34 @@ def parameter_arrays(
             raise ValueError("`species` is needed: it holds the row of each atom in the tables (per_pair)")
         checks.check_index("species", species, positions, (n_atoms,))
         species = checks.as_int32(species)
-        for name in formula.per_pair:
-            table = parameters[name]
-            checks.check_real(name, table, positions)
-            n_species = n_species or max([1, *table.shape])
-            if tuple(table.shape) != (n_species, n_species):
-                raise ValueError(
-                    f"`{name}` must have shape (n_species, n_species) = ({n_species}, {n_species}), got "
-                    f"{tuple(table.shape)}"
-                )
+        tables = [parameters[name] for name in formula.per_pair]
+        sizes = (max([1, *table.shape]) for table in tables if isinstance(table, torch.Tensor) and table.ndim)
+        n_species = next(sizes, 1)
+        if not any(isinstance(table, torch.Tensor) and table.ndim for table in tables):
+            species = torch.zeros_like(species)  # numbers alone are the same for all species
+        for name, table in zip(formula.per_pair, tables):
+            table = _table(name, table, n_species, positions)
             # clamped to the table; the kernel reports a species out of range
             columns.append(spread_systems(table, species.clamp(0, n_species - 1), n_atoms))
     elif species is not None:
         raise ValueError("`species` is given, but the potential has no tables (per_pair)")
     return _side_by_side(columns), of_systems, species, n_species
+
+
+def _table(name: str, value: Any, n_species: int, positions: torch.Tensor) -> torch.Tensor:
+    """A parameter of pairs of species as a table (n_species, n_species)."""
+    if not isinstance(value, torch.Tensor):
+        number = _number(name, value)
+        return torch.full((n_species, n_species), number, dtype=positions.dtype, device=positions.device)
+    checks.check_real(name, value, positions)
+    if value.ndim == 0:
+        return value.expand(n_species, n_species)
+    if tuple(value.shape) != (n_species, n_species):
+        raise ValueError(
+            f"`{name}` must be a number or have shape (n_species, n_species) = ({n_species}, {n_species}), got "
+            f"{tuple(value.shape)}"
+        )
+    return value
 
 
 def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor) -> torch.Tensor | None:
@@ -100,8 +114,10 @@ def _column(
     if value.ndim == 0 or (value.ndim == 1 and value.shape[0] == 1):
         return value.reshape(1, 1).expand(size, 1)
     if value.ndim != 1 or value.shape[0] != size:
+        square = value.ndim == 2 and value.shape[0] == value.shape[1]
+        tables = "; tables for pairs of species are for parameters in `per_pair` (`tables=True`)" * square
         raise ValueError(
-            f"`{name}` must be a number or have shape ({size_name},) = ({size},), got {tuple(value.shape)}"
+            f"`{name}` must be a number or have shape ({size_name},) = ({size},), got {tuple(value.shape)}{tables}"
         )
     return value.unsqueeze(1)
 

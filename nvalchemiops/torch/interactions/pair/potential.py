@@ -202,15 +202,15 @@ class PairPotential:
             and results per system are complete on all ranks.
         **parameters
             Each declared parameter by its name. Per atom: a number or a tensor (n_atoms,). Global: a number or a
-            tensor () or (n_systems,). Per pair: a tensor (n_species, n_species), of which [a, b] and [b, a] are
-            averaged. Tensors may require gradients.
+            tensor () or (n_systems,). Per pair: a number, or a tensor (n_species, n_species), of which [a, b] and
+            [b, a] are averaged. Tensors may require gradients.
 
         Returns
         -------
         energies : (n_atoms,) or (n_systems,) tensor
         forces : (n_atoms, 3) tensor, if requested
         gradients : tensors in the order of ``compute_gradients``
-            Gradients of the sum of all energies, in the shape of the parameter, but (n_systems,) for a global one.
+            Gradients of the sum of all energies: (n_atoms,), (n_systems,) or (n_species, n_species).
         virial : (n_systems, 3, 3) tensor, if requested
 
         All have the dtype of the positions and are differentiable to any order in positions, cell and parameters.
