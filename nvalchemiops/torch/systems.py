@@ -119,6 +119,26 @@ class System(NamedTuple):
         numbers = joined([a.numbers for a in systems], torch.int32)
         return cls(joined([a.positions for a in systems], dtype), found, cell, batch_idx, pbc, numbers)
 
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> "System":
+        """The system on another device, or with real numbers of another dtype; gradients flow through it.
+
+        Parameters
+        ----------
+        device : torch.device or str, optional
+            Or the dtype, as for tensors.
+        dtype : torch.dtype, optional
+            float32 or float64.
+
+        Raises
+        ------
+        ValueError, TypeError
+            The system has a ``domain``, which stays where its ranks are; the values are no tensors; or the dtype is not
+            that of real numbers.
+        """
+        if self.domain is not None:
+            raise ValueError("`to` of a system with a `domain`: move the whole system, then divide it")
+        return _moved(self, device, dtype)
+
     @property
     def volume(self) -> torch.Tensor:
         """Volume of the cell, or volumes (n_systems,) of the cells. The stress is ``-virial / volume``."""
@@ -160,6 +180,20 @@ class System(NamedTuple):
         if as_matrix:
             return Neighbors.from_matrix(found[0], shifts, counts=found[1], cutoff=cutoff, half=half)
         return Neighbors.from_list(found[0], shifts, row_pointers=found[1], cutoff=cutoff, half=half)
+
+
+def _moved(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
+    """A `System` or `Neighbors` whose tensors are elsewhere; see `System.to`."""
+    device, dtype = (None, device) if isinstance(device, torch.dtype) else (device, dtype)
+    if dtype not in (None, torch.float32, torch.float64):
+        raise TypeError(f"`dtype` must be float32 or float64, got {dtype}")
+    moved: dict[str, Any] = {}
+    for name, entry in zip(value._fields, value):
+        if isinstance(entry, torch.Tensor):
+            moved[name] = entry.to(device=device, dtype=dtype if entry.is_floating_point() else None)
+        elif hasattr(entry, "shape"):
+            raise TypeError(f"`{name}` is no torch tensor, but a {type(entry).__name__}: use jax.device_put for JAX")
+    return value._replace(**moved)
 
 
 PER_ATOM = ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths")
@@ -239,6 +273,10 @@ class Neighbors(NamedTuple):
             if most > matrix.shape[1]:
                 raise ValueError(f"`matrix` has {matrix.shape[1]} columns, but an atom has {most} neighbors")
         return cls(None, None, matrix, shifts, padding, cutoff, half)
+
+    def to(self, device: torch.device | str | None = None) -> "Neighbors":
+        """The neighbors on another device."""
+        return _moved(self, device, None)
 
     def given(self) -> GivenNeighbors:
         """The neighbors as arguments of a function that takes tensors one by one."""

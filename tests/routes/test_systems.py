@@ -195,3 +195,23 @@ def test_neighbors_from_elsewhere():
     matrix, _, images = neighbor_list(*where, batch_idx=SYSTEM.batch_idx, fill_value=-1)
     padded = Neighbors.from_matrix(matrix, images, padding=-1)
     torch.testing.assert_close(PAIR(SYSTEM, padded, **PAIR_PARAMETERS), PAIR(SYSTEM, given, **PAIR_PARAMETERS))
+
+
+def test_systems_and_neighbors_elsewhere():
+    """Real numbers in another precision, integers as they were; on a device without memory, too."""
+    single = SYSTEM._replace(widths=0.3, pbc=torch.tensor([True] * 3)).to(torch.float32)
+    assert single.positions.dtype is single.cell.dtype is torch.float32 and single.widths == 0.3
+    assert single.numbers.dtype is SYSTEM.numbers.dtype and single.pbc.dtype is torch.bool
+    same(single.to(dtype=torch.float64)[:3], [t.float().double() for t in SYSTEM[:3]])
+    assert SYSTEM.to("meta", torch.float32).batch_idx.device.type == "meta"
+    moved = SYSTEM.neighbors(4.0).to("meta")
+    assert moved.pairs.device.type == "meta" and moved.cutoff == 4.0 and moved.matrix is None
+    x = SYSTEM.positions.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(SYSTEM._replace(positions=x).to(torch.float32).positions.sum(), x)
+    assert torch.equal(gradient, torch.ones_like(x))
+    with pytest.raises(TypeError, match="`dtype` must be float32 or float64"):
+        SYSTEM.to(torch.int32)
+    with pytest.raises(TypeError, match="`positions` is no torch tensor"):
+        System(SYSTEM.positions.numpy()).to("cpu")
+    with pytest.raises(ValueError, match="with a `domain`"):
+        SYSTEM._replace(domain=object()).to("cpu")
