@@ -3,11 +3,13 @@
 import traceback
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
+
+Tree = TypeVar("Tree")
 
 
 def varying_axes(array: Any) -> frozenset[Any]:
@@ -17,14 +19,15 @@ def varying_axes(array: Any) -> frozenset[Any]:
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
-def vary_alike(arrays: Sequence[Any]) -> list[Any]:
-    """``arrays``, each marked as varying over all axes over which any of them varies. The transpose sums over these."""
-    axes = [varying_axes(array) for array in arrays]
-    union = frozenset().union(*axes)
-    return [
-        jax.lax.pcast(array, tuple(sorted(union - own)), to="varying") if union - own else array
-        for array, own in zip(arrays, axes)
-    ]
+def vary_alike(arrays: Tree) -> Tree:
+    """A pytree whose arrays all vary over each axis over which any of them varies. The transpose sums over these."""
+    union = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+
+    def vary(array: Any) -> Any:
+        missing = union - varying_axes(array)
+        return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+    return jax.tree.map(vary, arrays) if union else arrays
 
 
 def aval_like(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:

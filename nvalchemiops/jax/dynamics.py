@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from nvalchemiops.jax._jax_internals import vary_alike
 from nvalchemiops.jax.bridge import Bridge, from_torch, types_without_data
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
 from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, number_of_systems, to_torch
@@ -199,6 +200,7 @@ class Integrator:
         near : NeighborListState
             From `nvalchemiops.jax.neighbors.prepare_neighbor_list`, best with a skin.
         """
+        state, near = vary_alike((state, near))  # the branches of `cond` have equal types inside of shard_map
         half = self.first_half(state)
         # fields of torch's `State` are typed as tensors; here they are JAX arrays
         _, near = neighbor_list(half.system.positions, cell=half.system.cell, state=near)  # type: ignore[arg-type]

@@ -336,6 +336,29 @@ def test_npt_with_a_list_that_follows_atoms_and_cell():
     assert np.abs(np.array(state.system.cell[0]) - atoms.cell.array).max() > 1e-3
 
 
+def test_a_list_follows_the_shards_of_positions():
+    """`jax.shard_map`, where the state of the start is the same on all devices, and only positions are sharded."""
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    atoms = crystal()
+    energies = PairPotential.of(SOFT)
+    model = dynamics.FromEnergies(
+        lambda system, near: energies(system, near, sigma=3.4, epsilon=0.0104, energy_reduction="system")
+    )
+    x, cell = jnp.asarray(atoms.positions), jnp.asarray(atoms.cell.array)
+    integrator = dynamics.nve(0.3)
+    start = integrator.start(System(x, cell=cell), dynamics.TorchModel(argon()), masses=np.full(len(atoms), 40.0))
+    near = prepare_neighbor_list(x, 5.5, cell, skin=0.6, max_neighbors=100)
+
+    def step(x):
+        state = start._replace(system=start.system._replace(positions=x))
+        return integrator.step_with_list(state, model, near)[0].system.positions
+
+    rows = jax.sharding.PartitionSpec("i")
+    found = jit(jax.shard_map(step, mesh=mesh, in_specs=rows, out_specs=rows))(x)
+    np.testing.assert_array_equal(found, jit(step)(x))
+    assert (found != x).any()
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
