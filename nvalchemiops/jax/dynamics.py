@@ -290,7 +290,7 @@ class FromEnergies:
         passed to it.
     stress : bool, optional
         Whether to compute the stress of systems with cells: the derivative by a strain ε of positions and cells,
-        ``x' = x + x ε``, divided by the volume.
+        ``x' = x + x ε``, divided by the volume. It is zero for systems without a volume.
 
     Examples
     --------
@@ -331,7 +331,8 @@ class FromEnergies:
         (_, energies), (slope, *by_strain) = derivatives(positions, strain)
         if not strained:
             return Evaluation(energies, -slope)
-        return Evaluation(energies, -slope, by_strain[0] / jnp.reshape(system.volume, (-1, 1, 1)))
+        volumes = jnp.reshape(system.volume, (-1, 1, 1))
+        return Evaluation(energies, -slope, by_strain[0] / jnp.where(volumes == 0.0, jnp.inf, volumes))
 
 
 class TorchModel:

@@ -238,7 +238,7 @@ def test_derivatives_of_trajectories_are_those_of_finite_differences(kind, force
 
 
 def test_stress_and_forces_are_those_of_torch():
-    """In one cell (3, 3), in a batch, without a cell, with a list of neighbors. Virials of torch are no derivatives."""
+    """In a cell, a batch, without a cell or volume, with a list of neighbors. Virials of torch are no derivatives."""
     energies = PairPotential.of(SOFT)
     atoms = crystal((2, 1, 1))
     cell, x = jnp.asarray(atoms.cell.array), jnp.asarray(atoms.positions)
@@ -259,6 +259,7 @@ def test_stress_and_forces_are_those_of_torch():
         "matrix": (one, (one.neighbors(6.0, as_matrix=True, half=True),)),
         "batch": (batch._replace(batch_idx=batch.batch_idx.astype(jnp.int32)), ()),
         "molecule": (System(x), ()),
+        "no volume": (System(x, cell=cell.at[2].set(0.0), pbc=jnp.array([True, True, False])), ()),
     }
     for name, (system, near) in calls.items():
         found = [v for v in jit(model)(system, *near) if v is not None]
