@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from nvalchemiops.jax._jax_internals import vary_alike
+from nvalchemiops.jax._jax_internals import vary_alike, vary_like_results
 from nvalchemiops.jax.bridge import Bridge, from_torch, types_without_data
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
 from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, number_of_systems, to_torch
@@ -328,7 +328,8 @@ class FromEnergies:
 
         strain = jnp.zeros((n_systems, 3, 3), positions.dtype)
         derivatives = jax.value_and_grad(total, argnums=(0, 1) if strained else (0,), has_aux=True)
-        (_, energies), (slope, *by_strain) = derivatives(positions, strain)
+        # inside of shard_map: forces and stress of each device's own systems, not summed over devices
+        (_, energies), (slope, *by_strain) = derivatives(*vary_like_results(total, (positions, strain)))
         if not strained:
             return Evaluation(energies, -slope)
         volumes = jnp.reshape(system.volume, (-1, 1, 1))
