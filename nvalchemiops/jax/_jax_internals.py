@@ -1,13 +1,15 @@
 """Undocumented names of JAX that the library uses, each in a function that describes its purpose."""
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.interpreters import ad
 from jax.sharding import NamedSharding, PartitionSpec
+
+Tree = TypeVar("Tree")
 
 
 def varying_axes(array: Any) -> frozenset[Any]:
@@ -17,14 +19,32 @@ def varying_axes(array: Any) -> frozenset[Any]:
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
-def vary_alike(arrays: Sequence[Any]) -> list[Any]:
-    """``arrays``, each marked as varying over all axes over which any of them varies. The transpose sums over these."""
-    axes = [varying_axes(array) for array in arrays]
-    union = frozenset().union(*axes)
-    return [
-        jax.lax.pcast(array, tuple(sorted(union - own)), to="varying") if union - own else array
-        for array, own in zip(arrays, axes)
-    ]
+def _axes_of(arrays: Any) -> frozenset[Any]:
+    return frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
+
+
+def _vary(arrays: Tree, axes: frozenset[Any]) -> Tree:
+    def vary(array: Any) -> Any:
+        missing = axes - varying_axes(array)
+        return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+    return jax.tree.map(vary, arrays) if axes else arrays
+
+
+def vary_alike(arrays: Tree) -> Tree:
+    """A pytree whose arrays all vary over each axis over which any of them varies. The transpose sums over these."""
+    return _vary(arrays, _axes_of(arrays))
+
+
+def vary_like_results(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``arguments`` that vary over each axis over which a result of ``function`` varies, inside `jax.shard_map`.
+
+    The derivative by an array that is the same on all devices is a sum over devices. By one that varies it is the
+    derivative of each device's own result.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arguments
+    return _vary(arguments, _axes_of(jax.eval_shape(function, *arguments)))
 
 
 def aval_like(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:

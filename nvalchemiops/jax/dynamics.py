@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from nvalchemiops.jax._jax_internals import vary_alike, vary_like_results
 from nvalchemiops.jax.bridge import Bridge, from_torch, types_without_data
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
 from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, number_of_systems, to_torch
@@ -199,6 +200,7 @@ class Integrator:
         near : NeighborListState
             From `nvalchemiops.jax.neighbors.prepare_neighbor_list`, best with a skin.
         """
+        state, near = vary_alike((state, near))  # the branches of `cond` have equal types inside of shard_map
         half = self.first_half(state)
         # fields of torch's `State` are typed as tensors; here they are JAX arrays
         _, near = neighbor_list(half.system.positions, cell=half.system.cell, state=near)  # type: ignore[arg-type]
@@ -288,7 +290,7 @@ class FromEnergies:
         passed to it.
     stress : bool, optional
         Whether to compute the stress of systems with cells: the derivative by a strain ε of positions and cells,
-        ``x' = x + x ε``, divided by the volume.
+        ``x' = x + x ε``, divided by the volume. It is zero for systems without a volume.
 
     Examples
     --------
@@ -326,10 +328,12 @@ class FromEnergies:
 
         strain = jnp.zeros((n_systems, 3, 3), positions.dtype)
         derivatives = jax.value_and_grad(total, argnums=(0, 1) if strained else (0,), has_aux=True)
-        (_, energies), (slope, *by_strain) = derivatives(positions, strain)
+        # inside of shard_map: forces and stress of each device's own systems, not summed over devices
+        (_, energies), (slope, *by_strain) = derivatives(*vary_like_results(total, (positions, strain)))
         if not strained:
             return Evaluation(energies, -slope)
-        return Evaluation(energies, -slope, by_strain[0] / jnp.reshape(system.volume, (-1, 1, 1)))
+        volumes = jnp.reshape(system.volume, (-1, 1, 1))
+        return Evaluation(energies, -slope, by_strain[0] / jnp.where(volumes == 0.0, jnp.inf, volumes))
 
 
 class TorchModel:

@@ -599,13 +599,16 @@ def test_launches_are_prepared_once_in_threads_of_xla(monkeypatch):
 def test_two_devices():
     """`jax.shard_map`: each device calls with its own shard; also gradients, which are summed over shards.
 
-    Functions that need values get those of all shards.
+    Forces and stress of a model are those of each device's own system. Functions that need values get those of all
+    shards.
     """
     code = """
         import json
         import jax, jax.numpy as jnp, numpy as np, torch
         from jax.sharding import Mesh, PartitionSpec as P
+        from nvalchemiops.jax import System
         from nvalchemiops.jax.bridge import from_torch
+        from nvalchemiops.jax.dynamics import FromEnergies
         from nvalchemiops.jax.neighbors import neighbor_list
 
         jax.config.update("jax_enable_x64", True)
@@ -638,6 +641,18 @@ def test_two_devices():
         sharded = jax.device_put(positions, jax.sharding.NamedSharding(mesh, P("shards")))
         lists = [neighbor_list(y, 3.0, 20 * jnp.eye(3)) for y in (positions, sharded)]
         errors.append(max(float(jnp.abs(a - b).max()) for a, b in zip(*lists)) + (lists[0][1].max() == 0))
+        model = FromEnergies(lambda system, k: k * ((system.positions**2).sum() + jnp.sin(system.cell).sum()))
+        def of_one(x, k):
+            return model(System(x, cell=jnp.eye(3)), k)
+        x, k = positions.reshape(2, 4, 3), jnp.array([0.3, 0.5])
+        for axis in (0, None):  # the positions are sharded, or the same on both devices
+            def shard(x, k):
+                return jax.tree.map(lambda a: a[None], of_one(x if axis is None else x[0], k[0]))
+            specs = (P() if axis is None else P("shards"), P("shards"))
+            call = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P("shards"))
+            given = (x[0] if axis is None else x, k)
+            pairs = zip(jax.jit(call)(*given), jax.vmap(of_one, (axis, 0))(*given))
+            errors.append(max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs))
         print(json.dumps([len(jax.devices()), sorted(set(sizes)), float(max(errors))]))
     """
     devices, sizes, error = python_says(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", timeout=120)

@@ -238,7 +238,7 @@ def test_derivatives_of_trajectories_are_those_of_finite_differences(kind, force
 
 
 def test_stress_and_forces_are_those_of_torch():
-    """In one cell (3, 3), in a batch, without a cell, with a list of neighbors. Virials of torch are no derivatives."""
+    """In a cell, a batch, without a cell or volume, with a list of neighbors. Virials of torch are no derivatives."""
     energies = PairPotential.of(SOFT)
     atoms = crystal((2, 1, 1))
     cell, x = jnp.asarray(atoms.cell.array), jnp.asarray(atoms.positions)
@@ -259,6 +259,7 @@ def test_stress_and_forces_are_those_of_torch():
         "matrix": (one, (one.neighbors(6.0, as_matrix=True, half=True),)),
         "batch": (batch._replace(batch_idx=batch.batch_idx.astype(jnp.int32)), ()),
         "molecule": (System(x), ()),
+        "no volume": (System(x, cell=cell.at[2].set(0.0), pbc=jnp.array([True, True, False])), ()),
     }
     for name, (system, near) in calls.items():
         found = [v for v in jit(model)(system, *near) if v is not None]
@@ -334,6 +335,29 @@ def test_npt_with_a_list_that_follows_atoms_and_cell():
     np.testing.assert_allclose(state.system.positions, expected.system.positions, atol=1e-9)
     np.testing.assert_allclose(state.system.cell, expected.system.cell, atol=1e-9)
     assert np.abs(np.array(state.system.cell[0]) - atoms.cell.array).max() > 1e-3
+
+
+def test_a_list_follows_the_shards_of_positions():
+    """`jax.shard_map`, where the state of the start is the same on all devices, and only positions are sharded."""
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    atoms = crystal()
+    energies = PairPotential.of(SOFT)
+    model = dynamics.FromEnergies(
+        lambda system, near: energies(system, near, sigma=3.4, epsilon=0.0104, energy_reduction="system")
+    )
+    x, cell = jnp.asarray(atoms.positions), jnp.asarray(atoms.cell.array)
+    integrator = dynamics.nve(0.3)
+    start = integrator.start(System(x, cell=cell), dynamics.TorchModel(argon()), masses=np.full(len(atoms), 40.0))
+    near = prepare_neighbor_list(x, 5.5, cell, skin=0.6, max_neighbors=100)
+
+    def step(x):
+        state = start._replace(system=start.system._replace(positions=x))
+        return integrator.step_with_list(state, model, near)[0].system.positions
+
+    rows = jax.sharding.PartitionSpec("i")
+    found = jit(jax.shard_map(step, mesh=mesh, in_specs=rows, out_specs=rows))(x)
+    np.testing.assert_array_equal(found, jit(step)(x))
+    assert (found != x).any()
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -559,6 +559,21 @@ def test_derivatives_pass_by_a_list_with_a_skin():
         np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-3 * float(jnp.abs(e).max()))
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_state_with_a_skin_takes_cells_and_pbc_as_python_lists(jitted):
+    x, cell = (jnp.asarray(t, jnp.float64) for t in (X, CELL))
+    state = neighbors.prepare_neighbor_list(x, 3.0, cell, PBC, skin=0.5, max_neighbors=300)
+    given = {"cell": np.asarray(cell).tolist(), "pbc": [True, False, True]}
+
+    def call(x, state):
+        return neighbors.neighbor_list(x, state=state, **given)[0]
+
+    for found, expected in zip(
+        (jax.jit(call) if jitted else call)(x, state), neighbors.neighbor_list(x, state=state)[0]
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_a_skin_refuses_what_it_cannot_keep():
     for options in ({"return_distances": True}, {"return_vectors": True}, {"selective": True}):
         with pytest.raises(ValueError, match="`skin` goes with none of"):

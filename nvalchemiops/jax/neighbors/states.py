@@ -259,8 +259,7 @@ def prepare_neighbor_list(
         **found,
     )
     # inside of shard_map the next state varies over the mesh axes of the positions, and `scan` needs equal types
-    leaves, tree = jax.tree.flatten(state)
-    return jax.tree.unflatten(tree, vary_alike([positions, *leaves])[1:])
+    return vary_alike((positions, state))[1]
 
 
 def _number_of_systems(arrays: Mapping[str, Any]) -> int:
@@ -285,7 +284,8 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
     """The lists for a call with ``state`` and the arguments ``given``, and the next state."""
     if not isinstance(state, NeighborListState):
         raise TypeError(f"`state` must be a NeighborListState from prepare_neighbor_list, got {type(state).__name__}")
-    search, given = state.search, {**given, "positions": as_array("positions", given["positions"])}
+    search, arrays = state.search, {name: as_array(name, given.get(name)) for name in ("positions", *SYSTEMS)}
+    given = {**given, **arrays}
     _check_against(search, given)
     if (given["cell"] is not None) != search.has_shifts and given["cell"] is not None:
         raise ValueError("`cell` is given, but `state` was prepared without one")
@@ -399,8 +399,8 @@ def _reference(search: _Search, arguments: Mapping[str, Any], with_inverse: bool
         lattice = jnp.broadcast_to(jnp.reshape(cell, (-1, 3, 3)), (n_systems, 3, 3))
         lattice = jax.lax.stop_gradient(jnp.where(pbc[:, :, None], lattice, 0.0))  # an open axis may be anything
         inverse = jnp.linalg.pinv(lattice) if with_inverse else None
-    leaves, tree = jax.tree.flatten(Reference(jax.lax.stop_gradient(arguments["positions"]), pbc, lattice, inverse))
-    return jax.tree.unflatten(tree, vary_alike(leaves))  # the branches of `cond` have equal types inside of shard_map
+    found = Reference(jax.lax.stop_gradient(arguments["positions"]), pbc, lattice, inverse)
+    return vary_alike(found)  # the branches of `cond` have equal types inside of shard_map
 
 
 def _is_stale(search: _Search, then: Reference, now: Reference, systems: Any) -> Any:
