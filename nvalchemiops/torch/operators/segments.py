@@ -182,6 +182,7 @@ def totals(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int)
     "nvalchemiops::spread_systems",
     outputs=[OutputSpec("values", real_of, lambda per_system, _, n_atoms: (n_atoms, *per_system.shape[1:]))],
     backward=_spread_pullback,
+    trusted=True,
 )
 def spread_systems(per_system: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> torch.Tensor:
     """For each atom the value (n_atoms, ...) of its system in ``per_system`` (n_systems, ...).
