@@ -86,7 +86,7 @@ class WaveVectors(NamedTuple):
             raise ValueError(
                 f"`miller_indices` are prepared for {n_systems} systems, but there are {cell.shape[0]}. {ELSEWHERE}"
             )
-        if self.k_cutoff is None:
+        if self.k_cutoff is None or not may_read(cell):
             return
         stretch = self.stretch_to(cell)
         worst = int(stretch.argmax())
