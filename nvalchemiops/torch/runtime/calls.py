@@ -87,7 +87,7 @@ class Call(NamedTuple):
         ``end(results, body)`` makes the return value of the call, in new memory. It runs outside of the plan, so it may
         read results. Only for calls without derivatives.
     in_any_cell : callable, optional
-        ``in_any_cell()`` describes the call so that all its inputs may be moving, for a plan that serves all their
+        ``in_any_cell(call)`` describes the call so that all its inputs may be moving, for a plan that serves all their
         values; or returns None. It checks the present values, which the `prepare` of that call does not read in a
         recording, and may raise as `prepare` does. Without it each value of the fixed inputs has a plan.
     prepared : tuple of torch.Tensor
@@ -113,7 +113,7 @@ class Call(NamedTuple):
     by_system: bool = False
     domain: Any = None
     end: Callable[[Tensors, Body], Tensors] | None = None
-    in_any_cell: Callable[[], "Call | None"] | None = None
+    in_any_cell: Callable[["Call"], "Call | None"] | None = None
     prepared: Tensors = ()
     op: Callable[[], Tensors] | None = None
     waits: bool = True

@@ -356,7 +356,7 @@ def _planned(
             return found
         table.entries.pop(key, None)
     if why := table.obstacle(call.name, key):
-        if call.in_any_cell is not None and kind.place is None and (general := call.in_any_cell()) is not None:
+        if call.in_any_cell is not None and kind.place is None and (general := call.in_any_cell(call)) is not None:
             # with its own name, since its replays do not pay for recordings of single cells
             name = f"{call.name} in any cell"
             general = general._replace(name=name, n_moving=n_inputs, in_any_cell=None)

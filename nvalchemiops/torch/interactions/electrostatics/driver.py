@@ -134,7 +134,7 @@ def _described(
         changed: Any = {"given": (None, None, None, WaveVectors(*vectors))} if vectors else {}
         return prepare(asked._replace(atoms=atoms._replace(**here), neighbors=near, **changed))
 
-    def in_any_cell() -> engine.Call | None:
+    def in_any_cell(call: engine.Call) -> engine.Call | None:
         cells = cell.detach().reshape(-1, 3, 3)
         if method is None:
             return call
@@ -144,7 +144,7 @@ def _described(
             return call
         return call._replace(options=(*called, method.given, *options), prepared=vectors[:4])
 
-    call = engine.Call(
+    return engine.Call(
         name,
         body,
         inputs,
@@ -158,7 +158,6 @@ def _described(
         n_systems=1 if cell.ndim == 2 else cell.shape[0],
         by_system=request.energy_reduction == "system",
     )
-    return call
 
 
 def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[Any, float | None, Rows | None, float]:

@@ -53,7 +53,7 @@ def evaluate(
     def prepare(inputs: Sequence[torch.Tensor], near: Any, *others: torch.Tensor) -> engine.Body:
         return body_of(_with(tuple(terms), dict(zip(map(id, chosen), others))), system, request)
 
-    def in_any_cell() -> engine.Call:
+    def in_any_cell(call: engine.Call) -> engine.Call:
         others = _with(options, dict.fromkeys(map(id, chosen)))
         return call._replace(options=others, prepared=tuple(chosen))
 
