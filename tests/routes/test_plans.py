@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import gc
 import io
 import math
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -512,6 +514,22 @@ def test_potentials_at_atoms(method):
             close(several(call), ordinary(call), 0.0)
             close(several(gradients), ordinary(gradients), 1e-11)
     assert len(plans_of_calls()) >= 3  # credit is for some recordings
+
+
+@pytest.mark.parametrize("options", [{"accuracy": 1e-3}, {"alpha": 0.8, "k_cutoff": 4.0}], ids=["chosen", "given"])
+def test_a_call_keeps_nothing_alive(options):
+    """Its description refers to its arguments, and not to itself, or memory would be freed by the collector alone."""
+    gc.collect()
+    gc.disable()
+    try:
+        for n in range(4):
+            x, cell = X.clone(), (1.0 + 0.001 * n) * CELL
+            alive = weakref.ref(x)
+            ewald_summation(x, Q, cell, cutoff=3.0, **options, **NEAR)
+            del x
+            assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_modules_own_their_plans():
