@@ -275,6 +275,22 @@ def test_sums_share_a_plan_where_cells_change(name):
     assert way_of("sum") == "plan (replayed)"
 
 
+def test_gradients_by_cells_with_longer_indices():
+    """As many k-vectors, with indices beyond those of the plan: plans of derivatives notice it, too."""
+    x, q, *_ = SYSTEM
+    near = dict(zip(NEAR, neighbor_list(x, 1.5, 20.0 * CELL, return_neighbor_list=True)))
+
+    def gradients(*lengths):
+        cell = torch.diag(torch.tensor(lengths, dtype=F64)).requires_grad_()
+        energies = ewald_summation(x, q, cell, alpha=0.8, k_cutoff=3.0, **near)
+        first = torch.autograd.grad(energies.square().sum(), cell, create_graph=True)
+        return [t.detach() for t in first]
+
+    forget()
+    for lengths in (*((5.0, 5.0, 20.0 + 0.001 * n) for n in range(4)), (20.0, 5.0, 5.0)):
+        close(gradients(*lengths), ordinary(functools.partial(gradients, *lengths)), 1e-11)
+
+
 @pytest.mark.parametrize("form", ["list", "matrix", "searched"])
 @pytest.mark.parametrize("method", [ewald_summation, particle_mesh_ewald, electrostatic_potential])
 @pytest.mark.parametrize("given", [{"accuracy": 1e-3}, {"alpha": 0.8}], ids=["parameters chosen", "parameters given"])

@@ -76,7 +76,7 @@ def _within_bounds(points: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     with recorder.pause():
         bounds = [n + ROOM for n in points.amax(0).tolist()]
     limit = torch.tensor(bounds, dtype=points.dtype, device=points.device)
-    read_fault((points > limit).any().to(torch.int32))
+    read_fault((points > limit).any().to(torch.int32), only_in_replays=True)
     return points.minimum(limit), bounds
 
 

@@ -118,7 +118,7 @@ def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None,
     if not is_sorted:
         return sort_by_system(batch_idx, n_systems)
     if differ_in_replays(batch_idx):
-        read_fault(descends.to(torch.int32))
+        read_fault(descends.to(torch.int32), only_in_replays=True)
     return None, row_pointers(batch_idx, n_systems)
 
 

@@ -38,6 +38,7 @@ class Plan:
     results : sequence of torch.Tensor
     raises : bool
         Whether to look for faults for which the normal call raises. False if another call has checked the same values.
+        Values that only this plan cannot serve are looked for in any case.
 
     Attributes
     ----------
@@ -55,8 +56,8 @@ class Plan:
     def __init__(
         self, recorder: Recorder, copied: Sequence[torch.Tensor], results: Sequence[torch.Tensor], raises: bool
     ) -> None:
-        # numbers that kernels write: nonzero if the normal call would raise
-        self.faults = recorder.faults if raises else []
+        # numbers that kernels write: nonzero if the normal call must run
+        self.faults = [*recorder.limits, *(recorder.faults if raises else [])]
         self.steps = self._steps(recorder, results)
         self.copied, self.results = copied, results
         self.addresses = recorder.addresses  # of arguments used in place, then their length; the steps read them

@@ -101,6 +101,9 @@ class Recorder:
         Whether a graph is being captured. It is set after the recorder is made.
     notes : list of callable
         What the host notes for the acts of a captured call, in each replay.
+    faults, limits : list of torch.Tensor
+        Numbers that a replay computes: nonzero if the normal call raises or warns; and nonzero if only a replay cannot
+        serve these values.
     conditions : list of callable
         Unless all are true, the normal call runs in place of a replay.
     open : list of callable
@@ -129,6 +132,7 @@ class Recorder:
         self.before: list[tuple[Step, set[int]]] = []  # with the storages that each writes
         self.steps: list[tuple[Step, set[int], set[int]]] = []  # with the storages that each reads and writes
         self.faults: list[torch.Tensor] = []
+        self.limits: list[torch.Tensor] = []
         self.length = length
         self.addresses = [*(tensor.data_ptr() for tensor in used), length]
         self.foreign = {storage_of(tensor): number for number, tensor in enumerate(used) if tensor.numel()}
@@ -609,12 +613,15 @@ def refuse(faults: Sequence[torch.Tensor]) -> None:
         )
 
 
-def read_fault(fault: torch.Tensor) -> int:
-    """The number of the fault that kernels have written; zero means no fault."""
+def read_fault(fault: torch.Tensor, only_in_replays: bool = False) -> int:
+    """The number of the fault that kernels have written; zero means no fault.
+
+    ``only_in_replays``: the normal call does not raise or warn, and plans of derivatives have to look for it, too.
+    """
     recorder = current_recorder()
     if recorder is None:
         return int(fault)
-    recorder.faults.append(fault)
+    (recorder.limits if only_in_replays else recorder.faults).append(fault)
     if recorder.acts:
         recorder.always(functools.partial(refuse, (fault,)), (fault,))
     with recorder.pause():

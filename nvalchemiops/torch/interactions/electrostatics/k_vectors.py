@@ -176,10 +176,10 @@ class _Batch(NamedTuple):
 
         Lengths of k-vectors change at most by the strain, in relative terms, and there is none near the cutoff.
         """
-        *_, longest, next_one = zip(*self.each)
+        longest, next_one = (np.array([points[n] for points in self.each]) for n in (2, 3))
         with np.errstate(invalid="ignore", over="ignore"):
             strain = np.linalg.norm(self.inverse @ lattice - np.eye(3), axis=(1, 2)) + 1e-9
-            return (np.array(longest) <= lengths * (1.0 - strain)) & (np.array(next_one) > lengths * (1.0 + strain))
+            return (longest <= lengths * (1.0 - strain)) & (next_one > lengths * (1.0 + strain))
 
 
 _batches: Kept[_Batch] = Kept(16)
@@ -199,7 +199,7 @@ def _kept_within(lattice: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor
     else:
         each = [next(found) if is_new else old for is_new, old in zip(changed, before.each)]
         inverse = before.inverse.copy()
-    regular = changed & np.array([next_one > 0.0 for *_, next_one in each])
+    regular = changed & np.array([next_one > 0.0 for *_, next_one in each], dtype=bool)
     inverse[regular] = np.linalg.inv(lattice[regular])
     with torch.inference_mode(False):  # other calls will use them
         tensors = _joined([points[:2] for points in each], torch.device("cpu"), in_steps=True)
@@ -260,7 +260,7 @@ def _joined(
         step = max(STEPS_OF_NUMBERS, (1 << (count // STEPS_OF_NUMBERS).bit_length()) // 2)
         (points, weights), more = lists[-1], -count % step
         lists = [*lists[:-1], (np.pad(points, ((0, more), (0, 0))), np.pad(weights, ((0, more), (0, 0))))]
-    sizes = np.array([points.shape[0] for points, _ in lists])
+    sizes = np.array([points.shape[0] for points, _ in lists], dtype=np.int64)
     begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     system = np.repeat(np.arange(len(lists), dtype=np.int32), sizes)
     points = np.concatenate([np.zeros((0, 3), dtype=np.int32), *(points for points, _ in lists)])
