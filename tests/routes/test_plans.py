@@ -286,9 +286,22 @@ def test_gradients_by_cells_with_longer_indices():
         first = torch.autograd.grad(energies.square().sum(), cell, create_graph=True)
         return [t.detach() for t in first]
 
-    forget()
-    for lengths in (*((5.0, 5.0, 20.0 + 0.001 * n) for n in range(4)), (20.0, 5.0, 5.0)):
-        close(gradients(*lengths), ordinary(functools.partial(gradients, *lengths)), 1e-11)
+    ways = []
+    for lengths in (
+        *((5.0, 5.0, 20.0 + 0.001 * n) for n in range(4)),
+        *((20.0 + 0.001 * n, 5.0, 5.0) for n in range(4)),
+    ):
+        found = gradients(*lengths)
+        ways.append(way_of("sum"))
+        close(found, ordinary(functools.partial(gradients, *lengths)), 1e-11)
+    assert ways[3] == ways[7] == "plan (replayed, for any cell)", "a plan that is too small is made again"
+
+
+def test_no_system_is_an_error_in_any_cell():
+    near = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in zip(NEAR, ((2, 0), (1,), (0, 3)))}
+    for _ in range(3):
+        with pytest.raises(ValueError, match="`cell` holds no system"):
+            ewald_summation(X[:0], Q[:0], CELL.reshape(-1, 3, 3)[:0], 0.5, k_cutoff=3.0, **near)
 
 
 @pytest.mark.parametrize("form", ["list", "matrix", "searched"])

@@ -189,7 +189,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         of_near.append(None if is_tensor else value)
         if is_tensor:
             listed.append(value)
-    tensors = (*inputs, *listed)
+    tensors = (*inputs, *listed, *call.prepared)
     if not is_unobserved(*tensors, of_inference=True):
         return "autocast, a profiler or a tensor of another kind sees the operations"
     if any([t.device != device for t in tensors]):

@@ -351,7 +351,9 @@ def _planned(
             _noted(call, "plan", "replayed", None)
             found = fairly(lambda *moving: plan(moving, kind.used, kind.length, end) or (), *moving)
             if not found:
-                return _noted(call, "once", "the plan is in use, or the normal call raises", None)
+                if plan.is_exceeded:  # the next one will be for larger values
+                    table.entries.pop(key, None)
+                return _noted(call, "once", "the plan is in use or too small, or the normal call raises", None)
             table.earn(call.name)
             return found
         table.entries.pop(key, None)

@@ -56,8 +56,9 @@ class Plan:
     def __init__(
         self, recorder: Recorder, copied: Sequence[torch.Tensor], results: Sequence[torch.Tensor], raises: bool
     ) -> None:
-        # numbers that kernels write: nonzero if the normal call must run
-        self.faults = [*recorder.limits, *(recorder.faults if raises else [])]
+        # numbers that steps write: nonzero if the normal call raises, and if this plan cannot serve the values
+        self.faults, self.limits = recorder.faults if raises else [], recorder.limits
+        self.is_exceeded = False  # a limit, at the last call
         self.steps = self._steps(recorder, results)
         self.copied, self.results = copied, results
         self.addresses = recorder.addresses  # of arguments used in place, then their length; the steps read them
@@ -68,7 +69,7 @@ class Plan:
         self._lock = threading.Lock()  # if held at a fork it stays held in the child, where calls then run without it
 
     def _steps(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> list[Step]:
-        return recorder.needed((*results, *self.faults))
+        return recorder.needed((*results, *self.faults, *self.limits))
 
     def _memory(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         return recorder.kept
@@ -86,8 +87,8 @@ class Plan:
     ) -> tuple[torch.Tensor, ...] | None:
         """Return the results for these arguments, or None if the normal call must run.
 
-        The normal call must run if the plan is in use in another thread, if the normal call raises for these values, or
-        if ranks must agree after an error.
+        The normal call must run if the plan is in use in another thread, if it is too small for these values, if the
+        normal call raises for them, or if ranks must agree after an error.
         ``length`` is the length of lists among ``used``, if the plan takes any length (see `takes`). Results are
         copies. If ``end`` is given, its return value is the result: it gets the plan's memory, and must not keep
         references to it.
@@ -99,9 +100,10 @@ class Plan:
                 self._take(copied, used, length)
                 for step in self.steps:
                     step()
-            if any(map(int, self.faults)):
+            self.is_exceeded = any(map(int, self.limits))
+            if self.is_exceeded or any(map(int, self.faults)):
                 if self.acts:
-                    refuse(self.faults)
+                    refuse([*self.faults, *self.limits])
                 return None
             return tuple([t.clone() for t in self.results]) if end is None else end(self.results)
         except BaseException as error:
