@@ -262,6 +262,7 @@ def test_sums_share_a_plan_where_cells_change(name):
             close(found, ordinary(functools.partial(call, *given)), tolerance)
         # a second derivative passes the first ones twice, so that plans of single cells are tried until they do not pay
         assert "plan (replayed, for any cell)" in ways[4 if call is results else 0 :], ways
+        assert "not recorded" not in plans.explain()  # derivatives of any order
         with pytest.raises(ValueError, match="`cell` is singular"):
             call(given[0], given[1][..., [0, 0, 2]])
         with pytest.raises(ValueError, match="`cell` has entries that are not finite"):

@@ -558,7 +558,8 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 raise NoPlan(f"a tensor with the layout {value.layout}")
-            if value.numel() and not is_zero_tensor(value):
+            # derivatives of torch make tensors without values, on the device "meta", to find out shapes
+            if value.numel() and value.device.type != "meta" and not is_zero_tensor(value):
                 found.append(value)
         elif isinstance(value, (tuple, list)):
             found += tensors_in(value)
