@@ -183,6 +183,7 @@ class _Batch(NamedTuple):
 
 
 _batches: Kept[_Batch] = Kept(16)
+"""By the lengths up to which k-vectors were chosen: the latest cells of a run."""
 
 
 @eager

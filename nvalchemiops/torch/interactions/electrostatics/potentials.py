@@ -78,7 +78,7 @@ class _PowerLaw(LongRangePotential):
         if self.exponent != 1:
             return super().reciprocal_and_derivative(k2, alpha)
         value = _coulomb(k2, alpha)
-        return value, -value * (0.25 / alpha.square() + k2.reciprocal())
+        return value, _coulomb_derivative(k2, alpha, value)
 
     @property
     def as_call(self) -> tuple[str, tuple[Any, ...]]:
@@ -95,8 +95,9 @@ def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return torch.add(k2 * (-0.25 / alpha.square()), math.log(4.0 * math.pi)).exp() / k2
 
 
-def _coulomb_derivative(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    return -_coulomb(k2, alpha) * (0.25 / alpha.square() + k2.reciprocal())
+def _coulomb_derivative(k2: torch.Tensor, alpha: torch.Tensor, value: torch.Tensor | None = None) -> torch.Tensor:
+    """The derivative, from the ``value`` of `_coulomb` if it is known."""
+    return -(_coulomb(k2, alpha) if value is None else value) * (0.25 / alpha.square() + k2.reciprocal())
 
 
 COULOMB = _PowerLaw(

@@ -75,7 +75,7 @@ class LongRange(Protocol):
 
     @staticmethod
     def fits(cell: torch.Tensor, *given: Any) -> bool:
-        """Whether other parameters than those `of_cell` do not depend on the cell, and fit this one."""
+        """Whether the given parameters, except those `of_cell`, are the same for all cells, and fit this one."""
         ...
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
