@@ -45,6 +45,12 @@ def told(command: str, body: Callable[[argparse.Namespace], int], options: argpa
 def read(options: argparse.Namespace) -> tuple[list[tuple[int, ase.Atoms]], Calculator]:
     """The frames that the options name, and the calculator that they describe."""
     frames = _frames(options.file, options.index)
+    if options.pbc is not None:
+        axes = "" if options.pbc == "none" else options.pbc
+        if len(set(axes)) < len(axes) or not set(axes) <= set("xyz"):
+            raise Misuse(f"--pbc: {options.pbc!r} is neither none nor some of xyz")
+        for _, atoms in frames:
+            atoms.pbc = [axis in axes for axis in "xyz"]
     quiet_warp()
     return frames, Calculator(*_terms(options), device=options.device)
 

@@ -414,13 +414,24 @@ _OPTIONAL = (
     ("forces", "charge_gradients", "dipole_gradients", "quadrupole_gradients", "virial"),
 )
 
+
+def _missing(results: Any, name: str) -> Any:
+    """The error for a result that was not requested, or that there is not."""
+    reason = f"the results are {', '.join(results._fields)}"
+    if name in Results.__annotations__ and name != "coordination_numbers":
+        reason += f"; pass `compute_{name}`"
+    raise AttributeError(f"no `{name}`: {reason}", name=name, obj=results)
+
+
 # all types are created here, since compiled code cannot create a type
 _TYPES: dict[tuple[str, ...], Any] = {
-    names: namedtuple("_".join(["Results", *names[1:]]), names, module=__name__)
+    names: namedtuple("_".join(["Results", *names]), names, module=__name__)
     for optional in _OPTIONAL
     for count in range(len(optional) + 1)
     for names in (("energies", *chosen) for chosen in itertools.combinations(optional, count))
 }
+for _type in _TYPES.values():
+    _type.__getattr__ = _missing
 globals().update({kind.__name__: kind for kind in _TYPES.values()})  # pickle looks for them here
 
 

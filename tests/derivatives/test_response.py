@@ -68,7 +68,7 @@ def solved(kind, values, **options):
     energy = gaussians if kind == "both" else functools.partial(only, kind)
     place = given.pop("positions"), given.pop("permanent")
     options = {**TIGHT, **options}
-    found = induced_moments(energy, place, **given, batch_idx=BATCH, n_systems=2, **options)
+    found = induced_moments(energy, place, **given, batch_idx=BATCH, num_systems=2, **options)
     return [x for x in found[:3] if x is not None]
 
 
@@ -140,7 +140,7 @@ def test_energy_needs_no_second_solution_and_its_hessian_is_right():
         return only("dipoles", dipoles, positions, permanent.detach())
 
     def minimum(positions):
-        return induced_moments(energy, (positions,), **given, batch_idx=BATCH, n_systems=2, **TIGHT)
+        return induced_moments(energy, (positions,), **given, batch_idx=BATCH, num_systems=2, **TIGHT)
 
     found = minimum(x)
     before = len(calls)
@@ -280,7 +280,7 @@ def test_a_good_beginning_saves_iterations():
     leaves = [leaf.detach() for leaf in leaves_for("both")]
     given = dict(zip(names_of("both"), leaves))
     place = given.pop("positions"), given.pop("permanent")
-    options = {**given, "batch_idx": BATCH, "n_systems": 2}
+    options = {**given, "batch_idx": BATCH, "num_systems": 2}
     first = induced_moments(gaussians, place, **options)
     again = induced_moments(gaussians, (place[0] + 1e-4, place[1]), **options, initial=first)
     assert again.iterations < 0.5 * first.iterations
@@ -309,13 +309,20 @@ def test_single_precision():
         def energy(charges, dipoles, positions, permanent):
             return gaussians(*(t.double() for t in (charges, dipoles, positions, permanent))).to(charges.dtype)
 
-        return induced_moments(energy, place, **given, batch_idx=BATCH, n_systems=2, **options)
+        return induced_moments(energy, place, **given, batch_idx=BATCH, num_systems=2, **options)
 
     rough = found(single)
     assert rough.charges.dtype == torch.float32
     close_to_largest([r.double() for r in rough[:3]], found(double)[:3], 2e-5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(map(torch.equal, found(single)[:3], rough[:3]))
+
+
+def test_in_inference_mode():
+    expected = solved("both", leaves_for("both"))
+    with torch.inference_mode():
+        found = solved("both", [leaf.clone() for leaf in leaves_for("both")])
+    assert all(map(torch.equal, found[:3], expected[:3])) and not any(t.requires_grad for t in found[:3])
 
 
 # -- what must not be answered ---------------------------------------------------------------------
@@ -369,7 +376,7 @@ BAD = {
         ValueError,
         "must be non-negative",
     ),
-    "batch": ({"n_systems": 2}, ValueError, "`batch_idx`"),
+    "batch": ({"num_systems": 2}, ValueError, "`batch_idx`"),
     "parameters": ({"parameters": torch.ones(3)}, TypeError, "`parameters` must be a sequence"),
     "energy": ({"energy": 3.0}, TypeError, "`energy` must be callable"),
     "result": ({"energy": lambda dipoles: dipoles}, ValueError, "`energy` must return a tensor of shape"),
@@ -398,7 +405,7 @@ def test_energies_of_as_many_systems_as_atoms(numbers):
             return found if of == "atoms" else found.new_zeros(n_systems).index_add(0, batch_idx.long(), found)
 
         options = {"polarizabilities": alpha, "external_field": field, "batch_idx": batch_idx}
-        return induced_moments(energy, **options, n_systems=n_systems)
+        return induced_moments(energy, **options, num_systems=n_systems)
 
     expected = field / (1.0 + strength[batch_idx.long()]).unsqueeze(1)
     for of in ("atoms", "systems"):

@@ -383,11 +383,11 @@ def test_energy_of_a_slab_with_charges_from_the_file(tmp_path, capsys):
     atoms = bulk("NaCl", "rocksalt", a=5.6, cubic=True)
     atoms.set_initial_charges(np.where(atoms.symbols == "Na", 1.0, -1.0))
     atoms.center(vacuum=8.0, axis=2)
-    atoms.pbc = (True, True, False)
     ase.io.write(tmp_path / "slab.traj", atoms)
-    options = [tmp_path / "slab.traj", "--electrostatics", "pme"]
+    options = [tmp_path / "slab.traj", "--pbc", "xy", "--electrostatics", "pme"]
     assert "`slab_correction=True` is needed" in energy(capsys, *options, status=2)
     found = json.loads(energy(capsys, *options, "--slab-correction", "--json"))["frames"][0]["energy"]
+    atoms.pbc = (True, True, False)
     atoms.calc = Calculator(Electrostatics("ewald", slab_correction=True))
     assert found == pytest.approx(atoms.get_potential_energy(), rel=1e-6)
 
@@ -440,6 +440,7 @@ ENERGY_MISTAKES = {
         ["water.xyz", "--electrostatics", "pme", "--charges", "O=-1,H=0.5"],
         "'pme' is for periodic atoms; use 'coulomb'",
     ),
+    "periodic axes": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--pbc", "TTF"], "--pbc: 'TTF' is neither"),
     "parameters alone": (["salt.extxyz", "--parameters", "r0=1"], "--parameters is given without --potential"),
     "charges alone": (["salt.extxyz", *SALT], "--charges is given without --electrostatics"),
     "device": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--device", "abacus"], "`device` = 'abacus'"),

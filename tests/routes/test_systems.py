@@ -90,8 +90,11 @@ def test_results_have_what_was_asked_for():
     assert result._fields == ("energies", "virial")
     energies, virial = result
     assert energies is result.energies and virial.shape == (2, 3, 3)
-    with pytest.raises(AttributeError, match="forces"):
+    with pytest.raises(AttributeError, match="energies, virial; pass `compute_forces`"):
         _ = result.forces
+    with pytest.raises(AttributeError, match=r"no `stress`: the results are energies, virial$"):
+        _ = result.stress  # type: ignore[attr-defined]
+    assert not hasattr(result, "charge_gradients")
     assert torch.equal(pickle.loads(pickle.dumps(result)).virial, virial)
 
 

@@ -81,7 +81,7 @@ def induced_moments(
     polarizabilities: torch.Tensor | None = None,
     external_field: torch.Tensor | None = None,
     batch_idx: torch.Tensor | None = None,
-    n_systems: int = 1,
+    num_systems: int = 1,
     initial: InducedMoments | None = None,
     tolerance: float | None = None,
     max_iterations: int = 200,
@@ -114,7 +114,7 @@ def induced_moments(
         F. It acts on dipoles only; for charges see ``electronegativity``.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
-    n_systems : int, optional
+    num_systems : int, optional
         Number of systems.
     initial : InducedMoments, optional
         Start of the iteration: the solution of a similar system, as in molecular dynamics. Treated as a constant.
@@ -154,12 +154,14 @@ def induced_moments(
     ``fullgraph=True``. Compile the energy instead. Function transforms (`torch.func`) are not supported.
     """
     given = dict(zip(OWN, (hardness, electronegativity, total_charge, polarizabilities, external_field)))
-    batch = _Batch(batch_idx, n_systems)
-    with shares.whole_call(domain):
+    batch = _Batch(_ordinary(batch_idx), num_systems)
+    differentiable = torch.is_grad_enabled()
+    with shares.whole_call(domain), torch.inference_mode(False), torch.set_grad_enabled(differentiable):
         if domain is not None:
             batch = _batch_of_domain(domain, batch, given, parameters)
         with shares.together(domain):
             problem, tensors = _check(energy, parameters, given, batch, tolerance, max_iterations)
+        tensors = [_ordinary(value) for value in tensors]
         if domain is not None:
             problem = problem._replace(returns_atoms=returns_atoms(problem, tensors))
         start = None if initial is None else problem.deviations(initial[:2], tensors)
@@ -167,6 +169,11 @@ def induced_moments(
         charges, dipoles = problem.sources(problem.polarized(v, tensors), tensors)
         energies = _MinimalEnergy.apply(problem, energies, v, *tensors)
     return InducedMoments(charges, dipoles, energies, residuals, int(iterations))
+
+
+def _ordinary(value: Any) -> Any:
+    """The value, or a copy of a tensor that was made in inference mode, which cannot be saved for gradients."""
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
 
 
 # -- derivatives -----------------------------------------------------------------------------------
@@ -377,7 +384,7 @@ def _batch_of_domain(domain: "Domain", batch: _Batch, given: dict[str, Any], par
         if isinstance(parameters, Sequence):
             agreement.same["`parameters`"] = ", ".join(map(of_atoms, parameters))
         if batch.batch_idx is not None or batch.n_systems not in (1, domain.n_systems):
-            raise ValueError("`batch_idx` and `n_systems` belong to the `domain`: leave them out")
+            raise ValueError("`batch_idx` and `num_systems` belong to the `domain`: leave them out")
     of_systems = None
     if isinstance(field, torch.Tensor) and field.ndim == 2:
         misfits = torch.tensor([field.shape[0] != domain.n_systems], dtype=torch.int32, device=domain.device)
@@ -404,7 +411,7 @@ def _check(
     if like.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"`{first}` must be float32 or float64, got {like.dtype}")
     n_atoms = like.shape[0] if like.ndim else 0
-    n_systems, domain = checks.check_count("n_systems", batch.n_systems), batch.domain
+    n_systems, domain = checks.check_count("num_systems", batch.n_systems), batch.domain
     if domain is not None and n_atoms != domain.n_owned:
         raise ValueError(f"`{first}` must be that of the atoms that this rank owns, ({domain.n_owned},), got {n_atoms}")
     batch_idx, _ = checks.check_batch(batch.batch_idx, like.new_empty(n_atoms, 0), n_systems)
