@@ -11,6 +11,7 @@ import warp as wp
 from nvalchemiops._warp_internals import source_of
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import OFFSET, gather_only, kernel_module, with_lanes
+from nvalchemiops.layout import GPU
 
 SYSTEM_OF = """
     // the last system that begins at this place or before
@@ -36,7 +37,9 @@ def by_device(cpu: str, gpu: str = "") -> str:
     return f"\n#if defined(__CUDA_ARCH__)\n{gpu}\n#else\n{cpu}\n#endif\n"
 
 
-def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callable[..., Any]], wp.Kernel]:
+def native_kernel(
+    name: str, body: str, lanes: bool = False, blocks: int | None = None
+) -> Callable[[Callable[..., Any]], wp.Kernel]:
     """Make a gather-only kernel from C++ text and the signature of a function.
 
     Parameters
@@ -47,6 +50,8 @@ def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callab
         C++ text for one thread, which reads and writes the parameters of the function by name.
     lanes : bool, optional
         Whether the lanes of a warp share a row; the kernel is then launched with lanes.
+    blocks : int, optional
+        Blocks that a multiprocessor of a GPU must hold at once, which limits the registers of a thread.
 
     Returns
     -------
@@ -56,7 +61,7 @@ def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callab
     """
 
     def decorate(function: Callable[..., Any]) -> wp.Kernel:
-        return row_kernel(name, wp.func_native(body)(function), kernel_module(name), lanes)
+        return row_kernel(name, wp.func_native(body)(function), kernel_module(name), lanes, blocks)
 
     return decorate
 
@@ -68,7 +73,7 @@ def signature(**parameters: Any) -> Callable[..., Any]:
     return function
 
 
-def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp.Kernel:
+def row_kernel(name: str, function: Any, module: Any, lanes: bool = False, blocks: int | None = None) -> wp.Kernel:
     """Make a gather-only kernel that calls a function for each row.
 
     Parameters
@@ -79,7 +84,7 @@ def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp
         Made by ``wp.func`` or ``wp.func_native``. Its first parameter is the row of the thread; the others are the
         parameters of the kernel.
     module : wp.Module
-    lanes : bool, optional
+    lanes, blocks : optional
         As for `native_kernel`.
     """
     types = source_of(function)[1].__annotations__
@@ -92,7 +97,9 @@ def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp
     )
     kernel = _defined(name, text, function=function)
     kernel.__annotations__ = {OFFSET: wp.int32, **{n: types[n] for n in names}}
-    return with_lanes(gather_only(wp.kernel(module=module, enable_backward=False)(kernel)), WARP if lanes else 0)
+    bounds = None if blocks is None else (GPU.block, blocks)
+    made = wp.kernel(module=module, enable_backward=False, launch_bounds=bounds)(kernel)
+    return with_lanes(gather_only(made), WARP if lanes else 0)
 
 
 def _defined(name: str, text: str, **scope: Any) -> Any:

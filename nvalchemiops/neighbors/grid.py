@@ -84,6 +84,7 @@ class Grid:
     """The bins of one system; see the top of this file."""
 
     lattice: wp.mat33d  # zero along open axes
+    extent: wp.float64  # sum of the magnitudes of its entries
     planes: wp.mat33d
     reach: wp.vec3d  # in bins
     bins: wp.vec3i  # 0 along open axes
@@ -342,6 +343,9 @@ def describe(
             size = 0
     grid = Grid()
     grid.lattice = given
+    for a in range(3):
+        for b in range(3):
+            grid.extent += wp.abs(given[a, b])
     grid.planes = dual
     grid.reach = far
     grid.bins = n_bins

@@ -54,8 +54,8 @@ _DECLARATIONS = f"""
             if (key[a] != other_key[a]) return key[a] < other_key[a];
         return key[3] < other_key[3];
     }};
-    const auto set_bound = [&](const Row &r, bool full, const double *level, const int *key) {{
-        const int i = atoms[4 * r.k];
+    const auto set_bound = [&](long long k, bool full, const double *level, const int *key) {{
+        const int i = atoms[4 * k];
         bound_level.data[i] = full ? *level + tolerance : {_NO_BOUND!r};
         if (keyed)
             for (int a = 0; a < 4; ++a) bound_keys[4LL * i + a] = full ? key[a] : 0;
@@ -145,45 +145,41 @@ _MEMORY_GPU = """
     };
 """
 
-_CANDIDATE = """
-                    const auto name = [&](long long c, int *key) {
-                        key[0] = atoms[4 * c];
-                        for (int a = 0; a < 3; ++a) key[1 + a] = (image[a] + own[1 + a]) - atoms[4 * c + 1 + a];
-                    };
-                    int key[4];
-                    double level = 0.0;"""
+_CHOSEN = """
+                            int key[4];
+                            double level = 0.0;
+                            if (hit) {
+                                key[0] = other.of[0];
+                                for (int a = 0; a < 3; ++a) key[1 + a] = (image[a] + own.of[1 + a]) - other.of[1 + a];
+                                level = level_of(squared(i));
+                                hit = nearest > 0 ? precedes(level, key, last_level, last_key.of)
+                                                  : is_chosen(own.of[0], level, key);
+                            }
+                            hits = __ballot_sync(all, hit);
+                            if (nearest > 0) {
+                                int found = __shfl_sync(all, count_of_mine, member);
+                                if (found + __popc(hits) > room) {
+                                    select(found, lane);
+                                    found = nearest;
+                                }
+                                const int slot = found + __popc(hits & ((1u << lane) - 1u));
+                                if (hit) {
+                                    levels[slot] = level;
+                                    if (keyed)
+                                        for (int a = 0; a < 4; ++a) keys[slot].of[a] = key[a];
+                                }
+                                if (lane == member) count_of_mine = found + __popc(hits);
+                                continue;
+                            }"""
 
-_HIT = """
-                        if (hit) {
-                            name(k, key);
-                            level = level_of(squared(k));
-                            hit = nearest > 0 ? precedes(level, key, last_level, last_key.of)
-                                              : is_chosen(own[0], level, key);
-                        }"""
-
-_HITS = """
-                    if (nearest > 0) {
-                        if (found + __popc(hits) > room) {
-                            select(found, lane);
-                            found = nearest;
-                        }
-                        const int slot = found + __popc(hits & ((1u << lane) - 1u));
-                        if (hit) {
-                            levels[slot] = level;
-                            if (keyed)
-                                for (int a = 0; a < 4; ++a) keys[slot].of[a] = key[a];
-                        }
-                        found += __popc(hits);
-                        continue;
-                    }"""
-
-_ROW = """if (nearest == 0) finish(r, found, lane, 32);
-        else if (r.known) {
-            const bool full = found >= nearest;
-            if (full) select(found, lane);
-            if (lane == 0) set_bound(r, full, &last_level, last_key.of);
-            last_level = @no_bound@;
-        }"""
+_ROW = """if (nearest == 0) {
+                    if (width > 0) pad(look_up(task + member), found, lane, 32);
+                } else if (known) {
+                    const bool full = found >= nearest;
+                    if (full) select(found, lane);
+                    if (lane == member) set_bound(mine.k, full, &last_level, last_key.of);
+                    last_level = @no_bound@;
+                }"""
 
 _NEAR = """
                 const auto name = [&](long long c, int *key) {
@@ -245,16 +241,15 @@ _NEAR = """
 """
 
 _END = """
-            if (nearest == 0) finish(group[g], found[g], 0, 1);
-            else set_bound(group[g], found[g] == nearest, heap_level.data + heap_of(g), key_in(heap_of(g)));"""
+            if (nearest == 0) finish(group[g], found[g]);
+            else set_bound(group[g].k, found[g] == nearest, heap_level.data + heap_of(g), key_in(heap_of(g)));"""
 
 _SEARCH = search_text(
     Addition(
         declarations=_DECLARATIONS + by_device(_HEAP_CPU, filled(_MEMORY_GPU, no_bound=_NO_BOUND)),
         writes="true",
-        candidate=_CANDIDATE,
-        hit=_HIT,
-        hits=_HITS,
+        sharing=1,
+        chosen=_CHOSEN,
         row=filled(_ROW, no_bound=_NO_BOUND),
         member=f"\n        mutable double squared[{BLOCK + LANES}], level[{BLOCK + LANES}];",
         reach="reach_of(atom[0])",

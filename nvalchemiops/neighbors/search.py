@@ -47,7 +47,18 @@ def scratch_width(n_rows: int) -> int:
 
 
 GROUP = 32
-"""Largest number of atoms that share candidates."""
+"""Largest number of atoms that share candidates, on a CPU."""
+
+MOST_ROWS_OF_WARP, WARPS_OF_MULTIPROCESSOR = 16, 64
+"""Largest number of rows of a warp of a GPU, and the number of warps below which they have fewer."""
+
+
+def rows_of_warp(n_rows: int, multiprocessors: int) -> int:
+    """Rows of a warp, which share candidates if they are close; 1 if there are too few rows for all warps of a GPU.
+
+    A CPU that runs the code for GPUs, in tests, has no multiprocessors, and counts as a GPU with one.
+    """
+    return max(1, min(MOST_ROWS_OF_WARP, n_rows // (WARPS_OF_MULTIPROCESSOR * max(multiprocessors, 1))))
 
 
 class Addition(NamedTuple):
@@ -59,8 +70,10 @@ class Addition(NamedTuple):
         Functions and variables of the thread, after those of the search.
     writes : str
         Whether neighbors are processed one by one, because they are written or tested further.
-    candidate, hit, hits, row : str
-        On a GPU: before a candidate is tested; after its test; after the vote of the lanes; at the end of a row.
+    sharing : int
+        On a GPU: most rows that share their candidates.
+    chosen, row : str
+        On a GPU: after the vote of the lanes on their candidates, some of which are a ``hit``; at the end of a row.
     member : str
         On a CPU: a further member of the block of candidates.
     reach, tested, near, end : str
@@ -70,15 +83,14 @@ class Addition(NamedTuple):
 
     declarations: str = ""
     writes: str = "width >= 0 || row_begin.shape[0] > 0"
-    candidate: str = ""
-    hit: str = ""
-    hits: str = ""
-    row: str = "finish(r, found, lane, 32);"
+    sharing: int = 4
+    chosen: str = ""
+    row: str = "if (width > 0) pad(look_up(task + member), found, lane, 32);"
     member: str = ""
     reach: str = "cutoff_squared"
     tested: str = ""
     near: str = ""
-    end: str = "finish(group[g], found[g], 0, 1);"
+    end: str = "finish(group[g], found[g]);"
 
 
 def search_text(addition: Addition) -> str:
@@ -137,7 +149,7 @@ def search_text(addition: Addition) -> str:
         }}
         return r;
     }};
-    const auto finish = [&](const Row &r, int found, int lane, int lanes) {{
+    const auto pad = [&](const Row &r, int found, int lane, int lanes) {{
         if (width > 0) {{
             int written = found < width ? found : width;
             const auto &bins = grids.data[r.system].bins;
@@ -155,7 +167,9 @@ def search_text(addition: Addition) -> str:
                 for (long long c = 3LL * written + lane; c < 3LL * width; c += lanes) components[c] = 0;
             }}
         }}
-        if (count.shape[0] > 0 && lane == 0) count.data[r.row] = r.known ? found : {NOT_FINITE};
+    }};
+    const auto tell = [&](const Row &r, int found) {{
+        if (count.shape[0] > 0) count.data[r.row] = r.known ? found : {NOT_FINITE};
     }};
 
     // Bins within reach lie in lines along x, image by image: atoms of one line and image stand in a row in memory, or
@@ -197,88 +211,208 @@ def search_text(addition: Addition) -> str:
     }};
 {addition.declarations}
 #if defined(__CUDA_ARCH__)
+    struct alignas(16) Four {{
+        int of[4];
+    }};
+    const Four *fours = reinterpret_cast<const Four *>(atoms);
+    const unsigned all = 0xffffffffu;
     const int lane = threadIdx.x & 31;
-    for (int task = first_task; task < last_task; ++task) {{
-        const Row r = look_up(task);
-        if (!r.wanted) continue;
-        int found = 0;
-        if (r.known) {{
-            const int *own = atoms + 4 * r.k;
-            const double x_i = x[r.k], y_i = y[r.k], z_i = z[r.k];
-            const auto &grid = grids.data[r.system];
-            const int first_image = image_of(r.low[0], grid.bins[0]);
-            const long long n_images = image_of(r.high[0], grid.bins[0]) - first_image + 1LL;
-            const long long in_layer = n_images * (r.high[1] - r.low[1] + 1LL);
-            const long long n_lines = in_layer * (r.high[2] - r.low[2] + 1LL);
-            // Each lane looks up one of 32 lines; then the lanes share the atoms of all of them, since most lines have
-            // fewer atoms than there are lanes.
-            for (long long line_base = 0; line_base < n_lines; line_base += 32) {{
-                Line line = {{}};
-                if (line_base + lane < n_lines) {{
-                    // quotients as of integers: there are fewer than 2^50 lines, and each is half a line off
-                    const double number = line_base + lane + 0.5;
-                    const double layer = ::floor(number / in_layer);
-                    const double in_this = ::floor(number - layer * in_layer);
-                    const double column = ::floor((in_this + 0.5) / n_images);
-                    line = line_at(
-                        grid, r.low[0], r.high[0], first_image + static_cast<int>(in_this - column * n_images),
-                        r.low[1] + static_cast<int>(column), r.low[2] + static_cast<int>(layer));
+    for (int task = first_task; task < last_task; task += 32) {{
+        // Each lane looks up one row, and keeps its count. Rows with the same bins within reach share their candidates.
+        const bool has_row = task + lane < last_task;
+        const Row mine = look_up(has_row ? task + lane : task);
+        const int mine_at = static_cast<int>(mine.k);
+        int count_of_mine = 0;
+        unsigned left = __ballot_sync(all, has_row && mine.wanted);
+        while (left) {{
+            const int leader = __ffs(left) - 1, system = __shfl_sync(all, mine.system, leader);
+            const bool known = __shfl_sync(all, static_cast<int>(mine.known), leader);
+            bool same = mine.known && mine.system == system;
+            int low[3], high[3];
+            for (int a = 0; a < 3; ++a) {{
+                low[a] = __shfl_sync(all, mine.low[a], leader);
+                high[a] = __shfl_sync(all, mine.high[a], leader);
+                same = same && mine.low[a] == low[a] && mine.high[a] == high[a];
+            }}
+            unsigned together = __ballot_sync(all, known ? same : lane == leader) & left;
+            // Most candidates are told from neighbors in float32, by places relative to the first atom.
+            const int center = __shfl_sync(all, mine_at, leader);
+            float own[3] = {{}};
+            if (mine.known && known) {{
+                own[0] = static_cast<float>(x[mine_at] - x[center]);
+                own[1] = static_cast<float>(y[mine_at] - y[center]);
+                own[2] = static_cast<float>(z[mine_at] - z[center]);
+            }}
+            float at[{addition.sharing}][3], apart = 0.0f;
+            int n_members = 0;
+            unsigned members = 0;  // bits of their lanes
+            for (int g = 0; g < {addition.sharing}; ++g) {{
+                const bool is_member = together != 0;
+                const int source = is_member ? __ffs(together) - 1 : leader;
+                members |= together & -together;
+                n_members += is_member;
+                together &= together - 1;
+                float from_first = 0.0f;
+                for (int a = 0; a < 3; ++a) {{
+                    const float place = __shfl_sync(all, own[a], source);
+                    from_first += fabs(place);
+                    at[g][a] = is_member ? place : 1e30f;  // far away
                 }}
-                const int n_first = line.to - line.from;
-                int end = n_first + (line.to_after - line.from_after);
-                const int n_here = end;
-                for (int step = 1; step < 32; step *= 2) {{
-                    const int before = __shfl_up_sync(0xffffffffu, end, step);
-                    if (lane >= step) end += before;
-                }}
-                const int n_candidates = __shfl_sync(0xffffffffu, end, 31), begin_here = end - n_here;
-                const int in_first = line.from - begin_here, end_of_first = begin_here + n_first;
-                const int in_second = line.from_after - end_of_first;
-                const bool moves = __any_sync(0xffffffffu, line.image[0] || line.image[1] || line.image[2]);
-                for (int base = 0; base < n_candidates; base += 32) {{
-                    const int candidate = base + lane;
-                    int source = 0;  // the lane whose line has this candidate
-                    for (int step = 16; step > 0; step /= 2) {{
-                        const int until = __shfl_sync(0xffffffffu, end, source + step - 1);
-                        if (until <= candidate) source += step;
+                apart = from_first > apart ? from_first : apart;
+            }}
+            left &= ~members;
+            if (known) {{
+                const auto &grid = grids.data[system];
+                const float reach = static_cast<float>(cutoff), reach_squared = reach * reach;
+                float images = 1.0f;  // or more
+                for (int a = 0; a < 3; ++a) images += fabs(1.0f * low[a]) + fabs(1.0f * high[a]);
+                const double x_0 = x[center], y_0 = y[center], z_0 = z[center];
+                const float largest = 4.0f * (reach + images * static_cast<float>(grid.extent))
+                    + static_cast<float>(::fabs(x_0) + ::fabs(y_0) + ::fabs(z_0));
+                // More than the error of a squared distance near the cutoff: 2^-20 of the cutoff times the largest
+                // place, and what the test in float64 loses itself. All are tested again if the square is no float32.
+                const bool is_float = reach > 1e-15f && reach < 1e15f;
+                const float doubt = is_float ? reach * (2e-6f * (reach + apart) + 8e-15f * largest)
+                                             : static_cast<float>(1e300);
+                const int end_of_ring = begin.data[grid.ring[0] + grid.ring[1]];
+                const int atoms_of_ring = end_of_ring - begin.data[grid.ring[0]];
+                // lines by image along x, bin along y, bin along z: the digits of a number
+                const int first_image = image_of(low[0], grid.bins[0]);
+                const unsigned radix[3] = {{
+                    static_cast<unsigned>(image_of(high[0], grid.bins[0])) - first_image + 1u,
+                    static_cast<unsigned>(high[1]) - low[1] + 1u, static_cast<unsigned>(high[2]) - low[2] + 1u}};
+                // Each lane looks up one of 32 lines; then the lanes share the atoms of all of them, since most lines
+                // have fewer atoms than there are lanes.
+                const long long n_lines = static_cast<long long>(radix[0]) * radix[1] * radix[2];
+                unsigned digit[3] = {{static_cast<unsigned>(lane), 0, 0}};
+                for (long long line_base = 0; line_base < n_lines; line_base += 32, digit[0] += 32) {{
+                    for (int a = 0; a < 2; ++a) {{
+                        const unsigned carry = digit[a] / radix[a];
+                        digit[a] -= carry * radix[a];
+                        digit[a + 1] += carry;
                     }}
-                    const int at_first = __shfl_sync(0xffffffffu, in_first, source);
-                    const int at_second = __shfl_sync(0xffffffffu, in_second, source);
-                    const int turn = __shfl_sync(0xffffffffu, end_of_first, source);
-                    const long long k = candidate + (candidate < turn ? at_first : at_second);
-                    int image[3] = {{}};
-                    double moved[3] = {{}};
-                    if (moves) {{
-                        for (int a = 0; a < 3; ++a) image[a] = __shfl_sync(0xffffffffu, line.image[a], source);
-                        move(grid, image, moved);
+                    Line line = {{}};
+                    if (digit[2] < radix[2])
+                        line = line_at(
+                            grid, low[0], high[0], first_image + static_cast<int>(digit[0]),
+                            low[1] + static_cast<int>(digit[1]), low[2] + static_cast<int>(digit[2]));
+                    const int n_here = (line.to - line.from) + (line.to_after - line.from_after);
+                    int end = n_here;
+                    for (int step = 1; step < 32; step *= 2) {{
+                        const int before = __shfl_up_sync(all, end, step);
+                        if (lane >= step) end += before;
                     }}
-                    const int sign = image[0] ? image[0] : image[1] ? image[1] : image[2];
-                    const int lowest = half ? own[0] + (sign <= 0) : 0;
-                    const auto squared = [&](long long c) {{
-                        const double dx = (x[c] - x_i) + moved[0];
-                        const double dy = (y[c] - y_i) + moved[1];
-                        const double dz = (z[c] - z_i) + moved[2];
-                        return fma(dz, dz, fma(dy, dy, dx * dx));
-                    }};
-                    bool hit = false;{addition.candidate}
-                    if (candidate < n_candidates && (sign || k != r.k) && (!half || atoms[4 * k] >= lowest)) {{
-                        hit = squared(k) < cutoff_squared;{addition.hit}
-                    }}
-                    const unsigned hits = __ballot_sync(0xffffffffu, hit);{addition.hits}
-                    const int slot = found + __popc(hits & ((1u << lane) - 1u));
-                    if (hit && slot < r.room) {{
-                        index.data[r.start + slot] = atoms[4 * k];
-                        if (first.shape[0] > 0) first.data[r.start + slot] = own[0];
-                        if (shifts.shape[0] > 0) {{
-                            int *at = reinterpret_cast<int *>(shifts.data) + 3 * (r.start + slot);
-                            for (int a = 0; a < 3; ++a) at[a] = (image[a] + own[1 + a]) - atoms[4 * k + 1 + a];
+                    const int n_candidates = __shfl_sync(all, end, 31), from = line.from - (end - n_here);
+                    const bool moves = __any_sync(all, line.image[0] || line.image[1] || line.image[2]);
+                    unsigned packed = 0;
+                    for (int base = 0; base < n_candidates; base += 32) {{
+                        const int candidate = base + lane;
+                        int source = 0;  // the lane whose line has this candidate
+                        for (int step = 16; step > 0; step /= 2) {{
+                            const int until = __shfl_sync(all, end, source + step - 1);
+                            if (until <= candidate) source += step;
+                        }}
+                        int k = candidate + __shfl_sync(all, from, source);
+                        if (k >= end_of_ring) k -= atoms_of_ring;  // the line goes on at the begin of the ring
+                        int image[3] = {{}};
+                        double moved[3] = {{}};
+                        if (moves) {{
+                            for (int a = 0; a < 3; ++a) image[a] = __shfl_sync(all, line.image[a], source);
+                            move(grid, image, moved);
+                        }}
+                        const int sign = image[0] ? image[0] : image[1] ? image[1] : image[2];
+                        const auto squared = [&](int i) {{
+                            // seldom needed: nothing is kept in registers for it
+                            const volatile double *const x_k = x + k, *const y_k = y + k, *const z_k = z + k;
+                            double moved[3] = {{}};
+                            move(grid, image, moved);
+                            const double dx = (*x_k - x[i]) + moved[0], dy = (*y_k - y[i]) + moved[1];
+                            const double dz = (*z_k - z[i]) + moved[2];
+                            return fma(dz, dz, fma(dy, dy, dx * dx));
+                        }};
+                        unsigned close = 0;  // a byte for each member
+                        float margin = 1e38f;
+                        const bool exists = candidate < n_candidates;
+                        if (exists) {{
+                            const float to_x = static_cast<float>((x[k] - x_0) + moved[0]);
+                            const float to_y = static_cast<float>((y[k] - y_0) + moved[1]);
+                            const float to_z = static_cast<float>((z[k] - z_0) + moved[2]);
+                            for (int g = 0; g < {addition.sharing}; ++g) {{
+                                if (g % 2 == 0 && g >= n_members) break;
+                                const float dx = to_x - at[g][0], dy = to_y - at[g][1], dz = to_z - at[g][2];
+                                const float near = fma(dz, dz, fma(dy, dy, dx * dx)), within = reach_squared - near;
+                                if (within > 0.0f) close |= 1u << 8 * g;
+                                const float least = near < fabs(within) ? near : fabs(within);
+                                margin = least < margin ? least : margin;  // it is in doubt itself, too
+                            }}
+                        }}
+                        const bool in_doubt = exists && !(margin > doubt);
+                        if (__any_sync(all, in_doubt)) {{
+                            unsigned rest = members;
+#pragma unroll 1
+                            for (int g = 0; g < n_members; ++g, rest &= rest - 1) {{
+                                const int i = __shfl_sync(all, mine_at, __ffs(rest) - 1);
+                                if (!in_doubt) continue;
+                                close &= ~(1u << 8 * g);
+                                if (squared(i) < cutoff_squared && (sign || k != i)) close |= 1u << 8 * g;
+                            }}
+                        }}
+                        if (!half && !fill) {{
+                            // each lane counts its own, until the bytes may be full
+                            packed += close;
+                            if (base + 32 < n_candidates && (base / 32) % 255 != 254) continue;
+                            unsigned even = packed & 0xff00ffu, odd = packed >> 8 & 0xff00ffu;
+                            packed = 0;
+                            for (int bits = 16; bits > 0; bits /= 2) {{
+                                even += __shfl_xor_sync(all, even, bits);
+                                odd += __shfl_xor_sync(all, odd, bits);
+                            }}
+                            unsigned rest = members;
+#pragma unroll 1
+                            for (int g = 0; g < n_members; ++g, rest &= rest - 1)
+                                if (lane == __ffs(rest) - 1)
+                                    count_of_mine += ((g & 1 ? odd : even) >> 8 * (g & 2)) & 0xffffu;
+                            continue;
+                        }}
+                        const Four other = exists ? fours[k] : Four{{}};
+                        unsigned rest = members;
+#pragma unroll 1
+                        for (int g = 0; g < n_members; ++g, rest &= rest - 1) {{
+                            const int member = __ffs(rest) - 1;
+                            bool hit = close >> 8 * g & 1;
+                            unsigned hits = __ballot_sync(all, hit);
+                            if (!hits) continue;
+                            const int i = __shfl_sync(all, mine_at, member);
+                            const Four own = fours[i];
+                            if (half) {{
+                                hit = hit && other.of[0] >= own.of[0] + (sign <= 0);
+                                hits = __ballot_sync(all, hit);
+                            }}{addition.chosen}
+                            const int found = __shfl_sync(all, count_of_mine, member);
+                            if (lane == member) count_of_mine += __popc(hits);
+                            const int slot = found + __popc(hits & ((1u << lane) - 1u));
+                            const int row = target.shape[0] > 0 ? task + member : own.of[0];
+                            const bool in_list = row_begin.shape[0] > 0;
+                            const long long start = in_list ? row_begin.data[row] : static_cast<long long>(row) * width;
+                            if (hit && slot < (in_list ? row_begin.data[row + 1] - start : width)) {{
+                                index.data[start + slot] = other.of[0];
+                                if (first.shape[0] > 0) first.data[start + slot] = own.of[0];
+                                if (shifts.shape[0] > 0) {{
+                                    int *to = reinterpret_cast<int *>(shifts.data) + 3 * (start + slot);
+                                    for (int a = 0; a < 3; ++a) to[a] = (image[a] + own.of[1 + a]) - other.of[1 + a];
+                                }}
+                            }}
                         }}
                     }}
-                    found += __popc(hits);
                 }}
             }}
+#pragma unroll 1
+            for (; members; members &= members - 1) {{
+                const int member = __ffs(members) - 1, found = __shfl_sync(all, count_of_mine, member);
+                {addition.row}
+            }}
         }}
-        {addition.row}
+        if (has_row && mine.wanted) tell(mine, count_of_mine);
     }}
 #else
     static const unsigned long long lanes_of[{1 << LANES}] = {{{lanes_of_masks()}}};
@@ -332,6 +466,10 @@ def search_text(addition: Addition) -> str:
         return test(b, at, cutoff_squared, b.hits, false);
     }};
 
+    const auto finish = [&](const Row &r, int found) {{
+        pad(r, found, 0, 1);
+        tell(r, found);
+    }};
     Row group[{GROUP}];
     int found[{GROUP}], own[{GROUP}];
     for (int task = first_task; task < last_task;) {{
@@ -342,7 +480,7 @@ def search_text(addition: Addition) -> str:
             const Row r = look_up(task);
             if (!r.wanted) continue;
             if (!r.known) {{
-                finish(r, 0, 0, 1);
+                finish(r, 0);
                 continue;
             }}
             bool together = members == 0 || r.system == group[0].system;
@@ -490,7 +628,9 @@ LISTED: dict[str, Any] = {
 @kernel_variants(())
 def search_neighbors() -> Any:
     """Kernel that counts the neighbors of each atom and, given room, writes them."""
-    return native_kernel("neighbor_search", _SEARCH, lanes=True)(signature(**BINS, **FORM, **COUNT, **LISTED))
+    return native_kernel("neighbor_search", _SEARCH, lanes=True, blocks=10)(
+        signature(**BINS, **FORM, **COUNT, **LISTED)
+    )
 
 
 _COPY = """

@@ -281,6 +281,31 @@ def searches() -> Problem:
     return problem
 
 
+def searches_near_the_cutoff() -> Problem:
+    """Distances that float32 cannot compare with the cutoff, numbers that it cannot hold, long lines of candidates."""
+    grid = torch.cartesian_prod(*[torch.arange(4.0, dtype=F64)] * 3)
+    rotation = torch.linalg.qr(random(3, 3)).Q
+    x = grid @ rotation + torch.tensor([100.3, -0.7, 1e-3], dtype=F64)
+    cell = torch.tensor([[4.0, 0, 0], [8.0, 4, 0], [-4.0, 12.0, 4]], dtype=F64) @ rotation
+    cutoffs = (1.0, 2**0.5 * (1.0 + 1e-15), 2.0 * (1.0 - 1e-15), 5**0.5 * (1.0 + 1e-8), 3.0 * (1.0 - 1e-8))
+    crowd = torch.cat([grid, 0.3 * random(8500, 3) + 1.0])  # more than 255 for each lane
+    few = {"target_indices": torch.tensor([21, 22, 37]), "return_neighbor_list": True, "method": "naive"}
+
+    def problem():
+        lists = [neighbor_list(x, cutoff, return_neighbor_list=True) for cutoff in cutoffs]
+        lists += [
+            neighbor_list(scale * x, scale * 2.0, scale * cell, return_neighbor_list=True)
+            for scale in (1.0, 1e-21, 1e21, 1e38)
+        ]
+        wide = 1e12 * torch.eye(3, dtype=F64)  # some atoms are at its other end, where places have few digits
+        steps = (-4e-5, -2e-5, 0.0, 2e-5, 4e-5)
+        lists += [neighbor_list(x - 100.0, 1.0 + step, wide, return_neighbor_list=True) for step in steps]
+        lists += [neighbor_list(crowd, 1.9, **few)]
+        return [part for found in lists for part in sorted_list(*found)]
+
+    return problem
+
+
 def uncounted_systems() -> Problem:
     """Nobody knows how many systems there are, or reads it: in order or not, few numbers or numbers far apart."""
     numbers = torch.tensor([65, 0, 200, 1, 33])
@@ -472,6 +497,13 @@ def test_a_warp_selects_the_nearest_neighbors_of_several_rows(monkeypatch):
     problem = nearest_searches()
     expected = problem()
     monkeypatch.setattr(nearest, "tasks_at_once", lambda multiprocessors: 7)
+    with gpu_layout():
+        assert_same(problem(), expected, 0.0)
+
+
+def test_a_warp_tells_neighbors_as_exactly_as_a_cpu():
+    problem = searches_near_the_cutoff()
+    expected = problem()
     with gpu_layout():
         assert_same(problem(), expected, 0.0)
 

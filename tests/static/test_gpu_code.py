@@ -36,10 +36,12 @@ MOST_REGISTERS, NO_STACK = 128, 0
 SERIAL = "one thread of a CPU; a GPU never runs it"
 OF_SYSTEM = "a thread has a system, so few run, once for a list"
 SINE = "sine and cosine of float64, whose branch for huge angles has a table on the stack and is never taken"
+BOUNDED = "registers are limited, so that 20 warps run; what is kept in memory instead is read once for a group of rows"
 EXCEPTIONS = {
     "prepare_search()": (Needs(218, 96), SERIAL),
     "describe_systems()": (Needs(168, 96), OF_SYSTEM),
     "shortest_vectors()": (Needs(72, 144), OF_SYSTEM),
+    "search_neighbors()": (Needs(96, 32), BOUNDED),
     "normal_numbers()": (Needs(128, 40), SINE),
     "chi_square_numbers()": (Needs(128, 40), SINE),
     "spline_gather(8, 2, float64)": (Needs(168, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
@@ -56,7 +58,11 @@ EXCEPTIONS = {
 }
 
 OF_OTHERS = {
-    80: {"spline_gather(8, 1, float64)": (Needs(150, 0), "two weights of each of eight points, and four sums")},
+    80: {
+        "spline_gather(8, 1, float64)": (Needs(150, 0), "two weights of each of eight points, and four sums"),
+        "search_neighbors()": (Needs(96, 48), BOUNDED),
+        "search_nearest()": (Needs(148, 0), "the search and the selection"),
+    },
 }
 """Further exceptions of one architecture."""
 

@@ -235,6 +235,8 @@ class _CellList:
 
     def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], **how: Any) -> None:
         rows_per_thread = self.layout.rows_per_thread(kernels.ROWS_PER_THREAD)
+        if self.layout.warps:
+            rows_per_thread = kernels.rows_of_warp(self.n_rows, multiprocessors(self.device))
         n_threads = -(-self.n_rows // rows_per_thread)
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], **how)
 
