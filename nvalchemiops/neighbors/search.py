@@ -49,7 +49,7 @@ def scratch_width(n_rows: int) -> int:
 GROUP = 32
 """Largest number of atoms that share candidates, on a CPU."""
 
-MOST_ROWS_OF_WARP, WARPS_OF_MULTIPROCESSOR = 16, 64
+MOST_ROWS_OF_WARP, WARPS_OF_MULTIPROCESSOR = 16, 32
 """Largest number of rows of a warp of a GPU, and the number of warps below which they have fewer."""
 
 
