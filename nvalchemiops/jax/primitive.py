@@ -40,8 +40,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from nvalchemiops.jax._jax_internals import (
-    aval_like,
     as_primitive,
+    aval_like,
     is_for_export,
     vary_alike,
     whole,

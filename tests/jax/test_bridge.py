@@ -474,7 +474,7 @@ def test_debug_nans_names_the_function(jit):
     def root(x):
         return torch.sqrt(x)
 
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan.*root"):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.*root"):
         jit(from_torch(root))(-jnp.ones(2))
 
 
