@@ -387,11 +387,12 @@ class TorchModel:
 
     def _types(self, system: Any) -> list[Shape]:
         n, dtype = _number_of_systems(system), system.positions.dtype
-        if n is None:
+        if n is None and (system.cell is None or system.cell.ndim != 3):
             raise ValueError(
-                "TorchModel: shapes must tell how many systems there are: give several systems a cell or `pbc` each, "
-                "and a single system no `batch_idx`"
+                "TorchModel: shapes must tell how many systems there are: give each of them a cell or `pbc`, and a "
+                "single system no `batch_idx`"
             )
+        n = 1 if n is None else n  # cells (1, 3, 3)
         types = [Shape((n,), dtype), Shape(system.positions.shape, dtype)]
         return types + [Shape((n, 3, 3), dtype)] * (self.stress and system.cell is not None)
 

@@ -271,8 +271,11 @@ def test_stress_and_forces_are_those_of_torch():
         counted = dynamics.FromEnergies(functools.partial(energies, num_systems=count, **options))
         for f, e in zip(jit(counted)(shared), expected(one), strict=True):
             np.testing.assert_allclose(f, np.tile(e, (count,) + (1,) * (e.ndim - 1)), rtol=1e-9, atol=1e-12)
+    single = one._replace(cell=cell[None], batch_idx=jnp.zeros(len(x), jnp.int32))
+    for f, e in zip(dynamics.TorchModel(argon())(single), expected(one), strict=True):
+        np.testing.assert_allclose(f, e, rtol=1e-12, atol=1e-13)
     with pytest.raises(ValueError, match="a single system no `batch_idx`"):
-        dynamics.TorchModel(argon())(shared)
+        dynamics.TorchModel(argon())(shared._replace(cell=None))
     without = jit(dynamics.FromEnergies(model.function, stress=False))(one)
     assert without.stress is None
     np.testing.assert_allclose(without.forces, jit(model)(one).forces, rtol=1e-12)
