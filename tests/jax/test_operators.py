@@ -469,6 +469,18 @@ def test_one_parameter_of_all_atoms_of_a_batch_differentiates():
     np.testing.assert_allclose(one, of_each.sum(), rtol=1e-12)
 
 
+def test_a_batch_without_atoms_has_gradients():
+    cells, systems = jnp.stack([jnp.eye(3), 2.0 * jnp.eye(3)]), jnp.zeros(0, jnp.int32)
+
+    def energies(x, q, cells):
+        options = {"k_cutoff": 3.0, "cutoff": 2.0, "energy_reduction": "system"}
+        return electrostatics.ewald_summation(x, q, cells, 0.5, batch_idx=systems, **options)
+
+    found = jax.jit(jax.jacrev(energies, (0, 1, 2)))(jnp.zeros((0, 3)), jnp.zeros(0), cells)
+    assert [slope.shape for slope in found] == [(2, 0, 3), (2, 0), (2, 2, 3, 3)]
+    assert not found[2].any()
+
+
 def test_vmap_over_nothing_gives_nothing():
     x, q, cell = (jnp.zeros((0, *t.shape)) for t in SYSTEM[:3])
     options = {"alpha": 0.5, "miller_bounds": (2, 2, 2), "cutoff": 3.0}
