@@ -19,6 +19,14 @@ def varying_axes(array: Any) -> frozenset[Any]:
     return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
+def whole(array: Any) -> Any:
+    """``array``, of which each device gets all if its type says that it is sharded: along axes of an explicit mesh."""
+    sharding = jax.typeof(array).sharding
+    if all(axes is None for axes in sharding.spec):
+        return array
+    return jax.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*[None] * array.ndim)))
+
+
 def _axes_of(arrays: Any) -> frozenset[Any]:
     return frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
 
@@ -51,8 +59,24 @@ def aval_like(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
     """The abstract value of a result with ``shape`` and ``dtype`` that varies over the axes of the operands."""
     if not avals:
         return jax.core.ShapedArray(shape, dtype)
-    sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    meshes = [aval.sharding.mesh for aval in avals]  # that of a constant is empty
+    mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     return avals[0].update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False, sharding=sharding)
+
+
+def as_primitive(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A call of a primitive, under the name of an error of ``jax_debug_nans`` or ``jax_debug_infs``.
+
+    With them JAX calls a jitted function again, without `jit`, to find the primitive. Here there is nothing inside.
+    """
+
+    def call(*operands: Any) -> Any:
+        return function(*operands)
+
+    call.__name__ = call.__qualname__ = name
+    call._apply_primitive = True  # type: ignore[attr-defined]  # JAX looks there
+    return call
 
 
 def is_for_export(context: Any) -> bool:

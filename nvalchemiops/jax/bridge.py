@@ -368,7 +368,7 @@ class Energies:
             if n_systems == 1:
                 total += jax.numpy.sum(products).astype(total.dtype)
                 continue
-            rows = jax.numpy.sum(jax.numpy.reshape(products, (products.shape[0], -1)), axis=1)
+            rows = jax.numpy.sum(products, axis=tuple(range(1, products.ndim)))
             if roles[i] == ATOMS:
                 assert self.batch_idx is not None
                 rows = jax.ops.segment_sum(rows, inputs[self.batch_idx], n_systems)

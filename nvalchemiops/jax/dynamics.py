@@ -6,6 +6,7 @@ one call of torch.
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from nvalchemiops.jax._jax_internals import vary_alike, vary_like_results
 from nvalchemiops.jax.bridge import Bridge, from_torch, types_without_data
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
-from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, number_of_systems, to_torch
+from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, to_torch
 from nvalchemiops.jax.systems import Neighbors, System
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch import checks, dynamics
@@ -313,7 +314,7 @@ class FromEnergies:
         positions, cell, batch_idx = system.positions, system.cell, system.batch_idx
         one_cell, n_systems = cell is not None and cell.ndim == 2, 1
         if strained := self.stress and cell is not None:
-            n_systems = number_of_systems("FromEnergies", cell, batch_idx)
+            n_systems = _number_of_systems(system) or self._number_of_energies(system, *args, **kwargs)
 
         def total(positions: Any, strain: Any) -> Any:
             moved = system._replace(positions=positions)
@@ -334,6 +335,14 @@ class FromEnergies:
             return Evaluation(energies, -slope)
         volumes = jnp.reshape(system.volume, (-1, 1, 1))
         return Evaluation(energies, -slope, by_strain[0] / jnp.where(volumes == 0.0, jnp.inf, volumes))
+
+    def _number_of_energies(self, *args: Any, **kwargs: Any) -> int:
+        return math.prod(jax.eval_shape(lambda: self.function(*args, **kwargs)).shape)
+
+
+def _number_of_systems(system: Any) -> int | None:
+    """The number of systems; None for a batch whose shapes do not tell."""
+    return 1 if system.batch_idx is None else checks.systems_in_shapes((system.cell, 3), (system.pbc, 2))
 
 
 class TorchModel:
@@ -377,7 +386,13 @@ class TorchModel:
         return [value for value in self.evaluate(TorchSystem(*system)) if value is not None]
 
     def _types(self, system: Any) -> list[Shape]:
-        n, dtype = number_of_systems("TorchModel", system.cell, system.batch_idx), system.positions.dtype
+        n, dtype = _number_of_systems(system), system.positions.dtype
+        if n is None and (system.cell is None or system.cell.ndim != 3):
+            raise ValueError(
+                "TorchModel: shapes must tell how many systems there are: give each of them a cell or `pbc`, and a "
+                "single system no `batch_idx`"
+            )
+        n = 1 if n is None else n  # cells (1, 3, 3)
         types = [Shape((n,), dtype), Shape(system.positions.shape, dtype)]
         return types + [Shape((n, 3, 3), dtype)] * (self.stress and system.cell is not None)
 

@@ -263,6 +263,8 @@ def number_of_systems(
 ) -> int:
     """The number of systems, from arguments that are known when a function is traced.
 
+    Cells (1, 3, 3) are those of one system. If the values of ``batch_idx`` tell of more, the call raises an error.
+
     Raises
     ------
     ValueError
@@ -270,7 +272,7 @@ def number_of_systems(
     """
     if num_systems is not None:
         return num_systems
-    if cell is not None and len(cell.shape) == 3 and (cell.shape[0] > 1 or batch_idx is None):
+    if cell is not None and len(cell.shape) == 3:
         return int(cell.shape[0])
     if batch_idx is None:
         return 1

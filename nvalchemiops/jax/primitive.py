@@ -39,7 +39,15 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from nvalchemiops.jax._jax_internals import aval_like, is_for_export, vary_alike, with_text_first, zero_tangent
+from nvalchemiops.jax._jax_internals import (
+    as_primitive,
+    aval_like,
+    is_for_export,
+    vary_alike,
+    whole,
+    with_text_first,
+    zero_tangent,
+)
 from nvalchemiops.jax.callback import Flags, Request, evaluate
 
 torch_call_p = Primitive("torch_call")
@@ -97,7 +105,7 @@ class Form(NamedTuple):
 
 def bind(request: Request, operands: Sequence[Any]) -> list[Any]:
     """Evaluate or trace the primitive."""
-    return torch_call_p.bind(*vary_alike(operands), request=request)
+    return torch_call_p.bind(*vary_alike(list(map(whole, operands))), request=request)
 
 
 @torch_call_p.def_impl
@@ -118,7 +126,8 @@ _kept: "deque[weakref.ref[Request]]" = deque()
 
 def _compiled(request: Request) -> Callable[..., list[Any]]:
     """Compile a call for ``request``, and keep it with its function."""
-    new: Any = jax.jit(functools.partial(torch_call_p.bind, request=request))
+    call = functools.partial(torch_call_p.bind, request=request)
+    new: Any = jax.jit(as_primitive(call, request.function.name))
     jitted = request.function.jitted.setdefault(request, new)  # all threads get the same one
     _kept.append(weakref.ref(request))
     while len(_kept) > KEPT_REQUESTS:

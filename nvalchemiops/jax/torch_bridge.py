@@ -18,6 +18,7 @@ import torch
 from nvalchemiops.jax.bridge import SCALAR_IF_ANY, Bridge
 from nvalchemiops.jax.operators import from_torch_values
 from nvalchemiops.locks import fork_safe
+from nvalchemiops.torch.runtime.modules import call_with
 
 VmapMethod = Literal["broadcast_all", "sequential"]
 
@@ -247,7 +248,8 @@ def from_module(
     Parameters
     ----------
     module : torch.nn.Module
-        It must depend on nothing but its arguments, parameters and buffers. Buffers are constants.
+        It must depend on nothing but its arguments, parameters and buffers. Buffers are constants. It must not use
+        `torch.utils.checkpoint`: in the backward pass it has its own parameters again.
     out_shapes, requires_grad
         As for `nvalchemiops.jax.bridge.from_torch`.
 
@@ -277,10 +279,10 @@ def from_module(
     def call(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         leaves = jax.tree.leaves((parameters, args, kwargs))
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
-        return torch.func.functional_call(module_on(module, device), parameters, args, kwargs)
+        return call_with(module_on(module, device), parameters, args, kwargs)
 
     def for_shapes(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(_scratch(module), parameters, args, kwargs)
+        return call_with(_scratch(module), parameters, args, kwargs)
 
     bridge = Bridge(
         call,

@@ -118,7 +118,7 @@ def networks_that_know_no_ranks_exchange_features_by_hooks(group: Any) -> None:
     class Layer(torch.nn.Module):
         def __init__(self, linear: torch.nn.Linear) -> None:
             super().__init__()
-            self.linear = linear
+            self.linear = torch.nn.Sequential(linear, linear)  # one module with two names
 
         def forward(self, h: torch.Tensor, edges: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
             near = (1.0 - r / 3.0).square().unsqueeze(1) * h[edges[1]]

@@ -467,6 +467,17 @@ def test_outside_of_jit_a_bounded_number_of_calls_stays_compiled(monkeypatch):
     assert_same(scaled[0](X, 0.0), 0 * X)
 
 
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_debug_nans_names_the_function(jit):
+    """`jax_debug_nans`: JAX looks for the operation without `jit`, which is the call of torch."""
+
+    def root(x):
+        return torch.sqrt(x)
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.*root"):
+        jit(from_torch(root))(-jnp.ones(2))
+
+
 def test_without_jit_by_disable_jit():
     energy = from_torch(cosines, scalar=True)
     with jax.disable_jit():
@@ -600,7 +611,8 @@ def test_two_devices():
     """`jax.shard_map`: each device calls with its own shard; also gradients, which are summed over shards.
 
     Forces and stress of a model are those of each device's own system. Functions that need values get those of all
-    shards.
+    shards. An array whose type says that it is sharded (`jax.sharding.AxisType.Explicit`) is gathered, and its gradient
+    is sharded again.
     """
     code = """
         import json
@@ -653,6 +665,13 @@ def test_two_devices():
             given = (x[0] if axis is None else x, k)
             pairs = zip(jax.jit(call)(*given), jax.vmap(of_one, (axis, 0))(*given))
             errors.append(max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs))
+        explicit = jax.make_mesh((2,), ("shards",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(explicit):
+            sharded = jax.device_put(x, jax.sharding.NamedSharding(explicit, P("shards")))
+            of_shard = jax.vmap(jax.grad(from_torch(lambda w, x: (w * x**3).sum(), scalar=True), 1), (None, 0))
+            rows = from_torch(lambda x: (x**3).sum(-1))
+            slopes = [jax.jit(of_shard)(w, sharded) / w, jax.jit(jax.grad(lambda x: rows(x).sum()))(sharded)]
+        errors += [float(jnp.abs(np.asarray(slope) / (3 * x**2 + (x == 0)) - (x != 0)).max()) for slope in slopes]
         print(json.dumps([len(jax.devices()), sorted(set(sizes)), float(max(errors))]))
     """
     devices, sizes, error = python_says(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", timeout=120)

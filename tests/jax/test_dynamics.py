@@ -265,6 +265,17 @@ def test_stress_and_forces_are_those_of_torch():
         found = [v for v in jit(model)(system, *near) if v is not None]
         for f, e in zip(found, expected(system), strict=True):
             np.testing.assert_allclose(f, e, rtol=1e-9, atol=1e-12, err_msg=name)
+    for count in (1, 2):  # a batch whose shapes do not tell how many systems there are: the energies do
+        systems = jnp.repeat(jnp.arange(count, dtype=jnp.int32), len(x))
+        shared = System(jnp.tile(x, (count, 1)), cell=cell[None], batch_idx=systems)
+        counted = dynamics.FromEnergies(functools.partial(energies, num_systems=count, **options))
+        for f, e in zip(jit(counted)(shared), expected(one), strict=True):
+            np.testing.assert_allclose(f, np.tile(e, (count,) + (1,) * (e.ndim - 1)), rtol=1e-9, atol=1e-12)
+    single = one._replace(cell=cell[None], batch_idx=jnp.zeros(len(x), jnp.int32))
+    for f, e in zip(dynamics.TorchModel(argon())(single), expected(one), strict=True):
+        np.testing.assert_allclose(f, e, rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match="a single system no `batch_idx`"):
+        dynamics.TorchModel(argon())(shared._replace(cell=None))
     without = jit(dynamics.FromEnergies(model.function, stress=False))(one)
     assert without.stress is None
     np.testing.assert_allclose(without.forces, jit(model)(one).forces, rtol=1e-12)

@@ -559,6 +559,25 @@ def test_derivatives_pass_by_a_list_with_a_skin():
         np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-3 * float(jnp.abs(e).max()))
 
 
+@pytest.mark.parametrize("options", [{}, {"skin": 0.3}])
+def test_a_program_may_take_the_memory_of_a_state(options):
+    """It takes none of the caller's arrays, whether they were given to `prepare_neighbor_list` or to a call."""
+    x, cell, pbc = jnp.array(X), jnp.array(CELL), jnp.ones(3, bool)
+    state = neighbors.prepare_neighbor_list(x, 3.0, cell, pbc, max_neighbors=300, **options)
+    search = jax.jit(
+        lambda x, state, **others: neighbors.neighbor_list(x, state=state, **others)[1], donate_argnames="state"
+    )
+    for others in ({}, {"cell": cell, "pbc": pbc}):
+        state = search(x, state=search(x, state=state, **others), **others)
+    _, state = neighbors.neighbor_list(x + 1.0, cell=cell, pbc=pbc, state=state)
+    _, moved = jax.jit(lambda x, state: (neighbors.neighbor_list(x, state=state)[1], x + 1.0), donate_argnums=(0, 1))(
+        x, state
+    )
+    np.testing.assert_array_equal(moved, X + 1.0)
+    np.testing.assert_array_equal(cell, CELL)
+    assert pbc.all()
+
+
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_state_with_a_skin_takes_cells_and_pbc_as_python_lists(jitted):
     x, cell = (jnp.asarray(t, jnp.float64) for t in (X, CELL))

@@ -433,6 +433,28 @@ def test_energies_of_three_systems_with_one_cell(name):
         np.testing.assert_allclose(f, e.numpy(), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", ["PairPotential", "dsf_coulomb", "dftd3"])
+def test_a_batch_of_one_system_has_one_cell(name):
+    """Its cell says how many systems there are. If the values of ``batch_idx`` tell of more, that is an error."""
+    x, q, cells = to_jax((SYSTEM.positions, SYSTEM.charges, SYSTEM.cell))
+    cell = cells[0]
+    matrix, _, shifts = neighbors.neighbor_list(x, 3.5, cell)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+    calls = {
+        "PairPotential": lambda x, cell, **given: pair.lennard_jones(3.5)(
+            x, cell, sigma=1.2, epsilon=0.5, energy_reduction="system", **near, **given
+        ),
+        "dsf_coulomb": lambda x, cell, **given: electrostatics.dsf_coulomb(x, q, 3.5, 0.2, cell, **near, **given)[0],
+        "dftd3": lambda x, cell, **given: dispersion.dftd3(
+            x, to_jax(NUMBERS), 0.4, 4.0, 1.9, d3_params=JAX_TABLES, cell=cell, **near, **given
+        )[0],
+    }
+    call = jax.jit(calls[name])
+    np.testing.assert_array_equal(call(x, cells, batch_idx=jnp.zeros(6, jnp.int32)), call(x, cell))
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"\(2,\), but \(1,\) was declared"):
+        jax.block_until_ready(call(x, cells, batch_idx=jnp.arange(6, dtype=jnp.int32) // 3))
+
+
 def test_one_parameter_of_all_atoms_of_a_batch_differentiates():
     systems = to_jax(torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32))
     x, cell = to_jax([SYSTEM.positions, SYSTEM.cell.expand(2, 3, 3).contiguous()])
@@ -445,6 +467,18 @@ def test_one_parameter_of_all_atoms_of_a_batch_differentiates():
 
     one, of_each = jax.jit(jax.grad(energy))(1.2), jax.jit(jax.grad(energy))(jnp.full(6, 1.2))
     np.testing.assert_allclose(one, of_each.sum(), rtol=1e-12)
+
+
+def test_a_batch_without_atoms_has_gradients():
+    cells, systems = jnp.stack([jnp.eye(3), 2.0 * jnp.eye(3)]), jnp.zeros(0, jnp.int32)
+
+    def energies(x, q, cells):
+        options = {"k_cutoff": 3.0, "cutoff": 2.0, "energy_reduction": "system"}
+        return electrostatics.ewald_summation(x, q, cells, 0.5, batch_idx=systems, **options)
+
+    found = jax.jit(jax.jacrev(energies, (0, 1, 2)))(jnp.zeros((0, 3)), jnp.zeros(0), cells)
+    assert [slope.shape for slope in found] == [(2, 0, 3), (2, 0), (2, 2, 3, 3)]
+    assert not found[2].any()
 
 
 def test_vmap_over_nothing_gives_nothing():

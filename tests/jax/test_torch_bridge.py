@@ -588,6 +588,25 @@ def test_derivatives_by_parameters_are_those_of_torch():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+def test_modules_with_several_names_keep_their_parameters():
+    """One block that is applied twice: torch's functional call would leave the tensors of the last call in it."""
+    block = torch.nn.Linear(3, 3).double()
+    module = torch.nn.Sequential(block, torch.nn.Tanh(), block)
+    before = list(module.parameters())
+    apply, parameters = from_module(module)
+    doubled = jax.tree.map(lambda p: 2.0 * p, parameters)
+    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+    slopes = jax.grad(lambda p: apply(p, x).sum())(doubled)
+
+    def expected(p):
+        weight, bias = p["0.weight"].T, p["0.bias"]
+        return (jnp.tanh(x @ weight + bias) @ weight + bias).sum()
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13), slopes, jax.grad(expected)(doubled))
+    assert [id(p) for p in module.parameters()] == [id(p) for p in before]
+    np.testing.assert_allclose(apply({}, x).sum(), expected(parameters), rtol=1e-14)
+
+
 def test_parameters_are_arguments():
     module = Scaled().double()
     apply, parameters = from_module(module)

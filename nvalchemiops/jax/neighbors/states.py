@@ -246,7 +246,7 @@ def prepare_neighbor_list(
     lists = tuple(_empty(search, room, jnp.asarray(positions).dtype) for room in rooms)
     flags = jnp.zeros(search.num_systems, bool)
     largest = jnp.zeros(search.num_systems, jnp.int32)
-    found: dict[str, Any] = {name: arrays.get(name) for name in SYSTEMS}
+    found: dict[str, Any] = {name: _own(arrays.get(name)) for name in SYSTEMS}
     reference = None if skin is None else _reference(search, {"positions": jnp.asarray(positions), **found})
     state = NeighborListState(
         search,
@@ -254,7 +254,7 @@ def prepare_neighbor_list(
         largest=largest,
         initialized=flags,
         valid=~flags,
-        rebuilt=flags,
+        rebuilt=_own(flags),
         reference=reference,
         **found,
     )
@@ -278,6 +278,11 @@ def _number_of_systems(arrays: Mapping[str, Any]) -> int:
 def _empty(search: _Search, room: int, dtype: Any) -> tuple[Any, ...]:
     first, *others = search.types(room, dtype).values()
     return (jnp.full(first.shape, search.fill_value, first.dtype), *[jnp.zeros(t.shape, t.dtype) for t in others])
+
+
+def _own(array: Any) -> Any:
+    """A copy, so that a program that takes the memory of a state (``donate_argnums``) takes no array of the caller."""
+    return None if array is None else jnp.array(array, copy=True)
 
 
 def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], NeighborListState]:
@@ -317,7 +322,10 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
     lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
     search = search._replace(sizes=tuple(one[0].shape[1] for one in lists))
     largest, fits = _occupancy(search, lists, arguments)
-    used: dict[str, Any] = {name: _shaped_like(getattr(state, name), arguments[name]) for name in SYSTEMS}
+    used: dict[str, Any] = {
+        name: getattr(state, name) if given[name] is None else _shaped_like(getattr(state, name), _own(given[name]))
+        for name in SYSTEMS
+    }
     after = dataclasses.replace(
         state,
         search=search,
@@ -390,16 +398,17 @@ def _where(flags: Any, new: Any, old: Any) -> Any:
     return jnp.where(jnp.reshape(flags, (-1, *[1] * (new.ndim - 1))), new, old)
 
 
-def _reference(search: _Search, arguments: Mapping[str, Any], with_inverse: bool = True) -> Reference:
-    """The reference for a search with these arguments, which has no derivative."""
+def _reference(search: _Search, arguments: Mapping[str, Any], kept: bool = True) -> Reference:
+    """The reference for a search with these arguments, which has no derivative; an inverse only if it is kept."""
     n_systems, cell, pbc = search.num_systems, arguments["cell"], arguments["pbc"]
     pbc = jnp.broadcast_to(True if pbc is None else jnp.reshape(pbc, (-1, 3)), (n_systems, 3))
     lattice = inverse = None
     if cell is not None:
         lattice = jnp.broadcast_to(jnp.reshape(cell, (-1, 3, 3)), (n_systems, 3, 3))
         lattice = jax.lax.stop_gradient(jnp.where(pbc[:, :, None], lattice, 0.0))  # an open axis may be anything
-        inverse = jnp.linalg.pinv(lattice) if with_inverse else None
-    found = Reference(jax.lax.stop_gradient(arguments["positions"]), pbc, lattice, inverse)
+        inverse = jnp.linalg.pinv(lattice) if kept else None
+    positions = jax.lax.stop_gradient(arguments["positions"])
+    found = Reference(_own(positions) if kept else positions, _own(pbc) if kept else pbc, lattice, inverse)
     return vary_alike(found)  # the branches of `cond` have equal types inside of shard_map
 
 

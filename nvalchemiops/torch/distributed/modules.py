@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.torch.runtime.modules import call_with
+
 
 def with_replicated_parameters(
     module: torch.nn.Module, replicated: Callable[[torch.Tensor], torch.Tensor]
@@ -24,6 +26,6 @@ def with_replicated_parameters(
             flat = replicated(torch.cat([p.reshape(-1) for p in given.values()]))
             parts = flat.split([p.numel() for p in given.values()])
             marked |= {name: part.view_as(p) for (name, p), part in zip(given.items(), parts)}
-        return torch.func.functional_call(module, marked, arguments, options)
+        return call_with(module, marked, arguments, options)
 
     return call

@@ -1,4 +1,4 @@
-"""The base class of the library's modules."""
+"""The base class of the library's modules, and calls of modules with other parameters."""
 
 import json
 import zlib
@@ -14,6 +14,24 @@ _ENTRY = "_extra_state"
 
 _BLOCK = 256
 """The entry is padded to a multiple of this many bytes, so that similar modules have entries of the same size."""
+
+
+def call_with(
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a module with other tensors in place of parameters, wherever it shares them.
+
+    ``tensors`` have the names of `torch.nn.Module.named_parameters`. `torch.func.functional_call` replaces parameters
+    once for each of their names, and afterwards leaves the new tensors in a module that itself has several names. So
+    it gets one name for each module here.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    given = {}
+    for prefix, owner in module.named_modules(remove_duplicate=True):
+        for name, parameter in owner.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            if (first := names[id(parameter)]) in tensors:
+                given[name] = tensors[first]
+    return torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
 
 
 class ExactModule(torch.nn.Module):

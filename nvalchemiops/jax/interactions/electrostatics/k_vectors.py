@@ -15,14 +15,15 @@ _miller_indices: Any = eager(k_vectors.generate_ewald_miller_indices)
 
 
 def generate_ewald_miller_indices(cell: Any, k_cutoff: Any, miller_bounds: Any = None) -> Any:
-    """Miller indices of the k-vectors up to ``k_cutoff``, or in a box. Of k and -k only one is included.
+    """Miller indices of a box that holds all k-vectors up to ``k_cutoff``, one of each pair k and -k.
 
     Parameters
     ----------
     cell : (3, 3) or (n_systems, 3, 3) array, length
     k_cutoff : float or (n_systems,) array, 1/length
     miller_bounds : (int, int, int), optional
-        Use the box up to these indices instead. Required under ``jit``, since their number would depend on the cell.
+        Largest index along each axis. By default it follows from ``k_cutoff``. Required under ``jit``, since the number
+        of vectors would depend on the cell.
 
     Returns
     -------
@@ -39,7 +40,7 @@ def generate_ewald_miller_indices(cell: Any, k_cutoff: Any, miller_bounds: Any =
 
 
 def generate_k_vectors_ewald_summation(cell: Any, k_cutoff: Any, miller_bounds: Any = None) -> Any:
-    """K-vectors up to ``k_cutoff``, or in a box, differentiable in the cell. Of k and -k only one is included.
+    """K-vectors of a box that holds all of them up to ``k_cutoff``, differentiable in the cell; one of each k and -k.
 
     Parameters and errors are those of `generate_ewald_miller_indices`.
 
