@@ -154,3 +154,10 @@ def test_parameters_cannot_be_chosen_for_the_cells_of_all_slices(function):
     cells = torch.stack([system.cell, 1.1 * system.cell])
     with pytest.raises(ValuesNeededError, match="slices of `vmap`"):
         torch.func.vmap(lambda cell: function(system.positions, system.charges, cell))(cells)
+
+
+def test_a_mesh_that_is_too_large_because_the_cell_is_skewed_needs_a_shorter_cell():
+    shear = torch.tensor([[1.0, 0.0, 0.0], [3000.0, 1.0, 0.0], [0.0, 3000.0, 1.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match="shorter ones of the same lattice"):
+        ESTIMATES["pme"](shear @ CELL, spline_order=8, accuracy=1e-4)
+    assert math.prod(ESTIMATES["pme"](CELL, spline_order=8, accuracy=1e-4).mesh_dimensions) < 1e5

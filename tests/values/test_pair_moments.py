@@ -234,16 +234,18 @@ def test_exclusions_take_pairs_out_and_their_long_range_part_is_smooth():
     assert torch.isfinite(smooth[0]) and abs(float(smooth[0] - smooth[1])) < 1e-3
 
 
+@pytest.mark.parametrize("unit", [1.0, 2.0**-30])
 @pytest.mark.parametrize("distance", [0.0, 1e-3, 0.4, 1.2, 2.0, 4.0])
-def test_gaussians_that_overlap_lose_no_digits(distance):
+def test_gaussians_that_overlap_lose_no_digits(distance, unit):
     """The fifth derivative of ``erf(a r)/r - erf(alpha r)/r`` from 50 digits, at any distance; at zero it is zero."""
-    x = torch.tensor([[0.0, 0.0, 0.0], [distance, 0.0, 0.0]], dtype=torch.float64)
-    widths = torch.tensor([[0.9], [0.5]], dtype=torch.float64)
+    x = torch.tensor([[0.0, 0.0, 0.0], [distance * unit, 0.0, 0.0]], dtype=torch.float64)
+    widths = unit * torch.tensor([[0.9], [0.5]], dtype=torch.float64)
     moments = torch.zeros(2, 1, 10, dtype=torch.float64)
     moments[1, 0, components(2).index((2, 0, 0))] = 1.0
     system = PairSystem(x, None, None, 1, rows_of(GivenNeighbors(torch.tensor([[0, 1], [1, 0]])), x, periodic=False))
-    formula, alpha = moment_short_range(True), torch.tensor([[0.45]], dtype=torch.float64)
-    others = (system.positions, None, widths, None, alpha, None, None, 1, *system.rows, None, None, None, 9.0, 0.0)
+    formula, cutoff = moment_short_range(True), 9.0 * unit
+    alpha = torch.tensor([[0.45]], dtype=torch.float64) / unit
+    others = (system.positions, None, widths, None, alpha, None, None, 1, *system.rows, None, None, None, cutoff, 0.0)
     found = pair_moments(formula.text, "", "m", 3, moments, None, *others)[0][0, 0, components(3).index((3, 0, 0))]
     with mpmath.workdps(50):
         a = 1 / mpmath.sqrt(2 * (mpmath.mpf(0.9) ** 2 + mpmath.mpf(0.5) ** 2))
@@ -252,7 +254,7 @@ def test_gaussians_that_overlap_lose_no_digits(distance):
             return (mpmath.erf(a * r) - mpmath.erf(mpmath.mpf(0.45) * r)) / r
 
         expected = -float(mpmath.diff(u, mpmath.mpf(distance), 5)) if distance else 0.0
-    assert abs(float(found) - expected) <= 1e-14 * abs(expected) + 1e-15
+    assert abs(float(found) * unit**6 - expected) <= 1e-14 * abs(expected) + 1e-15
 
 
 def test_functions_of_users_may_be_switched():

@@ -118,7 +118,7 @@ def moment_excluded(gaussians: bool = False) -> Formula:
     return Formula("-alpha/sqrt(pi)*lower_gamma(1/2, alpha^2*r^2)", (), ("alpha",))
 
 
-_OUTSIDE = "near*erfc(a*r)/r; a = 1/sqrt(2*w + 1 - near); near = step(1458*w - r^2); w = s1^2 + s2^2"
+_OUTSIDE = "near*erfc(a*r)/r; a = 1/sqrt(select(near, 2*w, 1)); near = step(1458*w - r^2); w = s1^2 + s2^2"
 """The interaction of points minus that of Gaussians, for r < 27/a; 1458 = 2 27^2."""
 
 
