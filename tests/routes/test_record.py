@@ -401,6 +401,22 @@ def test_gradients_that_are_required_later():
     assert "replayed" in recorded.explain()
 
 
+def test_a_derivative_that_is_zero_everywhere():
+    """Torch then returns zeros without memory."""
+
+    def step(x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((x - WEIGHT).abs().sum(), x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope.sum(), x)
+        return curvature, slope.detach()
+
+    again = record(step)
+    for seed in range(3):
+        x = torch.randn(3, generator=torch.Generator().manual_seed(seed))
+        assert all(map(torch.equal, again(x), step(x)))
+    assert "replayed" in again.explain()
+
+
 def test_a_tensor_in_several_places_has_one_gradient():
     """Positions that are also dipoles, for instance, or arguments that are functions of others."""
 
