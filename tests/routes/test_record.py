@@ -401,6 +401,26 @@ def test_gradients_that_are_required_later():
     assert "replayed" in recorded.explain()
 
 
+def test_matrices_that_are_inverted():
+    """Each replay looks at the error codes of the matrices, which the function raises for."""
+
+    def step(cell, x):
+        cell = cell.detach().requires_grad_()
+        fractional = x @ torch.linalg.inv(cell)
+        (slope,) = torch.autograd.grad(fractional.sin().sum(), cell)
+        return fractional.detach(), slope, torch.linalg.solve(cell, slope).detach()
+
+    again, x = record(step), torch.rand(4, 3, dtype=F64)
+    for scale in (1.0, 1.1, 1.2, 0.0, 1.3):
+        cell = scale * torch.tensor([[5.0, 0.0, 0.3], [0.1, 4.0, 0.0], [0.0, 0.2, 3.0]], dtype=F64)
+        if not scale:
+            with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+                again(cell, x)
+            continue
+        assert all(map(torch.equal, again(cell, x), step(cell, x)))
+        assert scale == 1.0 or scale == 1.1 or "last call: replayed" in again.explain()
+
+
 def test_a_derivative_that_is_zero_everywhere():
     """Torch then returns zeros without memory."""
 
