@@ -196,6 +196,7 @@ def doubled(x: wp.array(dtype=wp.float32), y: wp.array(dtype=wp.float32)):
 
 
 def launched_by_warp(x):
+    wp.init()  # if no kernel has been loaded before
     y = torch.empty(3)
     wp.launch(doubled, 3, inputs=[wp.from_torch(x)], outputs=[wp.from_torch(y)], device="cpu")
     return y

@@ -227,7 +227,7 @@ def _by_position(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
 def _by_axis(higher: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
     """The entries (..., 3, n_moments) of ``higher`` that have one more derivative with respect to x, y and z."""
     # batched backward passes, `is_grads_batched`, have no rule for `unflatten`
-    return higher.index_select(-1, _places(moments)).view(*higher.shape[:-1], 3, -1)
+    return higher.index_select(-1, _places(moments)).view(*higher.shape[:-1], 3, moments.shape[-1])
 
 
 def _places(moments: torch.Tensor) -> torch.Tensor:
