@@ -430,6 +430,18 @@ def test_a_cell_that_changes_before_the_backward_pass(change):
     close(several(lambda: slope(CELL)), ordinary(lambda: slope(CELL)), 1e-11)
 
 
+def test_arguments_beside_large_cells_have_gradients(monkeypatch):
+    """Of thousands of systems the cells are no longer compared by value, but a number among the arguments still is."""
+    monkeypatch.setattr(calls, "MOST_OF_SYSTEMS", 8)
+
+    def slope():
+        x, alpha = X.clone().requires_grad_(), torch.tensor(0.8, dtype=F64, requires_grad=True)
+        energies = ewald_summation(x, Q, CELL, **{**EWALD, "alpha": alpha})
+        return torch.autograd.grad(energies.sum(), (x, alpha))
+
+    close(several(slope), ordinary(slope), 1e-11)
+
+
 def test_results_that_depend_on_nothing_have_no_graph():
     """Coordination numbers, where damping is trained; before and after plans."""
     a1 = torch.tensor(0.4, dtype=F64, requires_grad=True)

@@ -196,6 +196,7 @@ def doubled(x: wp.array(dtype=wp.float32), y: wp.array(dtype=wp.float32)):
 
 
 def launched_by_warp(x):
+    wp.init()  # if no kernel has been loaded before
     y = torch.empty(3)
     wp.launch(doubled, 3, inputs=[wp.from_torch(x)], outputs=[wp.from_torch(y)], device="cpu")
     return y
@@ -399,6 +400,42 @@ def test_gradients_that_are_required_later():
         assert torch.equal(recorded(x), step(x))
         weights.requires_grad_(count > 2)
     assert "replayed" in recorded.explain()
+
+
+def test_matrices_that_are_inverted():
+    """Each replay looks at the error codes of the matrices, which the function raises for."""
+
+    def step(cell, x):
+        cell = cell.detach().requires_grad_()
+        fractional = x @ torch.linalg.inv(cell)
+        (slope,) = torch.autograd.grad(fractional.sin().sum(), cell)
+        return fractional.detach(), slope, torch.linalg.solve(cell, slope).detach()
+
+    again, x = record(step), torch.rand(4, 3, dtype=F64)
+    for scale in (1.0, 1.1, 1.2, 0.0, 1.3):
+        cell = scale * torch.tensor([[5.0, 0.0, 0.3], [0.1, 4.0, 0.0], [0.0, 0.2, 3.0]], dtype=F64)
+        if not scale:
+            with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+                again(cell, x)
+            continue
+        assert all(map(torch.equal, again(cell, x), step(cell, x)))
+        assert scale == 1.0 or scale == 1.1 or "last call: replayed" in again.explain()
+
+
+def test_a_derivative_that_is_zero_everywhere():
+    """Torch then returns zeros without memory."""
+
+    def step(x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((x - WEIGHT).abs().sum(), x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope.sum(), x)
+        return curvature, slope.detach()
+
+    again = record(step)
+    for seed in range(3):
+        x = torch.randn(3, generator=torch.Generator().manual_seed(seed))
+        assert all(map(torch.equal, again(x), step(x)))
+    assert "replayed" in again.explain()
 
 
 def test_a_tensor_in_several_places_has_one_gradient():

@@ -455,6 +455,24 @@ def test_vmap_over_positions_with_a_list(with_dipoles):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize("method", SUMS)
+def test_hessians_by_batched_backward_passes(method):
+    """Torch has rules for fewer operations there than in ``torch.func.vmap``."""
+    positions, cell = geometry(3)
+    coarse = {"cutoff": 4.0, **({"k_cutoff": 3.0} if method == "ewald" else {"mesh_dimensions": (10, 10, 10)})}
+    values = {"positions": positions, **random_sources(3, seed=3, neutral=False)}
+    for names in (*[[name] for name in values], list(values)):
+        inputs = {name: value.clone().requires_grad_(name in names) for name, value in values.items()}
+        leaves = [inputs[name] for name in names]
+        energy = SUMS[method](cell=cell, **inputs, **coarse).sum()
+        for slope in torch.autograd.grad(energy, leaves, create_graph=True):
+            units = torch.eye(slope.numel(), dtype=torch.float64).view(-1, *slope.shape)
+            at_once = torch.autograd.grad(slope, leaves, units, is_grads_batched=True, retain_graph=True)
+            rows = [torch.autograd.grad(slope, leaves, unit, retain_graph=True) for unit in units]
+            for block, *values_of_rows in zip(at_once, *rows, strict=True):
+                torch.testing.assert_close(block, torch.stack(values_of_rows), rtol=1e-9, atol=1e-9)
+
+
 def test_hybrid_forces_pass_gradients_through_all_sources():
     positions, cell = geometry()
     values = random_sources(5, seed=3, neutral=False)

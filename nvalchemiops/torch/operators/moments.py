@@ -40,7 +40,7 @@ def spread_pullback(gather: Callable[[], Op]) -> Callable[..., Arguments]:
         found = _call(gather(), inputs, field, derivatives + ("coordinates" in wanted))
         results = {}
         if "moments" in wanted:
-            results["moments"] = found[..., : moments.shape[-1]]
+            results["moments"] = found.narrow(-1, 0, moments.shape[-1])
         if "coordinates" in wanted:
             results["coordinates"] = derivative_by_coordinates(moments, found)
         return results

@@ -139,7 +139,10 @@ class Kind(NamedTuple):
     length : int
         Number of pairs in the lists, if the plan works for lists of any length; otherwise 0.
     small, large : list of torch.Tensor
-        Fixed tensors whose values are part of the key, and fixed tensors that are recognized by identity.
+        Fixed tensors whose values are part of the key, and fixed tensors that are recognized by identity. Inputs are
+        the first.
+    n_small : int
+        How many of ``small`` are inputs.
     contents : list of bytes
         Values of the small tensors.
     table : Plans
@@ -154,6 +157,7 @@ class Kind(NamedTuple):
     length: int
     small: list[torch.Tensor]
     large: list[torch.Tensor]
+    n_small: int
     contents: list[bytes]
     table: tables.Plans
 
@@ -213,7 +217,9 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         else:
             of_lists += (t.shape, t.dtype, t.stride())
     try:
-        _add_fixed((*inputs[n_copied:], *call.systems), of_systems, small, large, contents, MOST_OF_SYSTEMS)
+        _add_fixed(inputs[n_copied:], of_systems, small, large, contents, MOST_OF_SYSTEMS)
+        n_small = len(small)
+        _add_fixed(call.systems, of_systems, small, large, contents, MOST_OF_SYSTEMS)
         _add_fixed((*of_near, *call.options), of_options, small, large, contents, SMALL)
     except _Unknown as reason:
         return str(reason)
@@ -223,7 +229,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     copied = [*copied, *call.prepared]
     table = tables.current()
     key = (call.name, how, place, *map(tuple, parts))
-    return Kind(key, place, n_copied, used, copied, length, small, large, contents, table)
+    return Kind(key, place, n_copied, used, copied, length, small, large, n_small, contents, table)
 
 
 def _bytes_of_all(values: Iterable[Any]) -> int:

@@ -95,7 +95,7 @@ def run(call: Call) -> Tensors:
         if isinstance(kind, str):
             others = _tensors_in((call.near, call.systems, call.options, call.others))
         else:
-            others = [*kind.used, *kind.copied, *kind.small[len(inputs) - kind.n_copied :], *kind.large]
+            others = [*kind.used, *kind.copied, *kind.small[kind.n_small :], *kind.large]
             others += _tensors_in(call.others)
         if any([t.requires_grad for t in others]):
             return _noted(

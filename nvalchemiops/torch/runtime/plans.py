@@ -19,7 +19,7 @@ import torch
 from nvalchemiops import notices
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.runtime import graphs
-from nvalchemiops.torch.runtime._torch_internals import copy_all
+from nvalchemiops.torch.runtime._torch_internals import copy_all, is_zero_tensor
 from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, refuse, storage_of
 
 MOST_BYTES, MOST_BYTES_ON_GPU = 2**27, 2**30
@@ -232,7 +232,7 @@ def follow(
         if len(recorder.foreign) < sum(tensor.numel() > 0 for tensor in used):
             return Followed(None, None, "arguments share memory")
         with recording(recorder):
-            results = tuple(function(memory))
+            results = tuple(map(_in_memory, function(memory)))
     reason = recorder.reason or _fault_of(recorder, results, (*memory, *changing))
     if reason:
         return Followed(None, results, reason)
@@ -256,7 +256,7 @@ def _captured(
         memory = [t.detach().clone().requires_grad_(t.requires_grad) for t in (*copied, *used)]
         seen = Recorder(memory, (), (), length, (), memory[len(copied) :] if length else (), makes_steps=False)
         with recording(seen):
-            results = tuple([t.detach() for t in function(memory)])
+            results = tuple([_in_memory(t).detach() for t in function(memory)])
         if seen.reason:
             return Followed(None, results, seen.reason)
         room = length
@@ -268,12 +268,17 @@ def _captured(
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             with recording(recorder):
-                return [t.detach() for t in function(memory)]
+                return [_in_memory(t).detach() for t in function(memory)]
 
         captured = graph.captured(call, memory)
         if captured is None or recorder.reason:
             return Followed(None, results, recorder.reason or graph.reason or graphs.obstacle(graph.device))
         return Followed(GraphPlan(graph, recorder, memory, captured, len(used), length, room), results)
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or zeros in memory in place of a tensor that has none, such as the derivative of a sign."""
+    return tensor.new_zeros(tensor.shape) if is_zero_tensor(tensor) else tensor
 
 
 def _with_room(tensor: torch.Tensor, length: int, room: int) -> torch.Tensor:

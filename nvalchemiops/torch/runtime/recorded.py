@@ -318,7 +318,8 @@ def record(
     directly. On a GPU a graph is captured for each stream; tensors that are not arguments are used in place, with the
     values that they have at the replay. Kernels launched by ``wp.launch`` raise an error; kernels of this library and
     of operators are recorded. Python code runs only while the function is recorded, so numbers that it computes are
-    constants. If energies are differentiated with weights that vary, gradients have the same values up to rounding.
+    constants. If energies are differentiated with weights that vary, gradients have the same values up to rounding,
+    and so have results of ``torch.linalg.eigvalsh`` and ``svdvals``.
     """
     if if_changed not in ("record", "raise"):
         raise ValueError(f"`if_changed` must be 'record' or 'raise', got {if_changed!r}")

@@ -56,6 +56,9 @@ _READS = ("numpy", "tolist", "__array__", "__dlpack__", "storage")
 _WATCHED = {getattr(torch.Tensor, name) for name in (*_READS, "data_ptr")}
 """Methods that give values or memory of a tensor to code that is not recorded. Launches use ``data_ptr``, too."""
 
+_CHECK = "_linalg_check_errors"
+"""What functions of ``torch.linalg`` do with the error codes of their matrices: it reads them, and may raise."""
+
 _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 """Messages between ranks that are not sent as acts of the library (`nvalchemiops.torch.runtime.acts`)."""
 
@@ -279,6 +282,9 @@ class Recorder:
         varies = self._varies(given)
         if not (varies or self._is_captured(given)):
             return
+        if func.overloadpacket.__name__ == _CHECK and self.makes_steps:
+            self.look_at(self.compute(lambda: args[0].any().to(torch.int32), args[0]))
+            return
         if not made and not isinstance(result, torch.Tensor):
             raise NoPlan(f"{func} reads values")
         if _has_unknown_shape(func, args, kwargs):
@@ -312,6 +318,12 @@ class Recorder:
                 self._add(lambda: out.copy_(function()), [storage_of(given)], [storage_of(out)])
                 self.varying.add(storage_of(out))
         return out
+
+    def look_at(self, fault: torch.Tensor, only_in_replays: bool = False) -> None:
+        """Look at this number in each replay; for ``only_in_replays`` see `read_fault`."""
+        (self.limits if only_in_replays else self.faults).append(fault)
+        if self.acts:
+            self.always(functools.partial(refuse, (fault,)), (fault,))
 
     def always(self, step: Step, reads: Sequence[Any] = (), writes: Sequence[torch.Tensor] = ()) -> None:
         """Record a step of every replay, before it runs. What it writes is new in each call."""
@@ -622,9 +634,7 @@ def read_fault(fault: torch.Tensor, only_in_replays: bool = False) -> int:
     recorder = current_recorder()
     if recorder is None:
         return int(fault)
-    (recorder.limits if only_in_replays else recorder.faults).append(fault)
-    if recorder.acts:
-        recorder.always(functools.partial(refuse, (fault,)), (fault,))
+    recorder.look_at(fault, only_in_replays)
     with recorder.pause():
         number = int(fault)
     return number

@@ -153,10 +153,10 @@ def _derivatives(
             of_row = gather(row, d_source + moves, by, True)
     if needs_row:
         assert of_source is not None
-        receivers["row"](of_source[..., : row.shape[-1]])
+        receivers["row"](of_source.narrow(-1, 0, row.shape[-1]))
     if needs_source:
         assert of_row is not None
-        receivers["source"](of_row[..., : source.shape[-1]])
+        receivers["source"](of_row.narrow(-1, 0, source.shape[-1]))
     if moves:
         assert of_source is not None and of_row is not None
         found["positions"] = _by_position(row, of_source) + _by_position(source, of_row)
@@ -220,8 +220,14 @@ def _by_position(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
     """Gradient (n_atoms, 3) of ``Σ moments * gathered`` with respect to positions; ``gathered`` has one more order."""
     if moments.shape[-1] == 1:
         return (moments * gathered[..., 1:4]).sum(1)
-    higher = gathered.index_select(-1, _places(moments)).unflatten(-1, (3, -1))
+    higher = _by_axis(gathered, moments)
     return (moments.unsqueeze(-2) * higher).sum((1, 3))
+
+
+def _by_axis(higher: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+    """The entries (..., 3, n_moments) of ``higher`` that have one more derivative with respect to x, y and z."""
+    # batched backward passes, `is_grads_batched`, have no rule for `unflatten`
+    return higher.index_select(-1, _places(moments)).view(*higher.shape[:-1], 3, moments.shape[-1])
 
 
 def _places(moments: torch.Tensor) -> torch.Tensor:
@@ -252,7 +258,7 @@ def _raise(moments: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 
 def _lower(gradient: torch.Tensor, moments: torch.Tensor, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients with respect to the two arguments of `_raise`."""
-    parts = gradient.index_select(-1, _places(moments)).unflatten(-1, (3, -1))
+    parts = _by_axis(gradient, moments)
     return (parts * moved[:, None, :, None]).sum(-2), (parts * moments.unsqueeze(-2)).sum((1, 3))
 
 

@@ -137,7 +137,7 @@ def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tens
         return torch.matmul(higher, moments.reshape(n_atoms, width, 1)).squeeze(-1)
     columns = gathered.unbind(-1)
     # a stack, since lists as indices would be copied to a GPU
-    higher = torch.stack([columns[place] for place in _RAISED[n_moments]], -1).unflatten(-1, (3, n_moments))
+    higher = torch.stack([columns[place] for place in _RAISED[n_moments]], -1).view(*gathered.shape[:-1], 3, n_moments)
     return (higher * moments.unsqueeze(-2)).sum(-1).sum(1)
 
 
@@ -194,7 +194,7 @@ def second_moments(packed: torch.Tensor, diagonal: float) -> torch.Tensor:
     """Symmetric matrices (..., 3, 3) from six numbers each; the diagonal is multiplied by a factor."""
     xx, xy, xz, yy, yz, zz = packed.unbind(-1)
     columns = (diagonal * xx, xy, xz, xy, diagonal * yy, yz, xz, yz, diagonal * zz)
-    return torch.stack(columns, -1).unflatten(-1, (3, 3))
+    return torch.stack(columns, -1).view(*packed.shape[:-1], 3, 3)
 
 
 def virial_of_frames(gradients: torch.Tensor, system: ChargedSystem) -> torch.Tensor:
