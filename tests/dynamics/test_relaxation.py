@@ -344,6 +344,23 @@ def test_empty_systems_and_molecules_among_crystals() -> None:
     assert nothing.converged.all() and nothing.system.positions.shape == (0, 3)
 
 
+@pytest.mark.parametrize("shape", [(3, 3), (1, 3, 3)])
+def test_systems_that_share_a_cell_relax_it_each(shape: tuple[int, ...]) -> None:
+    model, one = lennard_jones_model(), System.from_ase(crystal(1))
+    assert one.cell is not None
+    two = one._replace(
+        positions=torch.cat([one.positions, one.positions.flip(0) + 0.1]),
+        cell=one.cell.reshape(shape),
+        batch_idx=torch.tensor([0] * 4 + [1] * 4),
+    )
+    for cell in (False, True):
+        result = relax(two, model, fmax=1e-3, cell=cell, compact_every=2)
+        alone = relax(one, model, fmax=1e-3, cell=cell)
+        assert result.converged.all() and result.system.cell is not None and alone.system.cell is not None
+        assert torch.equal(result.system.cell[0], alone.system.cell)
+        assert torch.equal(result.system.positions[:4], alone.system.positions)
+
+
 # -- minima ---------------------------------------------------------------------------------------
 
 

@@ -150,10 +150,14 @@ class Chart:
         positions, domain = system.positions, system.domain
         checks.check_positions(positions, finite=False)
         if domain is None:
-            lattice, pbc, _ = checks.check_systems(positions, system.cell, system.pbc, system.batch_idx, None)
-            shaped = [t.shape[0] for t, ndim in ((lattice, 3), (pbc, 2)) if t is not None and t.ndim == ndim]
-            batch_idx, found = checks.check_batch(system.batch_idx, positions, shaped[0] if shaped else None, wait=True)
+            lattice, pbc, shaped = checks.check_systems(positions, system.cell, system.pbc, system.batch_idx, None)
+            batch_idx, found = checks.check_batch(system.batch_idx, positions, shaped, wait=True)
             assert found is not None
+            if batch_idx is not None:  # a cell of its own for each system
+                system = system._replace(
+                    cell=None if lattice is None else lattice.reshape(-1, 3, 3).expand(found, 3, 3),
+                    pbc=None if pbc is None else pbc.reshape(-1, 3).expand(found, 3),
+                )
             self.system = system._replace(positions=positions.detach(), batch_idx=batch_idx)
         else:
             lattice, pbc, batch_idx, found = system.cell, domain.pbc, domain.batch_idx, domain.n_systems
@@ -213,9 +217,7 @@ class Chart:
         positions = _times(x[: self.n_atoms], self._of_atoms(transposed))
         cell = torch.bmm(self._lattice, transposed).to(dtype)
         given = system.cell
-        return system._replace(
-            positions=positions.to(dtype), cell=cell.reshape(given.shape) if given is not None else cell
-        )
+        return system._replace(positions=positions.to(dtype), cell=cell if given is None else cell.reshape(given.shape))
 
     def forces(self, x: torch.Tensor, evaluation: Evaluation) -> torch.Tensor:
         """Minus the gradient (n_rows, 3) of the enthalpy, within the deformations that are allowed."""

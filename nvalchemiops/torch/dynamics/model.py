@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
+from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
@@ -340,6 +341,12 @@ class FromEnergies:
 
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress."""
+        if torch.is_inference_mode_enabled():
+            # no graph is kept in it, so there would be no forces
+            with torch.inference_mode(False):
+                ordinary: Any = (t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t for t in system)
+                with torch.no_grad():
+                    return self(System(*ordinary))
         positions, cell = system.positions, system.cell
         keep = self.create_graph
         if keep is None:
@@ -367,6 +374,12 @@ class FromEnergies:
                 slopes = torch.autograd.grad(energies.sum(), wanted, create_graph=keep, materialize_grads=True)
             else:
                 slopes = tuple(torch.zeros_like(tensor) for tensor in wanted)
+                notify(
+                    "`function`: energies have no graph to positions, so forces are zero. If they depend on positions, "
+                    "compute them by operations that torch differentiates, without `no_grad` or `detach`",
+                    NvalchemiopsWarning,
+                    "no graph",
+                )
         if not keep:
             energies = energies.detach()
         stress = None
