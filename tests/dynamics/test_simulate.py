@@ -14,6 +14,7 @@ from nvalchemiops.torch.dynamics import (
     npt,
     nve,
     simulate,
+    stochastic_cell,
 )
 from nvalchemiops.torch.systems import System
 
@@ -192,6 +193,14 @@ def test_without_leaves_that_require_gradients_there_is_no_graph():
     assert simulate(system, model, nve(0.1), 2, masses=masses, gradients=True).state.velocities.requires_grad
 
 
+def test_parameters_that_require_gradients_keep_the_graph():
+    temperature = torch.tensor(KT, dtype=float64, requires_grad=True)
+    system, masses, _ = few_atoms(2)
+    run = simulate(system, wells(), langevin(0.1, temperature), 2, masses=masses)
+    (slope,) = torch.autograd.grad(run.state.velocities.square().sum(), temperature)
+    assert slope.isfinite() and slope != 0.0
+
+
 def test_progress_is_shown(capsys):
     system, masses, _ = few_atoms()
     simulate(system, wells(), nve(0.1), 3, masses=masses, progress=True)
@@ -215,6 +224,7 @@ def test_float32_stays_float32():
 
 GAS = System(torch.rand(4, 3, dtype=float64), cell=2.0 * torch.eye(3, dtype=float64))
 ONE = {"masses": torch.ones(4, dtype=float64)}
+ZERO = torch.zeros((), dtype=float64, requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +237,7 @@ ONE = {"masses": torch.ones(4, dtype=float64)}
         (lambda: langevin(0.1, 1.0, friction=-1.0), ONE, "friction"),
         (lambda: npt(0.1, 1.0, 1.0, cell="cubic"), ONE, "cell"),
         (lambda: npt(0.1, 1.0, 1.0, mask=(False, False, False)), ONE, "mask"),
+        (lambda: npt(0.1, 1.0, 1.0, mask=(True, False)), ONE, "mask"),
         (lambda: npt(0.1, 1.0, float("nan")), ONE, "pressure"),
         (lambda: nve(0.1), {}, "masses"),
         (lambda: nve(0.1), {"masses": torch.zeros(4)}, "masses"),
@@ -234,6 +245,10 @@ ONE = {"masses": torch.ones(4, dtype=float64)}
         (lambda: nve(0.1), ONE | {"velocities": torch.ones(3, 3)}, "velocities"),
         (lambda: nve(0.1), ONE | {"every": 0}, "every"),
         (lambda: nve(0.1), ONE | {"record": ("energy",)}, "record"),
+        (lambda: nve(0.1), ONE | {"hooks": [lambda state: True]}, "hooks"),
+        (lambda: langevin(0.1, ZERO), ONE, "temperature"),
+        (lambda: csvr(0.1, ZERO), ONE, "temperature"),
+        (lambda: langevin(0.1, 1.0, friction=ZERO), ONE, "friction"),
     ),
 )
 def test_bad_arguments_are_named(make, options, word):
@@ -250,3 +265,61 @@ def test_what_a_barostat_needs():
     ):
         with pytest.raises(ValueError, match=f"`{word}`"):
             npt(0.1, 1.0, 1.0).start(system, model, **ONE)
+
+
+@pytest.mark.parametrize(
+    ("pbc", "cell", "mask", "advice"),
+    (
+        ("000", [[2, 1, 0], [0, 2, 0], [0, 0, 2]], (True, True, True), "an integrator without a barostat"),
+        ("110", [[2, 1, 0], [0, 2, 0], [0, 1, 2]], (True, True, True), r"mask=\(True, True, False\)"),
+        ("110", [[2, 1, 0], [0, 2, 0], [0, 1, 2]], (True, True, False), None),
+        ("110", [[0, 0, 2], [2, 0, 1], [0, 2, 0]], (True, True, False), r"mask=\(True, False, True\)"),
+        ("010", [[2, 1, 0], [0, 2, 0], [0, 1, 2]], (False, True, False), None),
+        ("100", [[2, 1, 0], [0, 2, 0], [0, 1, 2]], (True, False, False), "an integrator without a barostat"),
+    ),
+)
+def test_a_barostat_does_not_press_along_open_axes(pbc, cell, mask, advice):
+    """``pbc`` is of lattice vectors, the mask of Cartesian axes. In a batch one open system is enough."""
+    both = torch.stack([GAS.cell, torch.tensor(cell, dtype=float64)])
+    axes = torch.tensor([[True] * 3, [axis == "1" for axis in pbc]])
+    two = joined([GAS, GAS])._replace(cell=both, pbc=axes)
+    start = lambda: npt(0.1, 1.0, 1.0, mask=mask).start(two, ideal_gas, masses=torch.ones(8))  # noqa: E731
+    if advice is None:
+        start()
+    else:
+        with pytest.raises(ValueError, match=f"`mask`.*system 1 is not periodic: choose {advice}"):
+            start()
+
+
+STILL = {
+    "csvr": lambda dt, time: csvr(dt, 0.0, thermostat_time=time),
+    "langevin": lambda dt, time: langevin(dt, 0.0, friction=1.0 / time),
+    "langevin without friction": lambda dt, time: langevin(dt + 0.0 * time, 0.01, friction=0.0),
+    "stochastic_cell": lambda dt, time: stochastic_cell(dt, 0.0, 1e-3, 5.0, thermostat_time=time, barostat_time=time),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_gradients_where_there_is_no_noise(name):
+    """At zero temperature and without friction, where the root of the variance has no slope. One atom is frozen."""
+    system, masses, velocities = few_atoms(3)
+    masses[0] = torch.inf
+
+    def loss(velocities, dt, time, masses):
+        state = simulate(
+            system, wells(), STILL[name](dt, time), 3, masses=masses, velocities=velocities, record=(), gradients=True
+        ).state
+        return state.system.positions.square().sum() + state.velocities.sum()
+
+    given = [velocities, torch.tensor(0.1, dtype=float64), torch.tensor(2.0, dtype=float64), masses]
+    given = [tensor.clone().requires_grad_() for tensor in given]
+    slopes = torch.autograd.grad(loss(*given), given)
+    assert slopes[3][0] == 0.0
+    ways = [torch.ones_like(tensor) for tensor in given]
+    ways[3][0] = 0.0
+    for k, (slope, way) in enumerate(zip(slopes, ways)):
+        moved = [
+            loss(*(tensor.detach() + (sign * 1e-5 * way if n == k else 0.0) for n, tensor in enumerate(given)))
+            for sign in (1, -1)
+        ]
+        assert ((moved[0] - moved[1]) / 2e-5 - (slope * way).sum()).abs() < 1e-7

@@ -9,6 +9,7 @@ import torch
 from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Stochastic, Tangent, kept
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
+from nvalchemiops.torch.dynamics.velocities import square_root
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +279,7 @@ class CellNoise(Cell, Stochastic):
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
         excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
-        noise = (kt * mobility * h).sqrt() * state.normal(self.stream, by_system=True)
+        noise = square_root(kt * mobility * h) * state.normal(self.stream, by_system=True)
         grown = root + mobility * root * excess * h + noise
         strain = 2.0 * torch.log(grown / root)
         scale = torch.exp(strain / self.n_axes * extra["axes"])

@@ -219,6 +219,8 @@ def _time(value: Number | None, steps: float, dt: Number) -> Number:
 
 def _cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bool, bool]]:
     checks.check_choice("cell", cell, ("isotropic", "axes", "full"))
+    if len(mask) != 3:
+        raise ValueError(f"`mask` must have a bool for each of the axes x, y and z, got {len(mask)}")
     x, y, z = (checks.check_flag("mask", axis) for axis in mask)
     if not (x or y or z):
         raise ValueError("`mask` must let at least one axis change")

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.dynamics.cell_flows import Press, StretchedKick
+from nvalchemiops.torch.dynamics.cell_flows import Cell, Press, StretchedKick
 from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
-from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Tangent
+from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Stochastic, Tangent
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, count_systems
 from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import (
+    check_slopes,
     degrees_of_freedom,
     inertia_of,
     kinetic_energy,
@@ -352,6 +353,7 @@ _POSITIVE = ("dt", "thermostat_time", "barostat_time", "compressibility")
 def _check_values(extra: Mapping[str, torch.Tensor], flows: Sequence[Flow]) -> None:
     """Raise for parameters out of range, where they can be read."""
     divides = any(isinstance(flow, Chain | Press) for flow in flows)
+    draws = any(isinstance(flow, Stochastic) for flow in flows)
     for name, value in extra.items():
         if not may_read(value):
             continue
@@ -363,6 +365,8 @@ def _check_values(extra: Mapping[str, torch.Tensor], flows: Sequence[Flow]) -> N
                 raise ValueError(f"`{name}` must be positive, got {float(found.min())}")
         elif name in ("temperature", "friction") and not bool((found >= 0.0).all()):
             raise ValueError(f"`{name}` must not be negative, got {float(found.min())}")
+        if name in ("temperature", "friction") and draws:
+            check_slopes(name, value)
 
 
 def _rows(system: System) -> tuple[System, int]:
@@ -409,10 +413,23 @@ def _degrees_with(extra: Mapping[str, torch.Tensor], degrees: torch.Tensor) -> d
 
 
 def _check_cells(system: System, flows: Sequence[Flow]) -> None:
-    """Raise if the cell should change, but there is none or it has no volume."""
+    """Raise if the cell should change, but there is none, it has no volume, or nothing presses along an axis."""
     if not any(flow.needs_stress for flow in flows):
         return
     if system.cell is None:
         raise ValueError("`cell` of the system is needed: this integrator changes it")
-    if may_read(system.cell) and not bool((values_of(system.volume) > 0.0).all()):
+    pbc = system.pbc if system.domain is None else system.domain.pbc
+    if not may_read(system.cell):
+        return
+    if not bool((values_of(system.volume) > 0.0).all()):
         raise ValueError("`cell` has no volume: this integrator needs three lattice vectors, also along open axes")
+    if pbc is None or not may_read(pbc) or bool(values_of(pbc).all()):
+        return
+    rows = torch.where(values_of(pbc).unsqueeze(-1), values_of(system.cell).to(torch.float64), 0.0)
+    # parts of Cartesian unit vectors that are in the span of the periodic lattice vectors
+    inside = (torch.linalg.pinv(rows) @ rows).diagonal(dim1=-2, dim2=-1)
+    moves = [any(axis) for axis in zip(*(flow.mask for flow in flows if isinstance(flow, Cell)))]
+    for k, along in enumerate((inside > 1.0 - 1e-6).tolist()):
+        if any(moving and not periodic for moving, periodic in zip(moves, along)):
+            advice = f"choose mask={tuple(along)}" if any(along) else "choose an integrator without a barostat"
+            raise ValueError(f"`mask` lets axes change along which system {k} is not periodic: {advice}")

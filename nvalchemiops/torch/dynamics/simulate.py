@@ -98,7 +98,8 @@ def simulate(
     progress : bool, optional
         Show a progress bar, if tqdm is installed.
     gradients : bool, optional
-        Keep the graph of all steps. By default if ``start`` requires gradients, or with ``checkpoint_every``.
+        Keep the graph of all steps. By default if ``start``, ``options`` or parameters of the integrator require
+        gradients, or with ``checkpoint_every``.
     checkpoint_every : int, optional
         For gradients of long runs, of first order: keep the states after every so many steps alone, and compute the
         steps between them again in the backward pass. Hooks are then called again, too.
@@ -131,7 +132,7 @@ def simulate(
     if checkpoint_every is not None:
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
     if gradients is None:
-        gradients = checkpoint_every is not None or _requires_grad(start, options)
+        gradients = checkpoint_every is not None or _requires_grad(start, integrator, options)
     kept: list[dict[str, torch.Tensor]] = []
     done = -1
 
@@ -149,7 +150,7 @@ def simulate(
         for n in range(first, last):
             state = integrator.step(state, model)
             for hook in hooks:
-                state = hook(state) or state
+                state = _after_hook(hook(state), state)
             if (n + 1) % every == 0:
                 found.append({name: measure(state) for name, measure in measures.items()})
             after(state, n + 1)
@@ -187,9 +188,19 @@ def simulate(
     return Simulation(state, records, [begin + n * every for n in range(len(kept))])
 
 
-def _requires_grad(start: System | State, options: Mapping[str, Any]) -> bool:
+def _requires_grad(start: System | State, integrator: Integrator, options: Mapping[str, Any]) -> bool:
     tensors = [*tensors_of(start).values()] if isinstance(start, State) else [*start, *options.values()]
+    tensors += integrator.parameters.values()
+    if integrator.constraints is not None:
+        tensors.append(integrator.constraints.lengths)
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def _after_hook(returned: Any, state: State) -> State:
+    """The state from which a run goes on after a hook."""
+    if returned is None or isinstance(returned, State):
+        return state if returned is None else returned
+    raise TypeError(f"`hooks`: a hook must return a State or None, got {type(returned).__name__}")
 
 
 def _measures(
