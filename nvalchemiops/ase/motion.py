@@ -55,13 +55,6 @@ ARGUMENTS = {
 }
 """Numbers that ensembles take, with the units of the command."""
 
-CELLS: dict[str | None, bool | CellFilter] = {
-    None: False,
-    "isotropic": CellFilter(hydrostatic_strain=True),
-    "axes": CellFilter(mask=[True, True, True, False, False, False]),
-    "full": CellFilter(),
-}
-
 
 def md(options: argparse.Namespace) -> int:
     """Run dynamics according to the options of the command; returns the exit status."""
@@ -136,6 +129,8 @@ def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | 
         given["friction"] = 1.0 / given.pop("thermostat_time")
     if options.cell is not None:
         given["cell"] = options.cell
+    if options.mask is not None:
+        given["mask"] = _axes(options.mask)
     for name in given:
         if name not in taken:
             raise Misuse(f"{_flag(name)} does not belong to --ensemble {options.ensemble}")
@@ -145,6 +140,13 @@ def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | 
         if parameter.default is parameter.empty and name not in ("dt", *given):
             raise Misuse(f"{_flag(name)} is needed for --ensemble {options.ensemble}")
     return make(dt, **given), drawing
+
+
+def _axes(text: str) -> tuple[bool, ...]:
+    """Which of the axes x, y and z are in a text such as ``xy``."""
+    if not text or not set(text) <= set("xyz"):
+        raise Misuse(f"--mask: {text!r} does not name axes, such as xy")
+    return tuple(axis in text for axis in "xyz")
 
 
 def _flag(name: str) -> str:
@@ -225,15 +227,17 @@ def _writer() -> Any:
 
 
 def _relax(options: argparse.Namespace) -> int:
-    if options.pressure is not None and options.cell is None:
-        raise Misuse("--pressure is given without --cell")
+    for name in ("pressure", "mask"):
+        if getattr(options, name) is not None and options.cell is None:
+            raise Misuse(f"--{name} is given without --cell")
     found, calculator = command.read(options)
     numbers, frames = zip(*found)
     if options.output is not None:
         _check_output(Path(options.output), len(frames))
-    cell = CELLS[options.cell]
-    if isinstance(cell, CellFilter):
-        cell = cell._replace(scalar_pressure=(options.pressure or 0.0) * GIGAPASCAL)
+    cell: bool | CellFilter = False
+    if options.cell is not None:
+        pressure = (options.pressure or 0.0) * GIGAPASCAL
+        cell = CellFilter.of(options.cell, _axes(options.mask or "xyz"), scalar_pressure=pressure)
     fixed = torch.as_tensor(np.concatenate([_fixed(atoms) for atoms in frames]), device=calculator.device)
     relaxed = dynamics.relax(
         System.from_ase(frames, device=calculator.device),

@@ -28,7 +28,9 @@ from nvalchemiops.torch.dynamics import (
     Evaluation,
     FromEnergies,
     SumOfTerms,
+    npt,
     relax,
+    simulate,
 )
 from nvalchemiops.torch.dynamics.chart import _exp_minus_one
 from nvalchemiops.torch.interactions.pair import lennard_jones
@@ -241,6 +243,27 @@ def test_modes_keep_what_they_promise() -> None:
     assert strain[:, :2, :2].abs().min() > 1e-5
     strain = torch.linalg.solve(system.cell, relaxed(mask=np.tril(np.ones((3, 3)))).cell) - torch.eye(3)
     assert strain.triu(1).abs().max() < 1e-14 and strain.tril(-1).abs().max() > 1e-4
+
+
+@unconverged
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, True)])
+@pytest.mark.parametrize("name", ["isotropic", "axes", "full"])
+def test_names_allow_the_changes_that_npt_allows(name: str, mask: tuple[bool, bool, bool]) -> None:
+    system, model = System.from_ase(crystal(1)), lennard_jones_model()
+    cells = [
+        relax(system, model, max_steps=3, cell=CellFilter.of(name, mask)).system.cell,
+        simulate(system, model, npt(0.1, 0.01, 0.05, barostat_time=10.0, cell=name, mask=mask), 3).state.cell[0],
+    ]
+    if all(mask):
+        assert torch.equal(relax(system, model, max_steps=3, cell=name).system.cell, cells[0])
+    for cell in cells:
+        assert cell is not None and system.cell is not None
+        change = torch.linalg.solve(system.cell, cell) - torch.eye(3)
+        axes = torch.tensor(mask)
+        allowed = axes & axes[:, None] if name == "full" else torch.diag(axes)
+        assert change[allowed].abs().min() > 1e-6 and (allowed.all() or change[~allowed].abs().max() < 1e-14)
+        sizes = change.diagonal()[axes]
+        assert (sizes - sizes[0]).abs().max() < 1e-14 if name == "isotropic" else (sizes[0] - sizes[-1]).abs() > 1e-8
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -563,8 +586,9 @@ def test_values_of_atoms_in_a_sum_of_terms_keep_all_systems(bound: str) -> None:
     [
         ({"optimizer": "newton"}, "`optimizer` must be 'fire' or 'fire2' or 'lbfgs'"),
         ({"optimizer": FIRE}, "`optimizer` must be a name or an Optimizer"),
-        ({"cell": "full"}, "`cell` must be True, False or a CellFilter, got str"),
-        ({"cell": CellFilter(mask=[1, 1])}, r"`mask` must have shape \(6,\)"),
+        ({"cell": "cubic"}, "`cell` must be 'isotropic' or 'axes' or 'full'"),
+        ({"cell": 1.0}, "`cell` must be True, False, a name or a CellFilter, got float"),
+        ({"cell": CellFilter(mask=[1, 1])}, r"`mask` must have shape \(3,\), \(6,\)"),
         ({"cell": CellFilter(mask=[1, 1, 1, 1, 1, 0], constant_volume=True)}, "`constant_volume` needs a `mask`"),
         ({"cell": CellFilter(scalar_pressure=torch.zeros(3))}, "`scalar_pressure` must be a number or have shape"),
         ({"fixed": torch.zeros(3, dtype=torch.bool)}, "`fixed` must be bool of shape"),

@@ -6,10 +6,22 @@ from typing import ClassVar
 
 import torch
 
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Stochastic, Tangent, kept
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
 from nvalchemiops.torch.dynamics.velocities import square_root
+
+
+def cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bool, bool]]:
+    """The arguments that say how cells may change, in dynamics and in relaxation, after a check; see `npt`."""
+    checks.check_choice("cell", cell, ("isotropic", "axes", "full"))
+    if len(mask) != 3:
+        raise ValueError(f"`mask` must have a bool for each of the axes x, y and z, got {len(mask)}")
+    x, y, z = (checks.check_flag("mask", axis) for axis in mask)
+    if not (x or y or z):
+        raise ValueError("`mask` must let at least one axis change")
+    return cell, (x, y, z)
 
 
 @dataclasses.dataclass(frozen=True)
