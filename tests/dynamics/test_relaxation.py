@@ -497,6 +497,23 @@ def test_a_system_that_fails_stops_and_others_go_on(optimizer: str, of: str, bef
     assert equal(result.evaluations[[0, 2]], alone.evaluations)
 
 
+@pytest.mark.parametrize("optimizer", ["fire", "fire2", "lbfgs"])
+def test_a_model_may_reuse_its_memory(optimizer: str) -> None:
+    system, inner = System.from_ase(crystal(1)), lennard_jones_model()
+    memory = inner(system)
+
+    def model(system: System) -> Evaluation:
+        for mine, found in zip(memory, inner(system)):
+            mine.copy_(found)
+        return memory
+
+    expected = relax(system, inner, optimizer, cell=True)
+    found = relax(system, model, optimizer, cell=True)
+    positions = relax(system, model, optimizer).system.positions
+    assert torch.equal(found.system.positions, expected.system.positions) and found.steps == expected.steps
+    assert torch.equal(positions, relax(system, inner, optimizer).system.positions)
+
+
 def test_failures_of_all_systems_are_errors() -> None:
     with pytest.raises(FloatingPointError, match="not finite for the systems 0, 1, 2"):
         relax(THREE, lambda s: springs(s._replace(numbers=s.numbers * math.nan)))

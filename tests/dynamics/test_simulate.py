@@ -1,5 +1,7 @@
 """Runs: records, hooks, trajectories, restarts, checkpoints, and arguments that are refused."""
 
+import functools
+
 import ase.io
 import pytest
 import torch
@@ -201,6 +203,33 @@ def test_parameters_that_require_gradients_keep_the_graph():
     assert slope.isfinite() and slope != 0.0
 
 
+def test_a_model_may_leave_a_graph_and_reuse_its_memory():
+    """Neither is kept: a run that goes on would keep the graphs of all steps, and records would be the last energy."""
+    system, masses, velocities = few_atoms(2)
+    weight = torch.tensor(0.3, dtype=float64, requires_grad=True)
+    energies, forces = torch.zeros(1, dtype=float64), torch.zeros_like(system.positions)
+
+    def compute(system, reuses):
+        with torch.enable_grad():
+            positions = system.positions.detach().requires_grad_()
+            energy = 0.5 * weight * positions.square().sum().reshape(1)
+            (slope,) = torch.autograd.grad(energy, positions)
+        energies.copy_(energy.detach())
+        forces.copy_(-slope)
+        return Evaluation(energies if reuses else energy, forces if reuses else -slope)
+
+    found = []
+    for reuses in (False, True):
+        model = functools.partial(compute, reuses=reuses)
+        first = simulate(system, model, nve(0.1), 3, masses=masses, velocities=velocities)
+        again = simulate(first.state, model, nve(0.1), 3, record="potential_energy")
+        found.append(torch.cat([first.records["potential_energy"], again.records["potential_energy"]]))
+        for part in (first, again):
+            tensors = [*part.records.values(), *part.state.evaluation[:2], part.state.velocities]
+            assert not any(tensor.requires_grad for tensor in tensors)
+    assert torch.equal(*found) and len(set(found[0].flatten().tolist())) == 7
+
+
 def test_progress_is_shown(capsys):
     system, masses, _ = few_atoms()
     simulate(system, wells(), nve(0.1), 3, masses=masses, progress=True)
@@ -215,11 +244,12 @@ def test_no_steps_at_all():
 def test_float32_stays_float32():
     system = joined([few_atoms(4, seed)[0] for seed in range(2)])
     system = system._replace(positions=system.positions.float(), cell=system.cell.float())
-    flat = lambda system: Evaluation(*(part.float() for part in ideal_gas(system)))  # noqa: E731
-    for integrator in (nve(0.1), langevin(0.1, KT), npt(0.1, KT, 1e-5), npt(0.1, KT, 1e-5, cell="full")):
-        state = simulate(system, flat, integrator, 3, masses=torch.ones(8)).state
-        assert {t.dtype for t in (state.system.positions, state.system.cell, state.velocities)} == {torch.float32}
-        assert state.extra["dt"].dtype == float64
+    for dtype in (torch.float32, float64):  # of the model
+        flat = lambda system, d=dtype: Evaluation(*(part.to(d) for part in ideal_gas(system)))  # noqa: E731
+        for integrator in (nve(0.1), langevin(0.1, KT), npt(0.1, KT, 1e-5), npt(0.1, KT, 1e-5, cell="full")):
+            state = simulate(system, flat, integrator, 3, masses=torch.ones(8)).state
+            assert {t.dtype for t in (state.system.positions, state.system.cell, state.velocities)} == {torch.float32}
+            assert state.extra["dt"].dtype == float64
 
 
 GAS = System(torch.rand(4, 3, dtype=float64), cell=2.0 * torch.eye(3, dtype=float64))
@@ -245,6 +275,7 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
         (lambda: nve(0.1), ONE | {"velocities": torch.ones(3, 3)}, "velocities"),
         (lambda: nve(0.1), ONE | {"every": 0}, "every"),
         (lambda: nve(0.1), ONE | {"record": ("energy",)}, "record"),
+        (lambda: nve(0.1), ONE | {"record": {"one": lambda state: 1.0}}, "record"),
         (lambda: nve(0.1), ONE | {"hooks": [lambda state: True]}, "hooks"),
         (lambda: langevin(0.1, ZERO), ONE, "temperature"),
         (lambda: csvr(0.1, ZERO), ONE, "temperature"),

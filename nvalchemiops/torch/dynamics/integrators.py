@@ -252,7 +252,7 @@ class Integrator:
     def _started(self, state: State, model: Model) -> State:
         """The state with its evaluation and the variables of all flows."""
         state = self._followed(state)
-        found = model(state.system)
+        found = _results(model, state)
         if found.stress is None and any(flow.needs_stress for flow in self._distinct):
             raise ValueError("`model` gave no stress, which this integrator needs")
         check_shapes(found, state.extra["dt"].shape[0], len(state.velocities))
@@ -292,7 +292,7 @@ class Integrator:
     def evaluated(self, state: State, model: Model) -> State:
         """The state with energies, forces and stress at its positions. On ranks atoms first go to their new owners."""
         state = self._followed(state)
-        return state._replace(evaluation=model(state.system))
+        return state._replace(evaluation=_results(model, state))
 
     def _followed(self, state: State) -> State:
         """The state with atoms on the ranks that own them now."""
@@ -326,6 +326,15 @@ class Integrator:
             raise ValueError("steps with random numbers cannot be reversed")
         odd = {name: -state.extra[name] for flow in self._distinct for name in flow.odd()}
         return state._replace(velocities=-state.velocities).having(**odd)
+
+
+def _results(model: Model, state: State) -> Evaluation:
+    """What a model gives, with forces in the precision of the velocities, and without a graph where none is kept."""
+    found = model(state.system)
+    if found.forces.dtype != state.velocities.dtype:
+        found = found._replace(forces=found.forces.to(state.velocities.dtype))
+    # a model that enables gradients for its forces may leave a graph with its energies
+    return found if torch.is_grad_enabled() else found.without_graph()
 
 
 def _without_repetition(flows: Sequence[tuple[Flow, float] | None]) -> list[tuple[Flow, float] | None]:

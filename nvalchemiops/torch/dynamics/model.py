@@ -44,6 +44,13 @@ class Evaluation(NamedTuple):
     forces: torch.Tensor
     stress: torch.Tensor | None = None
 
+    def without_graph(self) -> "Evaluation":
+        """The same values without gradients."""
+        if not any(value is not None and value.requires_grad for value in self):
+            return self
+        stress = None if self.stress is None else self.stress.detach()
+        return Evaluation(self.energies.detach(), self.forces.detach(), stress)
+
 
 class Model(Protocol):
     """A potential energy surface: a call takes a `System`, of one or several systems, and returns an `Evaluation`.

@@ -308,8 +308,9 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
             )
         raise
     check_shapes(found, chart.n_systems, chart.n_atoms)
-    stress = None if found.stress is None else found.stress.detach()
-    return Evaluation(found.energies.detach(), found.forces.detach(), stress)
+    # a copy, since optimizers remember forces, and the next call of a model may write into the same memory
+    found = found.without_graph()
+    return found._replace(forces=found.forces.clone())
 
 
 def _refused(model: Model, chart: Chart, x: torch.Tensor, n_systems: int) -> torch.Tensor | None:

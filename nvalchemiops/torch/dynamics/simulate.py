@@ -152,7 +152,7 @@ def simulate(
             for hook in hooks:
                 state = _after_hook(hook(state), state)
             if (n + 1) % every == 0:
-                found.append({name: measure(state) for name, measure in measures.items()})
+                found.append(_measured(measures, state))
             after(state, n + 1)
         return state, found
 
@@ -170,7 +170,7 @@ def simulate(
         else:
             state = integrator.start(start, model, **options)
         first_step = state.step
-        kept.append({name: measure(state) for name, measure in measures.items()})
+        kept.append(_measured(measures, state))
         after(state, 0)
         length = checkpoint_every or max(steps, 1)
         parameters = [] if checkpoint_every is None else parameters_of(model, state.system)
@@ -213,6 +213,15 @@ def _measures(
         checks.check_choice("record", name, RECORDS)
         found[name] = functools.partial(RECORDS[name], integrator)
     return found
+
+
+def _measured(measures: Mapping[str, Callable[[State], torch.Tensor]], state: State) -> dict[str, torch.Tensor]:
+    """A record of the state: copies, since the next call of a model may write into the same memory."""
+    found = {name: measure(state) for name, measure in measures.items()}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"`record`: {name!r} must return a tensor, got {type(value).__name__}")
+    return {name: value.clone() for name, value in found.items()}
 
 
 class _Writer:
