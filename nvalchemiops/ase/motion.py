@@ -10,7 +10,6 @@ from typing import Any
 
 import ase
 import ase.io
-import ase.io.formats
 import numpy as np
 import torch
 from ase.calculators.singlepoint import SinglePointCalculator
@@ -23,7 +22,7 @@ from nvalchemiops.ase.models import FromASE
 from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.torch import dynamics
 from nvalchemiops.torch.dynamics import CellFilter, Integrator, State, nose_hoover, nve, simulate
-from nvalchemiops.torch.dynamics.simulate import RECORDS
+from nvalchemiops.torch.dynamics.simulate import RECORDS, check_format
 from nvalchemiops.torch.systems import System
 
 UNITS = {
@@ -233,7 +232,7 @@ def _relax(options: argparse.Namespace) -> int:
     found, calculator = command.read(options)
     numbers, frames = zip(*found)
     if options.output is not None:
-        _check_output(Path(options.output), len(frames))
+        check_format("--output", options.output, len(frames))
     cell: bool | CellFilter = False
     if options.cell is not None:
         pressure = (options.pressure or 0.0) * GIGAPASCAL
@@ -288,19 +287,7 @@ def _fixed(atoms: ase.Atoms) -> np.ndarray:
 def _paths(text: str, n_systems: int) -> list[Path]:
     """A file for the trajectory of each system."""
     path = Path(text)
-    _check_output(path, 2)
+    check_format("--trajectory", path, 2)
     if n_systems == 1:
         return [path]
     return [path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(n_systems)]
-
-
-def _check_output(path: Path, n_frames: int) -> None:
-    """Raise unless ASE can write so many frames there, before anything is computed."""
-    if not path.parent.is_dir():
-        raise Misuse(f"there is no folder {path.parent} for {path.name}")
-    try:
-        form = ase.io.formats.ioformats[ase.io.formats.filetype(str(path), read=False)]
-    except (ase.io.formats.UnknownFileTypeError, KeyError):
-        raise Misuse(f"the format of {path.name} is not known to ASE") from None
-    if not form.can_write or (n_frames > 1 and form.single):
-        raise Misuse(f"ASE cannot write {'several frames' if form.can_write else 'files'} in the format of {path.name}")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nvalchemiops.torch.dynamics import (
+    Constraints,
     Evaluation,
     FromEnergies,
     SumOfTerms,
@@ -252,6 +253,22 @@ def test_float32_stays_float32():
             assert state.extra["dt"].dtype == float64
 
 
+@pytest.mark.parametrize("cell", ("isotropic", "full"))
+def test_autocast_rounds_nothing(cell):
+    """Of float32, as it would round factors of torch's products of matrices. Molecules are made whole."""
+    system, masses, velocities = few_atoms(4, edge=6.0)
+    system = system._replace(positions=system.positions + system.cell[[0, 1, 2, 2]]).to(torch.float32)
+    model = FromEnergies(lambda system: torch.sin(system.positions).sum() + 0.01 * system.cell.square().sum())
+    integrator = npt(0.1, KT, 1e-4, cell=cell).constrained(Constraints(torch.tensor([[0, 1], [2, 3]])))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            run = simulate(system, model, integrator, 3, masses=masses.float(), velocities=velocities.float())
+        found.append((run.state.system.positions, run.state.system.cell, run.state.evaluation.stress))
+    for plain, cast in zip(*found):
+        assert torch.equal(plain, cast)
+
+
 GAS = System(torch.rand(4, 3, dtype=float64), cell=2.0 * torch.eye(3, dtype=float64))
 ONE = {"masses": torch.ones(4, dtype=float64)}
 ZERO = torch.zeros((), dtype=float64, requires_grad=True)
@@ -276,6 +293,8 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
         (lambda: nve(0.1), ONE | {"every": 0}, "every"),
         (lambda: nve(0.1), ONE | {"record": ("energy",)}, "record"),
         (lambda: nve(0.1), ONE | {"record": {"one": lambda state: 1.0}}, "record"),
+        (lambda: nve(0.1), ONE | {"keys": torch.tensor([2**32])}, "keys"),
+        (lambda: nve(0.1), ONE | {"keys": torch.tensor([-1])}, "keys"),
         (lambda: nve(0.1), ONE | {"hooks": [lambda state: True]}, "hooks"),
         (lambda: langevin(0.1, ZERO), ONE, "temperature"),
         (lambda: csvr(0.1, ZERO), ONE, "temperature"),
@@ -285,6 +304,12 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
 def test_bad_arguments_are_named(make, options, word):
     with pytest.raises((ValueError, TypeError), match=f"`{word}`"):
         simulate(GAS, ideal_gas, make(), 1, **options)
+
+
+@pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc"))
+def test_a_trajectory_needs_a_format_with_frames(path, tmp_path):
+    with pytest.raises(ValueError, match="`trajectory`: "):
+        simulate(systems(), argon(), nve(0.1), 1, trajectory=[tmp_path / "run.xyz", tmp_path / path])
 
 
 def test_what_a_barostat_needs():

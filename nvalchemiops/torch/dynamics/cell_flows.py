@@ -233,8 +233,10 @@ class StretchedDrift(Cell):
         growth, mean = self._exponentials(h * rate)
         positions = self._times(state, state.system.positions, growth)
         positions = positions + self._times(state, state.velocities, h * mean)
-        growth = growth.to(cell.dtype)
-        return state.at(positions, cell @ growth if self.shape == "full" else cell * growth.unsqueeze(-2))
+        # in float64, whose products autocast does not round
+        grown = cell.to(growth.dtype)
+        grown = grown @ growth if self.shape == "full" else grown * growth.unsqueeze(-2)
+        return state.at(positions, grown.to(cell.dtype))
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """That of the centres, with positions and velocities projected."""

@@ -371,9 +371,10 @@ class FromEnergies:
                 symmetric = 0.5 * (strain + strain.mT)
                 batch_idx = system.batch_idx if system.domain is None else system.domain.batch_idx
                 of_atoms = Division(batch_idx, n_systems, system.domain).of_atoms(symmetric, positions.shape[0])
-                moved = positions + (positions.unsqueeze(-2) @ of_atoms).squeeze(-2)
+                # no products of matrices, which autocast would round
+                moved = positions + (positions.unsqueeze(-1) * of_atoms).sum(-2)
                 matrices = cell.reshape(-1, 3, 3)
-                cell = (matrices + matrices @ symmetric).reshape(cell.shape)
+                cell = (matrices + (matrices.unsqueeze(-1) * symmetric.unsqueeze(-3)).sum(-2)).reshape(cell.shape)
                 wanted.append(strain)
             energies = self.function(system._replace(positions=moved, cell=cell))
             energies = energies.reshape(1) if energies.ndim == 0 else energies

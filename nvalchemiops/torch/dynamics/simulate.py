@@ -232,7 +232,6 @@ class _Writer:
         self.every, self._files = every, contextlib.ExitStack()
         self._goes_on = [appends and Path(path).exists() for path in self.paths]
         self._writers: list[Any] = []
-        self._numbers: list[Any] = []
 
     def __enter__(self) -> "_Writer":
         return self
@@ -255,6 +254,9 @@ class _Writer:
 
         if len(frames) != len(self.paths):
             raise ValueError(f"`trajectory` must have a path for each of {len(frames)} systems, got {len(self.paths)}")
+        if n == 0:
+            for path in self.paths:
+                check_format("trajectory", path, 2)
         for place, (path, goes_on, atoms) in enumerate(zip(self.paths, self._goes_on, frames)):
             is_trajectory = str(path).endswith(".traj")
             if n == 0 and is_trajectory:
@@ -265,6 +267,22 @@ class _Writer:
                 self._writers[place].write(atoms)
             else:
                 ase.io.write(path, atoms, append=n > 0)
+
+
+def check_format(name: str, path: AnyPath, n_frames: int) -> None:
+    """Raise ValueError, which begins with the name, unless ASE can write so many frames there."""
+    from ase.io.formats import UnknownFileTypeError, filetype, ioformats
+
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"`{name}`: there is no folder {path.parent} for {path.name}")
+    try:
+        form = ioformats[filetype(str(path), read=False)]
+    except (UnknownFileTypeError, KeyError):
+        raise ValueError(f"`{name}`: the format of {path.name} is not known to ASE") from None
+    if not form.can_write or (n_frames > 1 and form.single):
+        what = "several frames" if form.can_write else "files"
+        raise ValueError(f"`{name}`: ASE cannot write {what} in the format of {path.name}")
 
 
 def to_ase(state: State | System) -> list[Any]:

@@ -78,6 +78,8 @@ def seeds_of(name: str, value: int | torch.Tensor | None, n_systems: int, device
         return torch.full((n_systems,), checks.check_int(name, value), dtype=torch.int64, device=device)
     if value.shape != (n_systems,) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
+    if name == "keys" and may_read(value) and bool(((value < 0) | (value >= 2**32)).any()):
+        raise ValueError("`keys` must be numbers 0 .. 2³² - 1")
     return value.to(torch.int64)
 
 
