@@ -312,6 +312,11 @@ def test_a_trajectory_needs_a_format_with_frames(path, tmp_path):
         simulate(systems(), argon(), nve(0.1), 1, trajectory=[tmp_path / "run.xyz", tmp_path / path])
 
 
+def test_a_run_starts_from_a_system():
+    with pytest.raises(TypeError, match="`start` must be a System or a State, got Atoms"):
+        simulate(crystal(1), argon(), nve(0.1), 1)
+
+
 def test_what_a_barostat_needs():
     for system, model, word in (
         (GAS._replace(cell=None), ideal_gas, "cell"),

@@ -156,6 +156,8 @@ def simulate(
             after(state, n + 1)
         return state, found
 
+    if not isinstance(start, System | State):
+        raise TypeError(f"`start` must be a System or a State, got {type(start).__name__}")
     domain = (start.system if isinstance(start, State) else start).domain
     with together(domain, now=True):
         must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
