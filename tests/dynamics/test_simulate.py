@@ -120,6 +120,26 @@ def test_a_hook_may_replace_the_state_and_its_parameters():
     assert found.records["temperature"][-1].min() > 2.0 * KT
 
 
+@pytest.mark.parametrize("make", (lambda kt: langevin(0.2, kt, friction=0.5), lambda kt: npt(0.2, kt, 1e-5)))
+def test_hooks_give_parameters_in_any_form(make):
+    """Of three systems: a row (3,) would be broadcast to the three components of velocities."""
+    system, values = System.from_ase([crystal(1, seed=n) for n in range(3)]), [0.002, 0.004, 0.006]
+    row = torch.tensor(values, dtype=float64)
+    found = [
+        simulate(system, argon(), make(KT), 3, hooks=[lambda state, form=form: state.having(temperature=form)]).state
+        for form in (row[:, None], row, row.float(), 0.004, row[1])
+    ]
+    for state in found[1:3]:
+        assert (state.velocities - found[0].velocities).abs().max() < 1e-7
+    assert torch.equal(found[0].velocities, found[1].velocities) and torch.equal(*(s.velocities for s in found[3:]))
+    assert torch.equal(found[3].velocities[4:8], found[0].velocities[4:8]) and found[3].extra["temperature"].shape == (
+        3,
+        1,
+    )
+    with pytest.raises(ValueError, match="`temperature` must be a number or have shape"):
+        found[0].having(temperature=torch.ones(2))
+
+
 @pytest.mark.parametrize("suffix", ("xyz", "traj"))
 def test_trajectories_are_read_by_ase(suffix, tmp_path):
     paths = [tmp_path / f"{n}.{suffix}" for n in range(2)]
