@@ -189,9 +189,9 @@ class _Table:
             if row.get("volume") == 0.0:
                 del row["volume"], row["pressure"]
             if not np.isfinite(list(row.values())).all():
+                reason = f"is --dt = {self._dt:g} fs too long?" if self.step else "do atoms overlap?"
                 raise FloatingPointError(
-                    f"system {system} has energies or velocities that are not finite at step {self.step}: is --dt "
-                    f"= {self._dt:g} fs too long?"
+                    f"system {system} has energies or velocities that are not finite at step {self.step}: {reason}"
                 )
             self.rows.append(row)
             if self._print:

@@ -487,6 +487,8 @@ def crystals(tmp_path, monkeypatch):
     ase.io.write("held.traj", held)
     held.set_constraint(FixCartesian([1], (True, False, False)))
     ase.io.write("sliding.traj", held)
+    moving.positions[1] = moving.positions[0]
+    ase.io.write("overlap.traj", moving)
     return found
 
 
@@ -660,6 +662,7 @@ MOTION_MISTAKES = {
         ["md", "argon.xyz", "--ensemble", "npt", "--temperature", "9", "--mask", "ab"],
         "--mask: 'ab' does not name",
     ),
+    "overlap": (["md", "overlap.traj"], "not finite at step 0: do atoms overlap?"),
     "mask without cell": (["relax", "argon.xyz", "--mask", "xy"], "--mask is given without --cell"),
     "no cell": (["relax", "argon.xyz", "--pressure", "1"], "--pressure is given without --cell"),
     "fmax": (["relax", "argon.xyz", "--fmax", "-1"], "`fmax` must be"),
