@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["isotropic", "axes", "full"],
         help="for nph and npt: which changes of the cell are allowed (isotropic)",
     )
+    md.add_argument("--mask", metavar="AXES", help="Cartesian axes along which the cell may change, as xy (xyz)")
     md.add_argument("--thermostat-time", type=float, metavar="FS", help="of the coupling to the temperature (100 dt)")
     md.add_argument("--barostat-time", type=float, metavar="FS", help="of the coupling to the pressure (1000 dt)")
     md.add_argument("--seed", type=int, default=0, help="of velocities and noise (0)")
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["isotropic", "axes", "full"],
         help="relax cells, too: their size; the length of each Cartesian axis; or lengths and angles",
     )
+    relax.add_argument("--mask", metavar="AXES", help="Cartesian axes along which cells may change, as xy (xyz)")
     relax.add_argument("--pressure", type=float, metavar="GPA", help="for cells that relax (0)")
     relax.add_argument("--forces", action="store_true", help="print the force on each atom, too")
     relax.add_argument("--output", metavar="FILE", help="where to write the relaxed structures, in a format of ASE")

@@ -114,7 +114,8 @@ class Calculator(base.Calculator):
             raise ValueError("`atoms` are needed")
         self._stress_was_asked_for |= "stress" in (properties or [])
         wants_stress = self._stress_was_asked_for and int(atoms.cell.rank) == 3
-        with torch.no_grad():
+        # charges and terms of users may differentiate, which inference mode would silently leave out
+        with torch.inference_mode(False), torch.no_grad():
             parts = self._evaluate(atoms, wants_stress)
         energies = _total([part.energies for part in parts])
         energy = math.fsum(energies)

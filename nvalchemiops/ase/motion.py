@@ -10,7 +10,6 @@ from typing import Any
 
 import ase
 import ase.io
-import ase.io.formats
 import numpy as np
 import torch
 from ase.calculators.singlepoint import SinglePointCalculator
@@ -23,7 +22,7 @@ from nvalchemiops.ase.models import FromASE
 from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.torch import dynamics
 from nvalchemiops.torch.dynamics import CellFilter, Integrator, State, nose_hoover, nve, simulate
-from nvalchemiops.torch.dynamics.simulate import RECORDS
+from nvalchemiops.torch.dynamics.simulate import RECORDS, check_format
 from nvalchemiops.torch.systems import System
 
 UNITS = {
@@ -54,13 +53,6 @@ ARGUMENTS = {
     "barostat_time": FEMTOSECOND,
 }
 """Numbers that ensembles take, with the units of the command."""
-
-CELLS: dict[str | None, bool | CellFilter] = {
-    None: False,
-    "isotropic": CellFilter(hydrostatic_strain=True),
-    "axes": CellFilter(mask=[True, True, True, False, False, False]),
-    "full": CellFilter(),
-}
 
 
 def md(options: argparse.Namespace) -> int:
@@ -136,6 +128,8 @@ def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | 
         given["friction"] = 1.0 / given.pop("thermostat_time")
     if options.cell is not None:
         given["cell"] = options.cell
+    if options.mask is not None:
+        given["mask"] = _axes(options.mask)
     for name in given:
         if name not in taken:
             raise Misuse(f"{_flag(name)} does not belong to --ensemble {options.ensemble}")
@@ -145,6 +139,13 @@ def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | 
         if parameter.default is parameter.empty and name not in ("dt", *given):
             raise Misuse(f"{_flag(name)} is needed for --ensemble {options.ensemble}")
     return make(dt, **given), drawing
+
+
+def _axes(text: str) -> tuple[bool, ...]:
+    """Which of the axes x, y and z are in a text such as ``xy``."""
+    if not text or not set(text) <= set("xyz"):
+        raise Misuse(f"--mask: {text!r} does not name axes, such as xy")
+    return tuple(axis in text for axis in "xyz")
 
 
 def _flag(name: str) -> str:
@@ -188,9 +189,9 @@ class _Table:
             if row.get("volume") == 0.0:
                 del row["volume"], row["pressure"]
             if not np.isfinite(list(row.values())).all():
+                reason = f"is --dt = {self._dt:g} fs too long?" if self.step else "do atoms overlap?"
                 raise FloatingPointError(
-                    f"system {system} has energies or velocities that are not finite at step {self.step}: is --dt "
-                    f"= {self._dt:g} fs too long?"
+                    f"system {system} has energies or velocities that are not finite at step {self.step}: {reason}"
                 )
             self.rows.append(row)
             if self._print:
@@ -225,15 +226,17 @@ def _writer() -> Any:
 
 
 def _relax(options: argparse.Namespace) -> int:
-    if options.pressure is not None and options.cell is None:
-        raise Misuse("--pressure is given without --cell")
+    for name in ("pressure", "mask"):
+        if getattr(options, name) is not None and options.cell is None:
+            raise Misuse(f"--{name} is given without --cell")
     found, calculator = command.read(options)
     numbers, frames = zip(*found)
     if options.output is not None:
-        _check_output(Path(options.output), len(frames))
-    cell = CELLS[options.cell]
-    if isinstance(cell, CellFilter):
-        cell = cell._replace(scalar_pressure=(options.pressure or 0.0) * GIGAPASCAL)
+        check_format("--output", options.output, len(frames))
+    cell: bool | CellFilter = False
+    if options.cell is not None:
+        pressure = (options.pressure or 0.0) * GIGAPASCAL
+        cell = CellFilter.of(options.cell, _axes(options.mask or "xyz"), scalar_pressure=pressure)
     fixed = torch.as_tensor(np.concatenate([_fixed(atoms) for atoms in frames]), device=calculator.device)
     relaxed = dynamics.relax(
         System.from_ase(frames, device=calculator.device),
@@ -284,19 +287,7 @@ def _fixed(atoms: ase.Atoms) -> np.ndarray:
 def _paths(text: str, n_systems: int) -> list[Path]:
     """A file for the trajectory of each system."""
     path = Path(text)
-    _check_output(path, 2)
+    check_format("--trajectory", path, 2)
     if n_systems == 1:
         return [path]
     return [path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(n_systems)]
-
-
-def _check_output(path: Path, n_frames: int) -> None:
-    """Raise unless ASE can write so many frames there, before anything is computed."""
-    if not path.parent.is_dir():
-        raise Misuse(f"there is no folder {path.parent} for {path.name}")
-    try:
-        form = ase.io.formats.ioformats[ase.io.formats.filetype(str(path), read=False)]
-    except (ase.io.formats.UnknownFileTypeError, KeyError):
-        raise Misuse(f"the format of {path.name} is not known to ASE") from None
-    if not form.can_write or (n_frames > 1 and form.single):
-        raise Misuse(f"ASE cannot write {'several frames' if form.can_write else 'files'} in the format of {path.name}")

@@ -39,7 +39,7 @@ def _by_torch(name: str) -> Any:
 class State(dynamics.State):
     """What a step takes and returns: `nvalchemiops.torch.dynamics.State` with arrays, a pytree.
 
-    ``having`` sets parameters, which may be traced, as in ``state.having(temperature=...)``: columns (n_systems, 1).
+    ``having`` sets parameters, which may be traced, as in ``state.having(temperature=...)``.
     ``kinetic_energies``, ``temperatures``, ``volumes`` and ``pressures`` are computed by torch.
     """
 
@@ -49,6 +49,14 @@ class State(dynamics.State):
     temperatures = _by_torch("temperatures")
     volumes = _by_torch("volumes")
     pressures = _by_torch("pressures")
+
+    def _column(self, name: str, value: Any, n_systems: int) -> Any:
+        found = jnp.asarray(value)
+        if found.shape not in ((), (1,), (n_systems,)):
+            raise ValueError(
+                f"`{name}` must be a number or have shape (n_systems,) = ({n_systems},), got {found.shape}"
+            )
+        return jnp.broadcast_to(found.reshape(-1, 1), (n_systems, 1))
 
 
 @from_torch

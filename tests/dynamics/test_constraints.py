@@ -343,7 +343,7 @@ def test_volumes_of_a_gas_of_rigid_molecules(name):
     All variables start in their distribution, since nothing exchanges energy between the rotations and the centres of
     a gas.
     """
-    n_systems, kt, pressure = 1000, 0.5, 0.1
+    n_systems, kt, pressure = 1000, 0.5, 1e-4  # cells are larger than molecules
     system, masses, pairs = gas(n_systems, "two", "water", "atom")
     n = 2  # the centre of mass of three is at rest
     generator = torch.Generator().manual_seed(7)
@@ -354,8 +354,6 @@ def test_volumes_of_a_gas_of_rigid_molecules(name):
         integrator = stochastic_cell(0.1, kt, pressure, 1.0 / pressure, thermostat_time=1.0, barostat_time=4.0)
     else:
         integrator = npt(0.1, kt, pressure, cell="full" if "full" in name else "isotropic", **times)
-    # molecules may be larger than the cell, so nothing is periodic
-    system = system._replace(pbc=torch.zeros(n_systems, 3, dtype=torch.bool))
     integrator = integrator.constrained(Constraints(pairs))
     state = integrator.start(system, ideal_gas, masses=masses, seed=4)
     degrees = state.extra["degrees_of_freedom"][0].item()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTREE_IN_EV
+from nvalchemiops.notices import NvalchemiopsWarning
 from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
@@ -145,8 +146,20 @@ def test_a_model_of_energies_keeps_its_graph_where_it_is_needed():
     moving = system._replace(positions=system.positions.clone().requires_grad_())
     (second,) = torch.autograd.grad(FromEnergies(parametric)(moving).forces.sum(), moving.positions)
     assert (second - 0.3 * torch.sin(system.positions)).abs().max() < 1e-12
-    nothing = FromEnergies(lambda system: torch.zeros(1, dtype=float64))(system)
+    with pytest.warns(NvalchemiopsWarning, match="no graph to positions"):
+        nothing = FromEnergies(lambda system: torch.zeros(1, dtype=float64))(system)
     assert not nothing.forces.any() and not nothing.stress.any()
+
+
+def test_forces_in_inference_mode():
+    """Torch keeps no graph in it, also for tensors that were made in it."""
+    system = System.from_ase(crystal((2, 1, 1)))
+    expected = wells()(system)
+    with torch.inference_mode():
+        made = system._replace(positions=system.positions.clone(), cell=system.cell.clone())
+        for given in (system, made):
+            for found, right in zip(wells()(given), expected):
+                assert right.any() and torch.equal(found, right)
 
 
 def test_a_batch_and_its_systems():

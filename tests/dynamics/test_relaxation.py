@@ -28,7 +28,9 @@ from nvalchemiops.torch.dynamics import (
     Evaluation,
     FromEnergies,
     SumOfTerms,
+    npt,
     relax,
+    simulate,
 )
 from nvalchemiops.torch.dynamics.chart import _exp_minus_one
 from nvalchemiops.torch.interactions.pair import lennard_jones
@@ -243,6 +245,27 @@ def test_modes_keep_what_they_promise() -> None:
     assert strain.triu(1).abs().max() < 1e-14 and strain.tril(-1).abs().max() > 1e-4
 
 
+@unconverged
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, True)])
+@pytest.mark.parametrize("name", ["isotropic", "axes", "full"])
+def test_names_allow_the_changes_that_npt_allows(name: str, mask: tuple[bool, bool, bool]) -> None:
+    system, model = System.from_ase(crystal(1)), lennard_jones_model()
+    cells = [
+        relax(system, model, max_steps=3, cell=CellFilter.of(name, mask)).system.cell,
+        simulate(system, model, npt(0.1, 0.01, 0.05, barostat_time=10.0, cell=name, mask=mask), 3).state.cell[0],
+    ]
+    if all(mask):
+        assert torch.equal(relax(system, model, max_steps=3, cell=name).system.cell, cells[0])
+    for cell in cells:
+        assert cell is not None and system.cell is not None
+        change = torch.linalg.solve(system.cell, cell) - torch.eye(3)
+        axes = torch.tensor(mask)
+        allowed = axes & axes[:, None] if name == "full" else torch.diag(axes)
+        assert change[allowed].abs().min() > 1e-6 and (allowed.all() or change[~allowed].abs().max() < 1e-14)
+        sizes = change.diagonal()[axes]
+        assert (sizes - sizes[0]).abs().max() < 1e-14 if name == "isotropic" else (sizes[0] - sizes[-1]).abs() > 1e-8
+
+
 # -- batches --------------------------------------------------------------------------------------
 
 
@@ -342,6 +365,23 @@ def test_empty_systems_and_molecules_among_crystals() -> None:
     assert torch.equal(alone.system.cell, result.system.cell[0])
     nothing = relax(System(torch.zeros((0, 3), dtype=torch.float64)), lambda s: Evaluation(torch.zeros(1), s.positions))
     assert nothing.converged.all() and nothing.system.positions.shape == (0, 3)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (1, 3, 3)])
+def test_systems_that_share_a_cell_relax_it_each(shape: tuple[int, ...]) -> None:
+    model, one = lennard_jones_model(), System.from_ase(crystal(1))
+    assert one.cell is not None
+    two = one._replace(
+        positions=torch.cat([one.positions, one.positions.flip(0) + 0.1]),
+        cell=one.cell.reshape(shape),
+        batch_idx=torch.tensor([0] * 4 + [1] * 4),
+    )
+    for cell in (False, True):
+        result = relax(two, model, fmax=1e-3, cell=cell, compact_every=2)
+        alone = relax(one, model, fmax=1e-3, cell=cell)
+        assert result.converged.all() and result.system.cell is not None and alone.system.cell is not None
+        assert torch.equal(result.system.cell[0], alone.system.cell)
+        assert torch.equal(result.system.positions[:4], alone.system.positions)
 
 
 # -- minima ---------------------------------------------------------------------------------------
@@ -457,6 +497,23 @@ def test_a_system_that_fails_stops_and_others_go_on(optimizer: str, of: str, bef
     assert equal(result.evaluations[[0, 2]], alone.evaluations)
 
 
+@pytest.mark.parametrize("optimizer", ["fire", "fire2", "lbfgs"])
+def test_a_model_may_reuse_its_memory(optimizer: str) -> None:
+    system, inner = System.from_ase(crystal(1)), lennard_jones_model()
+    memory = inner(system)
+
+    def model(system: System) -> Evaluation:
+        for mine, found in zip(memory, inner(system)):
+            mine.copy_(found)
+        return memory
+
+    expected = relax(system, inner, optimizer, cell=True)
+    found = relax(system, model, optimizer, cell=True)
+    positions = relax(system, model, optimizer).system.positions
+    assert torch.equal(found.system.positions, expected.system.positions) and found.steps == expected.steps
+    assert torch.equal(positions, relax(system, inner, optimizer).system.positions)
+
+
 def test_failures_of_all_systems_are_errors() -> None:
     with pytest.raises(FloatingPointError, match="not finite for the systems 0, 1, 2"):
         relax(THREE, lambda s: springs(s._replace(numbers=s.numbers * math.nan)))
@@ -546,8 +603,9 @@ def test_values_of_atoms_in_a_sum_of_terms_keep_all_systems(bound: str) -> None:
     [
         ({"optimizer": "newton"}, "`optimizer` must be 'fire' or 'fire2' or 'lbfgs'"),
         ({"optimizer": FIRE}, "`optimizer` must be a name or an Optimizer"),
-        ({"cell": "full"}, "`cell` must be True, False or a CellFilter, got str"),
-        ({"cell": CellFilter(mask=[1, 1])}, r"`mask` must have shape \(6,\)"),
+        ({"cell": "cubic"}, "`cell` must be 'isotropic' or 'axes' or 'full'"),
+        ({"cell": 1.0}, "`cell` must be True, False, a name or a CellFilter, got float"),
+        ({"cell": CellFilter(mask=[1, 1])}, r"`mask` must have shape \(3,\), \(6,\)"),
         ({"cell": CellFilter(mask=[1, 1, 1, 1, 1, 0], constant_volume=True)}, "`constant_volume` needs a `mask`"),
         ({"cell": CellFilter(scalar_pressure=torch.zeros(3))}, "`scalar_pressure` must be a number or have shape"),
         ({"fixed": torch.zeros(3, dtype=torch.bool)}, "`fixed` must be bool of shape"),

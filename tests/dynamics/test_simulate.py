@@ -1,10 +1,13 @@
 """Runs: records, hooks, trajectories, restarts, checkpoints, and arguments that are refused."""
 
+import functools
+
 import ase.io
 import pytest
 import torch
 
 from nvalchemiops.torch.dynamics import (
+    Constraints,
     Evaluation,
     FromEnergies,
     SumOfTerms,
@@ -14,6 +17,7 @@ from nvalchemiops.torch.dynamics import (
     npt,
     nve,
     simulate,
+    stochastic_cell,
 )
 from nvalchemiops.torch.systems import System
 
@@ -116,6 +120,26 @@ def test_a_hook_may_replace_the_state_and_its_parameters():
     assert found.records["temperature"][-1].min() > 2.0 * KT
 
 
+@pytest.mark.parametrize("make", (lambda kt: langevin(0.2, kt, friction=0.5), lambda kt: npt(0.2, kt, 1e-5)))
+def test_hooks_give_parameters_in_any_form(make):
+    """Of three systems: a row (3,) would be broadcast to the three components of velocities."""
+    system, values = System.from_ase([crystal(1, seed=n) for n in range(3)]), [0.002, 0.004, 0.006]
+    row = torch.tensor(values, dtype=float64)
+    found = [
+        simulate(system, argon(), make(KT), 3, hooks=[lambda state, form=form: state.having(temperature=form)]).state
+        for form in (row[:, None], row, row.float(), 0.004, row[1])
+    ]
+    for state in found[1:3]:
+        assert (state.velocities - found[0].velocities).abs().max() < 1e-7
+    assert torch.equal(found[0].velocities, found[1].velocities) and torch.equal(*(s.velocities for s in found[3:]))
+    assert torch.equal(found[3].velocities[4:8], found[0].velocities[4:8]) and found[3].extra["temperature"].shape == (
+        3,
+        1,
+    )
+    with pytest.raises(ValueError, match="`temperature` must be a number or have shape"):
+        found[0].having(temperature=torch.ones(2))
+
+
 @pytest.mark.parametrize("suffix", ("xyz", "traj"))
 def test_trajectories_are_read_by_ase(suffix, tmp_path):
     paths = [tmp_path / f"{n}.{suffix}" for n in range(2)]
@@ -192,6 +216,41 @@ def test_without_leaves_that_require_gradients_there_is_no_graph():
     assert simulate(system, model, nve(0.1), 2, masses=masses, gradients=True).state.velocities.requires_grad
 
 
+def test_parameters_that_require_gradients_keep_the_graph():
+    temperature = torch.tensor(KT, dtype=float64, requires_grad=True)
+    system, masses, _ = few_atoms(2)
+    run = simulate(system, wells(), langevin(0.1, temperature), 2, masses=masses)
+    (slope,) = torch.autograd.grad(run.state.velocities.square().sum(), temperature)
+    assert slope.isfinite() and slope != 0.0
+
+
+def test_a_model_may_leave_a_graph_and_reuse_its_memory():
+    """Neither is kept: a run that goes on would keep the graphs of all steps, and records would be the last energy."""
+    system, masses, velocities = few_atoms(2)
+    weight = torch.tensor(0.3, dtype=float64, requires_grad=True)
+    energies, forces = torch.zeros(1, dtype=float64), torch.zeros_like(system.positions)
+
+    def compute(system, reuses):
+        with torch.enable_grad():
+            positions = system.positions.detach().requires_grad_()
+            energy = 0.5 * weight * positions.square().sum().reshape(1)
+            (slope,) = torch.autograd.grad(energy, positions)
+        energies.copy_(energy.detach())
+        forces.copy_(-slope)
+        return Evaluation(energies if reuses else energy, forces if reuses else -slope)
+
+    found = []
+    for reuses in (False, True):
+        model = functools.partial(compute, reuses=reuses)
+        first = simulate(system, model, nve(0.1), 3, masses=masses, velocities=velocities)
+        again = simulate(first.state, model, nve(0.1), 3, record="potential_energy")
+        found.append(torch.cat([first.records["potential_energy"], again.records["potential_energy"]]))
+        for part in (first, again):
+            tensors = [*part.records.values(), *part.state.evaluation[:2], part.state.velocities]
+            assert not any(tensor.requires_grad for tensor in tensors)
+    assert torch.equal(*found) and len(set(found[0].flatten().tolist())) == 7
+
+
 def test_progress_is_shown(capsys):
     system, masses, _ = few_atoms()
     simulate(system, wells(), nve(0.1), 3, masses=masses, progress=True)
@@ -206,15 +265,33 @@ def test_no_steps_at_all():
 def test_float32_stays_float32():
     system = joined([few_atoms(4, seed)[0] for seed in range(2)])
     system = system._replace(positions=system.positions.float(), cell=system.cell.float())
-    flat = lambda system: Evaluation(*(part.float() for part in ideal_gas(system)))  # noqa: E731
-    for integrator in (nve(0.1), langevin(0.1, KT), npt(0.1, KT, 1e-5), npt(0.1, KT, 1e-5, cell="full")):
-        state = simulate(system, flat, integrator, 3, masses=torch.ones(8)).state
-        assert {t.dtype for t in (state.system.positions, state.system.cell, state.velocities)} == {torch.float32}
-        assert state.extra["dt"].dtype == float64
+    for dtype in (torch.float32, float64):  # of the model
+        flat = lambda system, d=dtype: Evaluation(*(part.to(d) for part in ideal_gas(system)))  # noqa: E731
+        for integrator in (nve(0.1), langevin(0.1, KT), npt(0.1, KT, 1e-5), npt(0.1, KT, 1e-5, cell="full")):
+            state = simulate(system, flat, integrator, 3, masses=torch.ones(8)).state
+            assert {t.dtype for t in (state.system.positions, state.system.cell, state.velocities)} == {torch.float32}
+            assert state.extra["dt"].dtype == float64
+
+
+@pytest.mark.parametrize("cell", ("isotropic", "full"))
+def test_autocast_rounds_nothing(cell):
+    """Of float32, as it would round factors of torch's products of matrices. Molecules are made whole."""
+    system, masses, velocities = few_atoms(4, edge=6.0)
+    system = system._replace(positions=system.positions + system.cell[[0, 1, 2, 2]]).to(torch.float32)
+    model = FromEnergies(lambda system: torch.sin(system.positions).sum() + 0.01 * system.cell.square().sum())
+    integrator = npt(0.1, KT, 1e-4, cell=cell).constrained(Constraints(torch.tensor([[0, 1], [2, 3]])))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            run = simulate(system, model, integrator, 3, masses=masses.float(), velocities=velocities.float())
+        found.append((run.state.system.positions, run.state.system.cell, run.state.evaluation.stress))
+    for plain, cast in zip(*found):
+        assert torch.equal(plain, cast)
 
 
 GAS = System(torch.rand(4, 3, dtype=float64), cell=2.0 * torch.eye(3, dtype=float64))
 ONE = {"masses": torch.ones(4, dtype=float64)}
+ZERO = torch.zeros((), dtype=float64, requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +304,7 @@ ONE = {"masses": torch.ones(4, dtype=float64)}
         (lambda: langevin(0.1, 1.0, friction=-1.0), ONE, "friction"),
         (lambda: npt(0.1, 1.0, 1.0, cell="cubic"), ONE, "cell"),
         (lambda: npt(0.1, 1.0, 1.0, mask=(False, False, False)), ONE, "mask"),
+        (lambda: npt(0.1, 1.0, 1.0, mask=(True, False)), ONE, "mask"),
         (lambda: npt(0.1, 1.0, float("nan")), ONE, "pressure"),
         (lambda: nve(0.1), {}, "masses"),
         (lambda: nve(0.1), {"masses": torch.zeros(4)}, "masses"),
@@ -234,11 +312,29 @@ ONE = {"masses": torch.ones(4, dtype=float64)}
         (lambda: nve(0.1), ONE | {"velocities": torch.ones(3, 3)}, "velocities"),
         (lambda: nve(0.1), ONE | {"every": 0}, "every"),
         (lambda: nve(0.1), ONE | {"record": ("energy",)}, "record"),
+        (lambda: nve(0.1), ONE | {"record": {"one": lambda state: 1.0}}, "record"),
+        (lambda: nve(0.1), ONE | {"keys": torch.tensor([2**32])}, "keys"),
+        (lambda: nve(0.1), ONE | {"keys": torch.tensor([-1])}, "keys"),
+        (lambda: nve(0.1), ONE | {"hooks": [lambda state: True]}, "hooks"),
+        (lambda: langevin(0.1, ZERO), ONE, "temperature"),
+        (lambda: csvr(0.1, ZERO), ONE, "temperature"),
+        (lambda: langevin(0.1, 1.0, friction=ZERO), ONE, "friction"),
     ),
 )
 def test_bad_arguments_are_named(make, options, word):
     with pytest.raises((ValueError, TypeError), match=f"`{word}`"):
         simulate(GAS, ideal_gas, make(), 1, **options)
+
+
+@pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc"))
+def test_a_trajectory_needs_a_format_with_frames(path, tmp_path):
+    with pytest.raises(ValueError, match="`trajectory`: "):
+        simulate(systems(), argon(), nve(0.1), 1, trajectory=[tmp_path / "run.xyz", tmp_path / path])
+
+
+def test_a_run_starts_from_a_system():
+    with pytest.raises(TypeError, match="`start` must be a System or a State, got Atoms"):
+        simulate(crystal(1), argon(), nve(0.1), 1)
 
 
 def test_what_a_barostat_needs():
@@ -250,3 +346,61 @@ def test_what_a_barostat_needs():
     ):
         with pytest.raises(ValueError, match=f"`{word}`"):
             npt(0.1, 1.0, 1.0).start(system, model, **ONE)
+
+
+@pytest.mark.parametrize(
+    ("pbc", "cell", "mask", "advice"),
+    (
+        ("000", [[2, 1, 0], [0, 2, 0], [0, 0, 2]], (True, True, True), "an integrator without a barostat"),
+        ("110", [[2, 1, 0], [0, 2, 0], [0, 1, 2]], (True, True, True), r"mask=\(True, True, False\)"),
+        ("110", [[2, 1, 0], [0, 2, 0], [0, 1, 2]], (True, True, False), None),
+        ("110", [[0, 0, 2], [2, 0, 1], [0, 2, 0]], (True, True, False), r"mask=\(True, False, True\)"),
+        ("010", [[2, 1, 0], [0, 2, 0], [0, 1, 2]], (False, True, False), None),
+        ("100", [[2, 1, 0], [0, 2, 0], [0, 1, 2]], (True, False, False), "an integrator without a barostat"),
+    ),
+)
+def test_a_barostat_does_not_press_along_open_axes(pbc, cell, mask, advice):
+    """``pbc`` is of lattice vectors, the mask of Cartesian axes. In a batch one open system is enough."""
+    both = torch.stack([GAS.cell, torch.tensor(cell, dtype=float64)])
+    axes = torch.tensor([[True] * 3, [axis == "1" for axis in pbc]])
+    two = joined([GAS, GAS])._replace(cell=both, pbc=axes)
+    start = lambda: npt(0.1, 1.0, 1.0, mask=mask).start(two, ideal_gas, masses=torch.ones(8))  # noqa: E731
+    if advice is None:
+        start()
+    else:
+        with pytest.raises(ValueError, match=f"`mask`.*system 1 is not periodic: choose {advice}"):
+            start()
+
+
+STILL = {
+    "csvr": lambda dt, time: csvr(dt, 0.0, thermostat_time=time),
+    "langevin": lambda dt, time: langevin(dt, 0.0, friction=1.0 / time),
+    "langevin without friction": lambda dt, time: langevin(dt + 0.0 * time, 0.01, friction=0.0),
+    "stochastic_cell": lambda dt, time: stochastic_cell(dt, 0.0, 1e-3, 5.0, thermostat_time=time, barostat_time=time),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_gradients_where_there_is_no_noise(name):
+    """At zero temperature and without friction, where the root of the variance has no slope. One atom is frozen."""
+    system, masses, velocities = few_atoms(3)
+    masses[0] = torch.inf
+
+    def loss(velocities, dt, time, masses):
+        state = simulate(
+            system, wells(), STILL[name](dt, time), 3, masses=masses, velocities=velocities, record=(), gradients=True
+        ).state
+        return state.system.positions.square().sum() + state.velocities.sum()
+
+    given = [velocities, torch.tensor(0.1, dtype=float64), torch.tensor(2.0, dtype=float64), masses]
+    given = [tensor.clone().requires_grad_() for tensor in given]
+    slopes = torch.autograd.grad(loss(*given), given)
+    assert slopes[3][0] == 0.0
+    ways = [torch.ones_like(tensor) for tensor in given]
+    ways[3][0] = 0.0
+    for k, (slope, way) in enumerate(zip(slopes, ways)):
+        moved = [
+            loss(*(tensor.detach() + (sign * 1e-5 * way if n == k else 0.0) for n, tensor in enumerate(given)))
+            for sign in (1, -1)
+        ]
+        assert ((moved[0] - moved[1]) / 2e-5 - (slope * way).sum()).abs() < 1e-7

@@ -392,6 +392,9 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match="must be positive"):
         dynamics.nve(-1.0).start(system, spring, masses=jnp.ones(2))
     state = integrator.start(system, spring, masses=jnp.ones(2))
+    assert state.having(temperature=0.2).extra["temperature"].tolist() == [[0.2]]
+    with pytest.raises(ValueError, match="`temperature` must be a number or have shape"):
+        state.having(temperature=jnp.ones(2))
     with pytest.raises(ValueError, match="random numbers cannot be reversed"):
         integrator.reversed(state)
     with pytest.raises(ValueError, match=r"`model`: energies must have shape \(1,\), got \(2,\)"):

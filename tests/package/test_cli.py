@@ -488,6 +488,8 @@ def crystals(tmp_path, monkeypatch):
     ase.io.write("held.traj", held)
     held.set_constraint(FixCartesian([1], (True, False, False)))
     ase.io.write("sliding.traj", held)
+    moving.positions[1] = moving.positions[0]
+    ase.io.write("overlap.traj", moving)
     return found
 
 
@@ -611,6 +613,16 @@ def test_relaxed_structures_are_minima_of_the_calculator(cell, crystals, capsys)
             assert np.abs(stress - [0.2, 0.2, 0.2, 0, 0, 0]).max() < 5e-3
 
 
+def test_cells_change_along_the_axes_that_are_named(crystals, capsys):
+    options = ["--cell", "full", "--mask", "xz"]
+    said(capsys, "relax", "argon.xyz", *ARGON, *options, "--output", "relaxed.xyz")
+    options += ["--ensemble", "npt", "--temperature", 90, "--steps", 2, "--trajectory", "out.xyz"]
+    records(capsys, "argon.xyz", *options)
+    for moved in (ase.io.read("relaxed.xyz", 0), ase.io.read("out-0.xyz")):
+        change = np.linalg.solve(crystals[0].cell[:], moved.cell[:]) - np.eye(3)
+        assert np.abs(change[1]).max() < 1e-7 and np.abs(change[:, 1]).max() < 1e-7 and np.abs(change).max() > 1e-5
+
+
 def test_relax_that_does_not_converge(crystals, capsys):
     options = ["--max-steps", 2, "--fmax", 1e-6, "--json", "--forces"]
     printed = said(
@@ -647,6 +659,12 @@ MOTION_MISTAKES = {
     "format": (["relax", "argon.xyz", "--output", "out.abc"], "the format of out.abc is not known to ASE"),
     "one frame": (["relax", "argon.xyz", "--output", "POSCAR"], "cannot write several frames in the format of POSCAR"),
     "constraint": (["relax", "sliding.traj"], "a constraint FixCartesian; only fixed atoms"),
+    "mask": (
+        ["md", "argon.xyz", "--ensemble", "npt", "--temperature", "9", "--mask", "ab"],
+        "--mask: 'ab' does not name",
+    ),
+    "overlap": (["md", "overlap.traj"], "not finite at step 0: do atoms overlap?"),
+    "mask without cell": (["relax", "argon.xyz", "--mask", "xy"], "--mask is given without --cell"),
     "no cell": (["relax", "argon.xyz", "--pressure", "1"], "--pressure is given without --cell"),
     "fmax": (["relax", "argon.xyz", "--fmax", "-1"], "`fmax` must be"),
 }

@@ -228,6 +228,10 @@ def test_charges_that_depend_on_the_geometry():
         assert fixed.get_potential_energy() == pytest.approx(atoms.get_potential_energy(), rel=1e-12)
         assert abs(fixed.get_forces() - atoms.get_forces()).max() > 0.01
         np.testing.assert_allclose(fixed.get_charges(), found, rtol=1e-12)
+        with torch.inference_mode():
+            again = atoms.copy()
+            again.calc = Calculator(Electrostatics(charges=charges, **options))
+            np.testing.assert_allclose(again.get_forces(), atoms.get_forces(), atol=1e-13)
 
 
 def test_charges_of_a_molecule_that_depend_on_the_geometry():

@@ -6,9 +6,22 @@ from typing import ClassVar
 
 import torch
 
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Stochastic, Tangent, kept
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
+from nvalchemiops.torch.dynamics.velocities import square_root
+
+
+def cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bool, bool]]:
+    """The arguments that say how cells may change, in dynamics and in relaxation, after a check; see `npt`."""
+    checks.check_choice("cell", cell, ("isotropic", "axes", "full"))
+    if len(mask) != 3:
+        raise ValueError(f"`mask` must have a bool for each of the axes x, y and z, got {len(mask)}")
+    x, y, z = (checks.check_flag("mask", axis) for axis in mask)
+    if not (x or y or z):
+        raise ValueError("`mask` must let at least one axis change")
+    return cell, (x, y, z)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +76,9 @@ class Cell(Flow):
         return ((dataclasses.replace(self, constraints=constraints), 1.0),)
 
     def _degrees(self, state: State) -> torch.Tensor:
-        """Degrees of freedom (n_systems, 1) that the strain couples to, at least 1."""
+        """Degrees of freedom (n_systems, 1) that the strain couples to."""
         name = "degrees_of_freedom" if self.constraints is None else "constraint centre degrees of freedom"
-        return state.extra[name].clamp(min=1.0)
+        return state.extra[name]
 
     @property
     def n_axes(self) -> int:
@@ -109,7 +122,7 @@ class Cell(Flow):
 
     def _dilution(self, state: State) -> torch.Tensor:
         """``Tr ε / f`` (n_systems, 1), which makes the ensemble right (f degrees of freedom)."""
-        return self._trace(state.extra["strain_rate"]) / self._degrees(state)
+        return self._trace(state.extra["strain_rate"]) / self._degrees(state).clamp(min=1.0)
 
     def _exponentials(self, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return of_matrices(exponent) if self.shape == "full" else of_numbers(exponent)
@@ -128,7 +141,8 @@ class Press(Cell):
     """The pressure accelerates the strain: ``W dε/dt = Σ m v v - V σ - P V + Σ m v² / f``, projected.
 
     With f degrees of freedom, W = (f + 3) kT τ² / 3 for a strain rate whose kinetic energy is ``W Σ ε_ij² / 2``; for
-    isotropic strains this is the mass (f + 3) kT τ² of the source.
+    isotropic strains this is the mass (f + 3) kT τ² of the source. Without degrees of freedom, as for one atom at rest,
+    ``Σ m v² / f`` is its mean kT, the force of a potential ``-kT log V``, which leaves the volume its distribution.
 
     Source: G. J. Martyna, D. J. Tobias and M. L. Klein, J. Chem. Phys. 101, 4177 (1994), doi:10.1063/1.467468.
     """
@@ -145,13 +159,13 @@ class Press(Cell):
         if self.shape == "full":
             momenta = state.velocities * extra["inertia"]
             motion = state.of_systems(momenta.unsqueeze(-1) * state.velocities.unsqueeze(-2))
-            isotropic = trace(diagonal(motion)) / self._degrees(state)
+            isotropic = self._mean_of_degrees(state, trace(diagonal(motion)))
             one = torch.eye(3, dtype=motion.dtype, device=motion.device)
             outside = (isotropic - extra["pressure"] * volume).unsqueeze(-1) * one
             force = motion - volume.unsqueeze(-1) * stress + outside
         else:
             motion = state.twice_kinetic()
-            isotropic = trace(motion) / self._degrees(state)
+            isotropic = self._mean_of_degrees(state, trace(motion))
             force = motion - volume * diagonal(stress) + (isotropic - extra["pressure"] * volume)
         factor = h / self.mass(state)
         change = self._project(state, force) * (factor.unsqueeze(-1) if self.shape == "full" else factor)
@@ -169,13 +183,19 @@ class Press(Cell):
     def mass(self, state: State) -> torch.Tensor:
         """W (n_systems, 1)."""
         extra = state.extra
-        return (self._degrees(state) + 3.0) * (extra["temperature"] * extra["barostat_time"] ** 2 / 3.0)
+        return (self._degrees(state).clamp(min=1.0) + 3.0) * (extra["temperature"] * extra["barostat_time"] ** 2 / 3.0)
+
+    def _mean_of_degrees(self, state: State, total: torch.Tensor) -> torch.Tensor:
+        """``Σ m v² / f`` (n_systems, 1), or kT without degrees of freedom."""
+        degrees = self._degrees(state)
+        return torch.where(degrees > 0.0, total / degrees.clamp(min=1.0), state.extra["temperature"])
 
     def energy(self, state: State) -> torch.Tensor:
-        """``P V + W Σ ε_ij² / 2``."""
-        extra = state.extra
+        """``P V + W Σ ε_ij² / 2``, less ``kT log V`` without degrees of freedom."""
+        extra, volume = state.extra, state.volumes.unsqueeze(1)
         moving = 0.5 * self.mass(state) * self._square(extra["strain_rate"])
-        return extra["pressure"] * state.volumes.unsqueeze(1) + moving
+        alone = torch.where(self._degrees(state) > 0.0, 0.0, extra["temperature"] * torch.log(volume))
+        return extra["pressure"] * volume + moving - alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +233,10 @@ class StretchedDrift(Cell):
         growth, mean = self._exponentials(h * rate)
         positions = self._times(state, state.system.positions, growth)
         positions = positions + self._times(state, state.velocities, h * mean)
-        growth = growth.to(cell.dtype)
-        return state.at(positions, cell @ growth if self.shape == "full" else cell * growth.unsqueeze(-2))
+        # in float64, whose products autocast does not round
+        grown = cell.to(growth.dtype)
+        grown = grown @ growth if self.shape == "full" else grown * growth.unsqueeze(-2)
+        return state.at(positions, grown.to(cell.dtype))
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """That of the centres, with positions and velocities projected."""
@@ -278,7 +300,7 @@ class CellNoise(Cell, Stochastic):
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
         excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
-        noise = (kt * mobility * h).sqrt() * state.normal(self.stream, by_system=True)
+        noise = square_root(kt * mobility * h) * state.normal(self.stream, by_system=True)
         grown = root + mobility * root * excess * h + noise
         strain = 2.0 * torch.log(grown / root)
         scale = torch.exp(strain / self.n_axes * extra["axes"])

@@ -11,7 +11,7 @@ Source: the logarithm of F as coordinate, with exact forces, is the choice of Ju
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.exchange import carried
+from nvalchemiops.torch.dynamics.cell_flows import cell_arguments
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import of_each
@@ -39,13 +40,13 @@ DEGREE, SQUARINGS = 12, 3
 class CellFilter(NamedTuple):
     """Which deformations of cells are relaxed, and under which pressure.
 
-    The names are those of ASE's ``FrechetCellFilter``.
+    The names are those of ASE's ``FrechetCellFilter``. `CellFilter.of` has those of `npt`.
 
     Attributes
     ----------
-    mask : (6,) or (3, 3) or (n_systems, 3, 3) sequence or tensor of bool, optional
-        Components of the deformation that may change: xx, yy, zz, yz, xz, xy, or a matrix, as for the strain ε in
-        ``cell @ (1 + ε)``. By default all.
+    mask : (3,) or (6,) or (3, 3) or (n_systems, 3, 3) sequence or tensor of bool, optional
+        Components of the deformation that may change: those of the axes x, y and z, as for `npt`; or xx, yy, zz, yz,
+        xz, xy; or a matrix, as for the strain ε in ``cell @ (1 + ε)``. By default all.
     hydrostatic_strain : bool, optional
         Whether cells only scale, by the same factor along all axes of the mask.
     constant_volume : bool, optional
@@ -61,6 +62,23 @@ class CellFilter(NamedTuple):
     constant_volume: bool = False
     scalar_pressure: float | torch.Tensor = 0.0
     cell_factor: float | torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, cell: str, mask: Sequence[bool] = (True, True, True), **options: Any) -> "CellFilter":
+        """The filter for the changes that `npt` allows with the same arguments.
+
+        Parameters
+        ----------
+        cell : {"isotropic", "axes", "full"}
+            All axes change by the same factor; each Cartesian axis by its own; or all lengths and angles.
+        mask : (bool, bool, bool), optional
+            Which Cartesian axes may change.
+        **options
+            Other fields.
+        """
+        shape, axes = cell_arguments(cell, mask)
+        found = (*axes, False, False, False) if shape == "axes" else axes
+        return cls(found, hydrostatic_strain=shape == "isotropic", **options)
 
 
 class Rows(NamedTuple):
@@ -124,8 +142,8 @@ class Chart:
     ----------
     system : System
         The systems at the start. One that has no atoms or no periodic axis keeps its cell.
-    cell : bool or CellFilter, optional
-        Whether, or how, cells relax. By default only positions do.
+    cell : bool, str or CellFilter, optional
+        Whether, or how, cells relax: a name is that of `CellFilter.of`. By default only positions do.
     fixed : (n_atoms,) or (n_atoms, 3) bool tensor, optional
         Atoms, or components, that stay. In a cell that relaxes they keep their fractional coordinates.
 
@@ -144,16 +162,22 @@ class Chart:
         keep the volume.
     """
 
-    def __init__(self, system: System, *, cell: bool | CellFilter = False, fixed: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, system: System, *, cell: bool | str | CellFilter = False, fixed: torch.Tensor | None = None
+    ) -> None:
         if not isinstance(system, System):
             raise TypeError(f"`system` must be a System, got {type(system).__name__}")
         positions, domain = system.positions, system.domain
         checks.check_positions(positions, finite=False)
         if domain is None:
-            lattice, pbc, _ = checks.check_systems(positions, system.cell, system.pbc, system.batch_idx, None)
-            shaped = [t.shape[0] for t, ndim in ((lattice, 3), (pbc, 2)) if t is not None and t.ndim == ndim]
-            batch_idx, found = checks.check_batch(system.batch_idx, positions, shaped[0] if shaped else None, wait=True)
+            lattice, pbc, shaped = checks.check_systems(positions, system.cell, system.pbc, system.batch_idx, None)
+            batch_idx, found = checks.check_batch(system.batch_idx, positions, shaped, wait=True)
             assert found is not None
+            if batch_idx is not None:  # a cell of its own for each system
+                system = system._replace(
+                    cell=None if lattice is None else lattice.reshape(-1, 3, 3).expand(found, 3, 3),
+                    pbc=None if pbc is None else pbc.reshape(-1, 3).expand(found, 3),
+                )
             self.system = system._replace(positions=positions.detach(), batch_idx=batch_idx)
         else:
             lattice, pbc, batch_idx, found = system.cell, domain.pbc, domain.batch_idx, domain.n_systems
@@ -165,9 +189,10 @@ class Chart:
         self._lattice: torch.Tensor | None = None
         self._per_system: dict[str, torch.Tensor] = {}
         self._latest: tuple[torch.Tensor, torch.Tensor] | None = None
+        cell = CellFilter.of(cell) if isinstance(cell, str) else cell
         self._options = cell if isinstance(cell, CellFilter) else CellFilter()
         if not isinstance(cell, bool | np.bool_ | CellFilter):
-            raise TypeError(f"`cell` must be True, False or a CellFilter, got {type(cell).__name__}")
+            raise TypeError(f"`cell` must be True, False, a name or a CellFilter, got {type(cell).__name__}")
         if not isinstance(cell, CellFilter) and not cell:
             return
         if lattice is None:
@@ -213,9 +238,7 @@ class Chart:
         positions = _times(x[: self.n_atoms], self._of_atoms(transposed))
         cell = torch.bmm(self._lattice, transposed).to(dtype)
         given = system.cell
-        return system._replace(
-            positions=positions.to(dtype), cell=cell.reshape(given.shape) if given is not None else cell
-        )
+        return system._replace(positions=positions.to(dtype), cell=cell if given is None else cell.reshape(given.shape))
 
     def forces(self, x: torch.Tensor, evaluation: Evaluation) -> torch.Tensor:
         """Minus the gradient (n_rows, 3) of the enthalpy, within the deformations that are allowed."""
@@ -398,13 +421,15 @@ def _free(fixed: Any, positions: torch.Tensor) -> torch.Tensor:
 def _mask(options: CellFilter, n_systems: int, device: torch.device) -> torch.Tensor:
     """Components of F that may change (n_systems, 3, 3)."""
     mask = torch.ones((3, 3), dtype=torch.bool) if options.mask is None else torch.as_tensor(options.mask) != 0
+    if mask.shape == (3,):
+        mask = mask & mask.unsqueeze(1)
     if mask.shape == (6,):
         full = torch.zeros((3, 3), dtype=torch.bool)
         for (i, j), value in zip(VOIGT, mask.tolist()):
             full[i, j] = full[j, i] = value
         mask = full
     if mask.shape not in ((3, 3), (n_systems, 3, 3)):
-        raise ValueError(f"`mask` must have shape (6,), (3, 3) or (n_systems, 3, 3), got {tuple(mask.shape)}")
+        raise ValueError(f"`mask` must have shape (3,), (6,), (3, 3) or (n_systems, 3, 3), got {tuple(mask.shape)}")
     if options.constant_volume:
         # the determinant of F is the exponential of the trace only if the mask removes nothing from the exponential
         of_products = (mask.double() @ mask.double()) > 0

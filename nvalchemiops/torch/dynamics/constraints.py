@@ -239,12 +239,14 @@ class Constraints:
             return system
         pbc = system.pbc if domain is None else domain.pbc
         # vectors along open axes may be anything
-        inverse = inverse_of_periodic(cell.detach(), pbc).to(cell.dtype)
-        cell = cell if pbc is None else torch.where(pbc.unsqueeze(-1), cell, 0.0)
-        shifts = torch.zeros_like(positions)
+        inverse = inverse_of_periodic(cell.detach(), pbc)
+        cell = (cell if pbc is None else torch.where(pbc.unsqueeze(-1), cell, 0.0)).to(torch.float64)
+        # in float64, whose products autocast does not round
+        shifts = torch.zeros_like(positions, dtype=torch.float64)
         row = torch.zeros_like(positions[:, 0], dtype=torch.int64) if batch_idx is None else batch_idx.to(torch.int64)
         for children, parents in self._levels:
             bond, of = positions.detach()[children] - positions.detach()[parents], row[children]
+            bond = bond.to(torch.float64)
             nearest = -torch.round((bond.unsqueeze(1) @ inverse[of]).squeeze(1))
             shifts[children] = shifts[parents] + nearest
         moved = (shifts.unsqueeze(1) @ cell[row]).squeeze(1)

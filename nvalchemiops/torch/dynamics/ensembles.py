@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.dynamics.cell_flows import CellChain, CellNoise, Press, StretchedDrift, StretchedKick
+from nvalchemiops.torch.dynamics.cell_flows import (
+    CellChain,
+    CellNoise,
+    Press,
+    StretchedDrift,
+    StretchedKick,
+    cell_arguments,
+)
 from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, NoisyDrift, Rescale
 from nvalchemiops.torch.dynamics.integrators import FORCES, Integrator, Number
 
@@ -111,7 +118,7 @@ def nph(
     -----
     Conserves ``U + K + P V`` and the kinetic energy of the cell.
     """
-    shape = _cell_arguments(cell, mask)
+    shape = cell_arguments(cell, mask)
     parameters = {"dt": dt, "temperature": temperature, "pressure": pressure}
     return Integrator(_stretched(shape), parameters | {"barostat_time": _time(barostat_time, 1000.0, dt)})
 
@@ -144,6 +151,7 @@ def npt(
         All axes change by the same factor; each Cartesian axis by its own; or all lengths and angles.
     mask : (bool, bool, bool), optional
         Which Cartesian axes may change: ``(True, True, False)`` for a slab that is normal to z, whose area changes.
+        Axes along which a system is not periodic must stay.
     chain_length, cell_chain_length, loops : int, optional
         Lengths of the chains of the atoms and of the cell; repetitions of both.
 
@@ -155,7 +163,7 @@ def npt(
 
     In mode "full" the strain rate is symmetric, so the cell does not rotate, and has six degrees of freedom.
     """
-    shape = _cell_arguments(cell, mask)
+    shape = cell_arguments(cell, mask)
     loops = checks.check_count("loops", loops, 1)
     chain = Chain(checks.check_count("chain_length", chain_length, 1), loops)
     cell_chain = CellChain(checks.check_count("cell_chain_length", cell_chain_length, 1), loops, Press(*shape))
@@ -189,7 +197,7 @@ def stochastic_cell(
     -----
     Volumes relax without oscillations. Conserves ``U + K + P V``, less the energy of thermostat and barostat.
     """
-    _, axes = _cell_arguments("isotropic", mask)
+    _, axes = cell_arguments("isotropic", mask)
     drift: list[tuple[Flow, float] | None] = [(Drift(), 0.5), (CellNoise("isotropic", axes), 1.0), (Drift(), 0.5)]
     flows = [(Rescale(1), 0.5), (Kick(), 0.5), *drift, FORCES, (Kick(), 0.5), (Rescale(2), 0.5)]
     parameters = {"dt": dt, "temperature": temperature, "pressure": pressure, "compressibility": compressibility}
@@ -215,11 +223,3 @@ def _positive(name: str, value: Number) -> Number:
 
 def _time(value: Number | None, steps: float, dt: Number) -> Number:
     return steps * _positive("dt", dt) if value is None else value
-
-
-def _cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bool, bool]]:
-    checks.check_choice("cell", cell, ("isotropic", "axes", "full"))
-    x, y, z = (checks.check_flag("mask", axis) for axis in mask)
-    if not (x or y or z):
-        raise ValueError("`mask` must let at least one axis change")
-    return cell, (x, y, z)

@@ -13,6 +13,7 @@ import torch
 
 from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.state import State, trace
+from nvalchemiops.torch.dynamics.velocities import square_root
 
 
 class Flow:
@@ -149,8 +150,8 @@ class Noise(Stochastic):
         """Change the velocities."""
         extra, old = state.extra, state.velocities
         exponent = h * extra["friction"]
-        spread = (-torch.expm1(-2.0 * exponent) * extra["temperature"]).sqrt()
-        scale = state.of_atoms(spread) * extra["inverse_masses"].sqrt()
+        spread = square_root(-torch.expm1(-2.0 * exponent) * extra["temperature"])
+        scale = state.of_atoms(spread) * square_root(extra["inverse_masses"])
         pushes = self._allowed(state, scale * state.normal(self.stream))
         new = state.of_atoms(torch.exp(-exponent)) * old + pushes
         added = state.of_systems((new - old) * (new + old) * extra["inertia"])
@@ -215,7 +216,7 @@ class Rescale(Stochastic):
         # without degrees of freedom motion is rounding, which must not be heated
         moves = torch.where(extra["degrees_of_freedom"] > 0.0, twice, 0.0) > 0.0
         exponent = -h / extra["thermostat_time"]
-        q = (-torch.expm1(exponent) * extra["temperature"] / torch.where(moves, twice, 1.0)).sqrt()
+        q = square_root(-torch.expm1(exponent) * extra["temperature"] / torch.where(moves, twice, 1.0))
         squares = state.chi_square(self.stream)
         along = torch.exp(0.5 * exponent) + q * state.normal(self.stream, by_system=True)
         squared = along * along + q * q * squares

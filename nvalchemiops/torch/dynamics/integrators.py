@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.dynamics.cell_flows import Press, StretchedKick
+from nvalchemiops.torch.dynamics.cell_flows import Cell, Press, StretchedKick
 from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
-from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Tangent
+from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Stochastic, Tangent
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, count_systems
 from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import (
+    check_slopes,
     degrees_of_freedom,
     inertia_of,
     kinetic_energy,
@@ -251,7 +252,7 @@ class Integrator:
     def _started(self, state: State, model: Model) -> State:
         """The state with its evaluation and the variables of all flows."""
         state = self._followed(state)
-        found = model(state.system)
+        found = _results(model, state)
         if found.stress is None and any(flow.needs_stress for flow in self._distinct):
             raise ValueError("`model` gave no stress, which this integrator needs")
         check_shapes(found, state.extra["dt"].shape[0], len(state.velocities))
@@ -291,7 +292,7 @@ class Integrator:
     def evaluated(self, state: State, model: Model) -> State:
         """The state with energies, forces and stress at its positions. On ranks atoms first go to their new owners."""
         state = self._followed(state)
-        return state._replace(evaluation=model(state.system))
+        return state._replace(evaluation=_results(model, state))
 
     def _followed(self, state: State) -> State:
         """The state with atoms on the ranks that own them now."""
@@ -327,6 +328,15 @@ class Integrator:
         return state._replace(velocities=-state.velocities).having(**odd)
 
 
+def _results(model: Model, state: State) -> Evaluation:
+    """What a model gives, with forces in the precision of the velocities, and without a graph where none is kept."""
+    found = model(state.system)
+    if found.forces.dtype != state.velocities.dtype:
+        found = found._replace(forces=found.forces.to(state.velocities.dtype))
+    # a model that enables gradients for its forces may leave a graph with its energies
+    return found if torch.is_grad_enabled() else found.without_graph()
+
+
 def _without_repetition(flows: Sequence[tuple[Flow, float] | None]) -> list[tuple[Flow, float] | None]:
     """The sequence without projections of velocities that a later one makes superfluous.
 
@@ -352,6 +362,7 @@ _POSITIVE = ("dt", "thermostat_time", "barostat_time", "compressibility")
 def _check_values(extra: Mapping[str, torch.Tensor], flows: Sequence[Flow]) -> None:
     """Raise for parameters out of range, where they can be read."""
     divides = any(isinstance(flow, Chain | Press) for flow in flows)
+    draws = any(isinstance(flow, Stochastic) for flow in flows)
     for name, value in extra.items():
         if not may_read(value):
             continue
@@ -363,6 +374,8 @@ def _check_values(extra: Mapping[str, torch.Tensor], flows: Sequence[Flow]) -> N
                 raise ValueError(f"`{name}` must be positive, got {float(found.min())}")
         elif name in ("temperature", "friction") and not bool((found >= 0.0).all()):
             raise ValueError(f"`{name}` must not be negative, got {float(found.min())}")
+        if name in ("temperature", "friction") and draws:
+            check_slopes(name, value)
 
 
 def _rows(system: System) -> tuple[System, int]:
@@ -409,10 +422,23 @@ def _degrees_with(extra: Mapping[str, torch.Tensor], degrees: torch.Tensor) -> d
 
 
 def _check_cells(system: System, flows: Sequence[Flow]) -> None:
-    """Raise if the cell should change, but there is none or it has no volume."""
+    """Raise if the cell should change, but there is none, it has no volume, or nothing presses along an axis."""
     if not any(flow.needs_stress for flow in flows):
         return
     if system.cell is None:
         raise ValueError("`cell` of the system is needed: this integrator changes it")
-    if may_read(system.cell) and not bool((values_of(system.volume) > 0.0).all()):
+    pbc = system.pbc if system.domain is None else system.domain.pbc
+    if not may_read(system.cell):
+        return
+    if not bool((values_of(system.volume) > 0.0).all()):
         raise ValueError("`cell` has no volume: this integrator needs three lattice vectors, also along open axes")
+    if pbc is None or not may_read(pbc) or bool(values_of(pbc).all()):
+        return
+    rows = torch.where(values_of(pbc).unsqueeze(-1), values_of(system.cell).to(torch.float64), 0.0)
+    # parts of Cartesian unit vectors that are in the span of the periodic lattice vectors
+    inside = (torch.linalg.pinv(rows) @ rows).diagonal(dim1=-2, dim2=-1)
+    moves = [any(axis) for axis in zip(*(flow.mask for flow in flows if isinstance(flow, Cell)))]
+    for k, along in enumerate((inside > 1.0 - 1e-6).tolist()):
+        if any(moving and not periodic for moving, periodic in zip(moves, along)):
+            advice = f"choose mask={tuple(along)}" if any(along) else "choose an integrator without a barostat"
+            raise ValueError(f"`mask` lets axes change along which system {k} is not periodic: {advice}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
+from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
@@ -42,6 +43,13 @@ class Evaluation(NamedTuple):
     energies: torch.Tensor
     forces: torch.Tensor
     stress: torch.Tensor | None = None
+
+    def without_graph(self) -> "Evaluation":
+        """The same values without gradients."""
+        if not any(value is not None and value.requires_grad for value in self):
+            return self
+        stress = None if self.stress is None else self.stress.detach()
+        return Evaluation(self.energies.detach(), self.forces.detach(), stress)
 
 
 class Model(Protocol):
@@ -340,6 +348,12 @@ class FromEnergies:
 
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress."""
+        if torch.is_inference_mode_enabled():
+            # no graph is kept in it, so there would be no forces
+            with torch.inference_mode(False):
+                ordinary: Any = (t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t for t in system)
+                with torch.no_grad():
+                    return self(System(*ordinary))
         positions, cell = system.positions, system.cell
         keep = self.create_graph
         if keep is None:
@@ -357,9 +371,10 @@ class FromEnergies:
                 symmetric = 0.5 * (strain + strain.mT)
                 batch_idx = system.batch_idx if system.domain is None else system.domain.batch_idx
                 of_atoms = Division(batch_idx, n_systems, system.domain).of_atoms(symmetric, positions.shape[0])
-                moved = positions + (positions.unsqueeze(-2) @ of_atoms).squeeze(-2)
+                # no products of matrices, which autocast would round
+                moved = positions + (positions.unsqueeze(-1) * of_atoms).sum(-2)
                 matrices = cell.reshape(-1, 3, 3)
-                cell = (matrices + matrices @ symmetric).reshape(cell.shape)
+                cell = (matrices + (matrices.unsqueeze(-1) * symmetric.unsqueeze(-3)).sum(-2)).reshape(cell.shape)
                 wanted.append(strain)
             energies = self.function(system._replace(positions=moved, cell=cell))
             energies = energies.reshape(1) if energies.ndim == 0 else energies
@@ -367,6 +382,12 @@ class FromEnergies:
                 slopes = torch.autograd.grad(energies.sum(), wanted, create_graph=keep, materialize_grads=True)
             else:
                 slopes = tuple(torch.zeros_like(tensor) for tensor in wanted)
+                notify(
+                    "`function`: energies have no graph to positions, so forces are zero. If they depend on positions, "
+                    "compute them by operations that torch differentiates, without `no_grad` or `detach`",
+                    NvalchemiopsWarning,
+                    "no graph",
+                )
         if not keep:
             energies = energies.detach()
         stress = None

@@ -94,7 +94,7 @@ def relax(
     *,
     fmax: float = 0.01,
     smax: float | None = None,
-    cell: bool | CellFilter = False,
+    cell: bool | str | CellFilter = False,
     fixed: torch.Tensor | None = None,
     max_steps: int = 1000,
     compact_every: int | None = 10,
@@ -122,8 +122,8 @@ def relax(
     smax : float, energy / volume, optional
         With it, components of the stress must be smaller instead of the forces on the cell. The stress contains the
         pressure; components that do not relax are left out.
-    cell : bool or CellFilter, optional
-        Whether cells relax, and how.
+    cell : bool, {"isotropic", "axes", "full"} or CellFilter, optional
+        Whether cells relax, and how: the names are those of `npt`. True lets all lengths and angles relax.
     fixed : (n_atoms,) or (n_atoms, 3) bool tensor, optional
         Atoms, or components of their positions, that stay. In a cell that relaxes they keep their fractional
         coordinates.
@@ -193,6 +193,7 @@ def relax(
         raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
     if holds_atoms(model):
         compact_every = None
+    cell = CellFilter.of(cell) if isinstance(cell, str) else cell
     saved = system if isinstance(system, RelaxationState) else None
     given = system.system if isinstance(system, RelaxationState) else system
     domain = given.domain if isinstance(given, System) else None
@@ -307,8 +308,9 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
             )
         raise
     check_shapes(found, chart.n_systems, chart.n_atoms)
-    stress = None if found.stress is None else found.stress.detach()
-    return Evaluation(found.energies.detach(), found.forces.detach(), stress)
+    # a copy, since optimizers remember forces, and the next call of a model may write into the same memory
+    found = found.without_graph()
+    return found._replace(forces=found.forces.clone())
 
 
 def _refused(model: Model, chart: Chart, x: torch.Tensor, n_systems: int) -> torch.Tensor | None:

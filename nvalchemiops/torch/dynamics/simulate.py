@@ -98,7 +98,8 @@ def simulate(
     progress : bool, optional
         Show a progress bar, if tqdm is installed.
     gradients : bool, optional
-        Keep the graph of all steps. By default if ``start`` requires gradients, or with ``checkpoint_every``.
+        Keep the graph of all steps. By default if ``start``, ``options`` or parameters of the integrator require
+        gradients, or with ``checkpoint_every``.
     checkpoint_every : int, optional
         For gradients of long runs, of first order: keep the states after every so many steps alone, and compute the
         steps between them again in the backward pass. Hooks are then called again, too.
@@ -131,7 +132,7 @@ def simulate(
     if checkpoint_every is not None:
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
     if gradients is None:
-        gradients = checkpoint_every is not None or _requires_grad(start, options)
+        gradients = checkpoint_every is not None or _requires_grad(start, integrator, options)
     kept: list[dict[str, torch.Tensor]] = []
     done = -1
 
@@ -149,12 +150,14 @@ def simulate(
         for n in range(first, last):
             state = integrator.step(state, model)
             for hook in hooks:
-                state = hook(state) or state
+                state = _after_hook(hook(state), state)
             if (n + 1) % every == 0:
-                found.append({name: measure(state) for name, measure in measures.items()})
+                found.append(_measured(measures, state))
             after(state, n + 1)
         return state, found
 
+    if not isinstance(start, System | State):
+        raise TypeError(f"`start` must be a System or a State, got {type(start).__name__}")
     domain = (start.system if isinstance(start, State) else start).domain
     with together(domain, now=True):
         must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
@@ -169,7 +172,7 @@ def simulate(
         else:
             state = integrator.start(start, model, **options)
         first_step = state.step
-        kept.append({name: measure(state) for name, measure in measures.items()})
+        kept.append(_measured(measures, state))
         after(state, 0)
         length = checkpoint_every or max(steps, 1)
         parameters = [] if checkpoint_every is None else parameters_of(model, state.system)
@@ -187,9 +190,19 @@ def simulate(
     return Simulation(state, records, [begin + n * every for n in range(len(kept))])
 
 
-def _requires_grad(start: System | State, options: Mapping[str, Any]) -> bool:
+def _requires_grad(start: System | State, integrator: Integrator, options: Mapping[str, Any]) -> bool:
     tensors = [*tensors_of(start).values()] if isinstance(start, State) else [*start, *options.values()]
+    tensors += integrator.parameters.values()
+    if integrator.constraints is not None:
+        tensors.append(integrator.constraints.lengths)
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def _after_hook(returned: Any, state: State) -> State:
+    """The state from which a run goes on after a hook."""
+    if returned is None or isinstance(returned, State):
+        return state if returned is None else returned
+    raise TypeError(f"`hooks`: a hook must return a State or None, got {type(returned).__name__}")
 
 
 def _measures(
@@ -204,6 +217,15 @@ def _measures(
     return found
 
 
+def _measured(measures: Mapping[str, Callable[[State], torch.Tensor]], state: State) -> dict[str, torch.Tensor]:
+    """A record of the state: copies, since the next call of a model may write into the same memory."""
+    found = {name: measure(state) for name, measure in measures.items()}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"`record`: {name!r} must return a tensor, got {type(value).__name__}")
+    return {name: value.clone() for name, value in found.items()}
+
+
 class _Writer:
     """Writes frames of each system by ASE."""
 
@@ -212,7 +234,6 @@ class _Writer:
         self.every, self._files = every, contextlib.ExitStack()
         self._goes_on = [appends and Path(path).exists() for path in self.paths]
         self._writers: list[Any] = []
-        self._numbers: list[Any] = []
 
     def __enter__(self) -> "_Writer":
         return self
@@ -235,6 +256,9 @@ class _Writer:
 
         if len(frames) != len(self.paths):
             raise ValueError(f"`trajectory` must have a path for each of {len(frames)} systems, got {len(self.paths)}")
+        if n == 0:
+            for path in self.paths:
+                check_format("trajectory", path, 2)
         for place, (path, goes_on, atoms) in enumerate(zip(self.paths, self._goes_on, frames)):
             is_trajectory = str(path).endswith(".traj")
             if n == 0 and is_trajectory:
@@ -245,6 +269,22 @@ class _Writer:
                 self._writers[place].write(atoms)
             else:
                 ase.io.write(path, atoms, append=n > 0)
+
+
+def check_format(name: str, path: AnyPath, n_frames: int) -> None:
+    """Raise ValueError, which begins with the name, unless ASE can write so many frames there."""
+    from ase.io.formats import UnknownFileTypeError, filetype, ioformats
+
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"`{name}`: there is no folder {path.parent} for {path.name}")
+    try:
+        form = ioformats[filetype(str(path), read=False)]
+    except (UnknownFileTypeError, KeyError):
+        raise ValueError(f"`{name}`: the format of {path.name} is not known to ASE") from None
+    if not form.can_write or (n_frames > 1 and form.single):
+        what = "several frames" if form.can_write else "files"
+        raise ValueError(f"`{name}`: ASE cannot write {what} in the format of {path.name}")
 
 
 def to_ase(state: State | System) -> list[Any]:

@@ -7,7 +7,7 @@ import torch
 
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
-from nvalchemiops.torch.dynamics.velocities import temperature_of
+from nvalchemiops.torch.dynamics.velocities import of_each, temperature_of
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
 from nvalchemiops.torch.systems import PER_ATOM, System, has_rows
@@ -56,9 +56,22 @@ class State(NamedTuple):
         changes = {**fields, "system": self.system._replace(**changes)}
         return self._replace(**changes)
 
-    def having(self, **extra: torch.Tensor) -> "State":
-        """The state with these values in ``extra``."""
+    def having(self, **extra: Any) -> "State":
+        """The state with these values in ``extra``.
+
+        Parameters of the integrator may be numbers, or tensors (n_systems,) or (n_systems, 1); other shapes raise a
+        ValueError.
+        """
+        for name, value in extra.items():
+            if f"given {name}" in self.extra:
+                n_systems = self.extra["dt"].shape[0]
+                is_column = getattr(value, "shape", None) == (n_systems, 1)
+                extra[name] = self._column(name, value[:, 0] if is_column else value, n_systems)
         return self._replace(extra={**self.extra, **extra})
+
+    def _column(self, name: str, value: Any, n_systems: int) -> Any:
+        """A number, or one for each system, as a column (n_systems, 1)."""
+        return of_each(name, value, n_systems, self.velocities.device)
 
     def less(self, other: "State") -> "State":
         """The state with the positions, velocities and forces of the other subtracted."""

@@ -14,6 +14,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.operators.noise import normal_noise
+from nvalchemiops.torch.runtime.context import may_read, values_of
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -45,6 +46,25 @@ def mean_by_mass(division: Division, inertia: torch.Tensor, values: torch.Tensor
     return sums[:, :3] / torch.where(sums[:, 3:] > 0.0, sums[:, 3:], 1.0)
 
 
+def square_root(values: torch.Tensor) -> torch.Tensor:
+    """Square roots, whose derivative at zero is zero instead of infinite. NaN for negative numbers and NaN.
+
+    For products that are zero because a factor is zero which is not differentiated; for one that is see `check_slopes`.
+    """
+    positive = values > 0.0
+    others = torch.where(values < 0.0, torch.nan, 0.0) * values
+    return torch.where(positive, torch.where(positive, values, 1.0).sqrt(), others)
+
+
+def check_slopes(name: str, value: torch.Tensor) -> None:
+    """Raise if derivatives with respect to this factor of the noise are asked for at zero, where they are infinite."""
+    if value.requires_grad and may_read(value) and bool((values_of(value) == 0.0).any()):
+        raise ValueError(
+            f"`{name}` requires gradients, so it must be positive: noise grows with its square root, which has no "
+            "derivative at zero"
+        )
+
+
 def temperature_of(kinetic: torch.Tensor, degrees: torch.Tensor) -> torch.Tensor:
     """Temperature kT, from kinetic energies and degrees of freedom; zero without any."""
     return 2.0 * kinetic / degrees.clamp(min=1.0)
@@ -58,6 +78,8 @@ def seeds_of(name: str, value: int | torch.Tensor | None, n_systems: int, device
         return torch.full((n_systems,), checks.check_int(name, value), dtype=torch.int64, device=device)
     if value.shape != (n_systems,) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
+    if name == "keys" and may_read(value) and bool(((value < 0) | (value >= 2**32)).any()):
+        raise ValueError("`keys` must be numbers 0 .. 2³² - 1")
     return value.to(torch.int64)
 
 
@@ -154,10 +176,11 @@ def maxwell_boltzmann(
     division, device = Division.of(batch_idx, n_systems, domain), masses.device
     batch_idx, n_systems, _ = division
     kt = of_each("temperature", temperature, n_systems, device)
+    check_slopes("temperature", kt)
     seeds, system_keys = seeds_of("seed", seed, n_systems, device), seeds_of("keys", keys, n_systems, device)
     start = torch.zeros((), dtype=torch.int64, device=device)
     noise = normal_noise(seeds, system_keys, start, batch_idx, division.places(), VELOCITIES, masses.shape[0], 3)
-    return ((division.of_atoms(kt, len(masses)) / masses.unsqueeze(1)).sqrt() * noise).to(masses.dtype)
+    return (square_root(division.of_atoms(kt, len(masses)) / masses.unsqueeze(1)) * noise).to(masses.dtype)
 
 
 def remove_momentum(
