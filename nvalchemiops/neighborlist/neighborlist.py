@@ -2,5 +2,7 @@
 
 from nvalchemiops.compat.deprecation import moved
 
-__all__ = ["neighbor_list"]
-__getattr__ = moved(__name__, {"neighbor_list": "nvalchemiops.torch.neighbors"})
+_HOMES = {"neighbor_list": "nvalchemiops.torch.neighbors"}
+
+__all__ = list(_HOMES)
+__getattr__ = moved(__name__, _HOMES)

@@ -10,8 +10,10 @@ _HOME = "nvalchemiops.torch.interactions.dispersion"
 
 warn_of_path(__name__, _HOME)
 
-__all__ = ["D3Parameters", "dftd3"]
-__getattr__ = moved(__name__, dict.fromkeys(__all__, _HOME))
+_HOMES = dict.fromkeys(("D3Parameters", "dftd3"), _HOME)
+
+__all__ = list(_HOMES)
+__getattr__ = moved(__name__, _HOMES)
 
 
 class _CallableModule(ModuleType):
