@@ -23,6 +23,7 @@ _SUBMODULES = frozenset(
     {
         "autograd",
         "dynamics",
+        "fire2",
         "graph",
         "interactions",
         "kernel",
@@ -41,6 +42,18 @@ _NAMES = {
     "System": "systems",
     "record": "runtime.recorded",
     "RecordingError": "runtime.recorded",
+    # the short paths of clients
+    "fire2_step_coord": "fire2",
+    "fire2_step_coord_cell": "fire2",
+    "get_wp_dtype": "types",
+    "get_wp_mat_dtype": "types",
+    "get_wp_vec_dtype": "types",
+    "segmented_dot": "segment_ops",
+    "segmented_matvec": "segment_ops",
+    "segmented_mean": "segment_ops",
+    "segmented_mul": "segment_ops",
+    "segmented_rms_norm": "segment_ops",
+    "segmented_sum": "segment_ops",
 }
 
 

@@ -84,11 +84,16 @@ def check_positions(positions: Any, finite: bool = True, name: str = "positions"
 
 
 def check_int(name: str, value: Any) -> int:
-    """The value, which may be a symbol of a compiler; raises unless it is an integer that fits into 32 bits."""
+    """The value, which may be a symbol of a compiler; raises unless it is an integer that fits into 32 bits.
+
+    A tensor with one integer, such as ``counts.max()``, is read.
+    """
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]  # it acts like an int
     if isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be an int, got Tensor")
+        if value.numel() != 1 or value.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"`{name}` must be an int, got a tensor {tuple(value.shape)} of {value.dtype}")
+        value = int(value)
     return as_int(name, value)
 
 

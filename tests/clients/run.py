@@ -19,9 +19,12 @@ from nvalchemiops.compat.stand_in import RELEASE, write_stand_in
 HERE = Path(__file__).resolve().parent
 CHECKS = {
     "aimnet": "aimnet_checks.py",
+    "curdf": "curdf_checks.py",
     "deepmd-kit": "deepmd_checks.py",
     "fairchem-core": "fairchem_checks.py",
+    "gpuma": "gpuma_checks.py",
     "matgl": "matgl_checks.py",
+    "nequip": "nequip_checks.py",
     "nvalchemi-toolkit": "toolkit_checks.py",
     "orb-models": "orb_checks.py",
     "torch-sim-atomistic": "torch_sim_checks.py",

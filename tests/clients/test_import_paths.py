@@ -59,6 +59,7 @@ MOVED = {
         ],
         "nvalchemiops.neighbors": ["NeighborOverflowError", "estimate_max_neighbors"],
     },
+    "nvalchemiops.neighborlist.neighborlist": {"nvalchemiops.torch.neighbors": ["neighbor_list"]},
     "nvalchemiops.neighborlist.neighbor_utils": {
         "nvalchemiops.neighbors": ["NeighborOverflowError", "estimate_max_neighbors"],
         "nvalchemiops.torch.neighbors.neighbor_utils": ["get_neighbor_list_from_neighbor_matrix"],
@@ -208,8 +209,43 @@ def test_function_with_the_name_of_its_module(name, way, said_by_imports):
 
 def test_dftd3_is_a_function():
     assert callable(dispersion.dftd3)
-    assert importlib.import_module("nvalchemiops.torch.interactions.dispersion.dftd3").dftd3 is dispersion.dftd3
+    for name in ("dftd3", "_dftd3"):
+        home = importlib.import_module(f"nvalchemiops.torch.interactions.dispersion.{name}")
+        assert home.dftd3 is dispersion.dftd3 and home.D3Parameters is dispersion.D3Parameters
     assert callable(dispersion.dftd3)
+
+
+def test_dftd3_of_an_older_release_is_a_function_and_a_module():
+    """AIMNet 0.1 and orb-models 0.6 import it from its module, others from the package, in one process."""
+    lines = [
+        "from nvalchemiops.interactions.dispersion.dftd3 import D3Parameters, dftd3",
+        "from nvalchemiops.interactions.dispersion import dftd3 as of_the_package",
+    ]
+    code = [
+        "import json, warnings",
+        "with warnings.catch_warnings(record=True) as caught:",
+        "    warnings.simplefilter('always')",
+        *(f"    {line}" for line in lines),
+        "said = [[w.lineno, w.filename] for w in caught if 'older' in str(w.message)]",
+        "from nvalchemiops.torch.interactions import dispersion",
+        "said += [dftd3 is dispersion.dftd3, D3Parameters is dispersion.D3Parameters]",
+        "warnings.simplefilter('ignore')",
+        "try:",
+        "    of_the_package(a1=0.4)",
+        "except TypeError as error:",
+        "    said.append(str(error).split(' missing')[0])",
+        "print(json.dumps(said))",
+    ]
+    assert python_says("\n".join(code)) == [*[[4, "<string>"]] * 3, True, True, "dftd3()"]
+
+
+@pytest.mark.parametrize("home", ["fire2", "segment_ops", "types"])
+def test_short_paths(home):
+    """Names that clients import from `nvalchemiops.torch`."""
+    module = importlib.import_module(f"nvalchemiops.torch.{home}")
+    names = [name for name in module.__all__ if name not in ("segmented_max", "segmented_min")]
+    assert names and all(getattr(nvalchemiops.torch, name) is getattr(module, name) for name in names)
+    assert set(names) <= set(dir(nvalchemiops.torch))
 
 
 def test_errors_that_were_pickled():

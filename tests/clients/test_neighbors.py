@@ -158,6 +158,21 @@ def test_one_warning_for_a_line_of_the_caller():
     assert [w.category for w in said] == [NeighborListWarning] and said[0].filename == __file__
 
 
+def test_room_that_is_a_tensor_or_that_no_matrix_could_have():
+    """``counts.max()`` as it is; metatomic asks for cutoff³ columns, and a list is made without the matrix."""
+    x, idx = molecules()
+    counts = neighbor_list(x, 2.5, batch_idx=idx)[1]
+    most = counts.max()
+    matrix, again = neighbor_list(x, 2.5, batch_idx=idx, max_neighbors=most)
+    assert matrix.shape == (len(x), int(most)) and torch.equal(again, counts)
+    expected = neighbor_list(x, 2.5, batch_idx=idx, return_neighbor_list=True)
+    found = neighbor_list(x, 2.5, batch_idx=idx, return_neighbor_list=True, max_neighbors=2**30)
+    assert all(map(torch.equal, found, expected))
+    for wrong in (counts, most.double()):
+        with pytest.raises(TypeError, match="`max_neighbors` must be an int"):
+            neighbor_list(x, 2.5, batch_idx=idx, max_neighbors=wrong)
+
+
 def test_the_width_of_memory_decides_whatever_max_neighbors_says():
     """As long as all neighbors fit; what has no room is never left out."""
     near = {**crowded(), "cutoff": 5.0}

@@ -319,8 +319,9 @@ def _width(
     n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Tensor, periodic: bool
 ) -> tuple[int | None, bool]:
     """Number of columns of the matrix (None if not given), and whether it is the width of the caller's memory."""
-    if room.max_neighbors is not None:
-        checks.check_count(f"max_neighbors{suffix}", room.max_neighbors)
+    asked = room.max_neighbors
+    if asked is not None:
+        asked = checks.check_count(f"max_neighbors{suffix}", asked)
     width, name = None, ""
     for label, tensor, trailing in (
         (f"neighbor_matrix{suffix}", room.neighbor_matrix, ()),
@@ -337,12 +338,12 @@ def _width(
         checks.check_index(f"num_neighbors{suffix}", room.num_neighbors, positions, (n_rows,), writable=True)
     in_memory = width is not None
     if width is None:
-        width = room.max_neighbors
+        width = asked
     if width is None and not form.return_neighbor_list:
         # if only these are given, their full shape is checked later, when results are copied to them
         for tensor, ndim in ((room.neighbor_distances, 2), (room.neighbor_vectors, 3)):
             if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
                 width, in_memory = tensor.shape[1], True
-    if width is not None:
+    if width is not None and (in_memory or not form.return_neighbor_list):  # a list is made without a matrix
         faults.check_size(n_rows * width, name or f"max_neighbors{suffix}")
     return width, in_memory

@@ -139,7 +139,7 @@ def get_neighbor_matrix_from_neighbor_list(
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     counts = neighbor_ptr.diff().to(torch.int32)
     if max_neighbors is not None:
-        checks.check_count("max_neighbors", max_neighbors)
+        max_neighbors = checks.check_count("max_neighbors", max_neighbors)
     if may_read(neighbor_list, wait=True):
         _check_rows(neighbor_list, neighbor_ptr)
         longest = int(counts.max()) if n_atoms else 0
