@@ -80,7 +80,8 @@ SKELETON = """
         for (int a = 0; a < 3; ++a) result[a] = static_cast<one>(d[a]);
     };
     @is_nearest@
-    // The neighbor in a slot; false for padding. A distance that is NaN counts as close.
+    // The neighbor in a slot; false for padding, as which the atom itself counts, too. A distance that is NaN counts as
+    // close.
     struct Neighbor {
         int j, shift[3];
         one d[3], factor;
@@ -100,6 +101,7 @@ SKELETON = """
         displacement(slot, it.d);
         @look@
         const one squared = it.d[0] * it.d[0] + it.d[1] * it.d[1] + it.d[2] * it.d[2];
+        if (it.j == i && squared == one(0)) return false;
         it.close = !(squared >= cutoff_squared);
         if (!(squared < INFINITY) && !has_place(it.j)) broken = @no_number@;
         return true;
@@ -316,6 +318,8 @@ while (slot < end && slot + @lanes@ <= n_slots && m < @block@) {{
     const lanes squared = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
     all_squared += squared;
     unsigned mask = used & as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
+    if (const unsigned at_once = mask & as_bits(__builtin_convertvector(squared == 0, bools)))
+        mask &= ~(at_once & as_bits(__builtin_convertvector(places == i, bools)));  // the atom itself is no neighbor
     *reinterpret_cast<ints *>(block.j + m) = places;
     for (int a = 0; a < 3; ++a) *reinterpret_cast<ones *>(block.d[a] + m) = d[a];
     @collect_all@

@@ -37,10 +37,10 @@ class Division(NamedTuple):
         """The division with the number of systems, which is read from ``batch_idx`` if it is not known otherwise."""
         if domain is not None:
             if batch_idx is not None or n_systems not in (None, domain.n_systems):
-                raise ValueError("`batch_idx` and `n_systems` belong to the `domain`: leave them out")
+                raise ValueError("`batch_idx` and `num_systems` belong to the `domain`: leave them out")
             return cls(domain.batch_idx, domain.n_systems, domain)
         if n_systems is not None:
-            n_systems = checks.check_count("n_systems", n_systems)
+            n_systems = checks.check_count("num_systems", n_systems)
         elif batch_idx is None:
             n_systems = 1
         else:

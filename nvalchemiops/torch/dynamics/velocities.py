@@ -2,7 +2,7 @@
 
 Atoms with infinite mass are frozen: their velocity is zero, and they count nowhere.
 
-All functions take ``batch_idx`` (n_atoms,) int32, the system of each atom, and ``n_systems``, which is read from
+All functions take ``batch_idx`` (n_atoms,) int32, the system of each atom, and ``num_systems``, which is read from
 ``batch_idx`` if it is not given. Without ``batch_idx`` there is one system. With a ``domain`` in place of these two,
 atoms are those that this rank owns, results of systems are those of all atoms, and the calls are collective.
 """
@@ -86,7 +86,7 @@ def seeds_of(name: str, value: int | torch.Tensor | None, n_systems: int, device
 def degrees_of_freedom(
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
-    n_systems: int | None = None,
+    num_systems: int | None = None,
     *,
     removed: float | torch.Tensor = 0,
     domain: "Domain | None" = None,
@@ -97,12 +97,12 @@ def degrees_of_freedom(
     ----------
     masses : (n_atoms,) tensor
         Infinite for frozen atoms.
-    batch_idx, n_systems, domain
+    batch_idx, num_systems, domain
         See the module.
     removed : number or (n_systems,) tensor, optional
         Number of constraints: 3 for a fixed centre of mass, 3 more for a fixed orientation, one for each fixed bond.
     """
-    division = Division.of(batch_idx, n_systems, domain)
+    division = Division.of(batch_idx, num_systems, domain)
     found = 3.0 * division.sums(masses.isfinite().to(torch.float64)).unsqueeze(1)
     return (found - of_each("removed", removed, division.n_systems, masses.device)).clamp(min=0.0).squeeze(1)
 
@@ -111,12 +111,12 @@ def kinetic_energy(
     velocities: torch.Tensor,
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
-    n_systems: int | None = None,
+    num_systems: int | None = None,
     *,
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Kinetic energies (n_systems,) in float64, ``Σ m v² / 2``."""
-    found = kinetic_tensor(velocities, masses, batch_idx, n_systems, domain=domain)
+    found = kinetic_tensor(velocities, masses, batch_idx, num_systems, domain=domain)
     return found[:, 0, 0] + found[:, 1, 1] + found[:, 2, 2]
 
 
@@ -124,35 +124,35 @@ def kinetic_tensor(
     velocities: torch.Tensor,
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
-    n_systems: int | None = None,
+    num_systems: int | None = None,
     *,
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Tensors (n_systems, 3, 3) ``Σ m v v^T / 2`` in float64, whose trace is the kinetic energy."""
     momenta = (0.5 * inertia_of(masses) * velocities).to(torch.float64)
     products = momenta.unsqueeze(-1) * velocities.to(torch.float64).unsqueeze(-2)
-    return Division.of(batch_idx, n_systems, domain).sums(products)
+    return Division.of(batch_idx, num_systems, domain).sums(products)
 
 
 def temperature(
     velocities: torch.Tensor,
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
-    n_systems: int | None = None,
+    num_systems: int | None = None,
     *,
     removed: float | torch.Tensor = 0,
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Temperatures kT (n_systems,) in units of energy; zero without degrees of freedom. See `degrees_of_freedom`."""
-    degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed, domain=domain)
-    return temperature_of(kinetic_energy(velocities, masses, batch_idx, n_systems, domain=domain), degrees)
+    degrees = degrees_of_freedom(masses, batch_idx, num_systems, removed=removed, domain=domain)
+    return temperature_of(kinetic_energy(velocities, masses, batch_idx, num_systems, domain=domain), degrees)
 
 
 def maxwell_boltzmann(
     masses: torch.Tensor,
     temperature: float | torch.Tensor,
     batch_idx: torch.Tensor | None = None,
-    n_systems: int | None = None,
+    num_systems: int | None = None,
     *,
     seed: int | torch.Tensor = 0,
     keys: torch.Tensor | None = None,
@@ -166,14 +166,14 @@ def maxwell_boltzmann(
         Atoms with infinite mass get zero velocity.
     temperature : float or (n_systems,) tensor, energy
         kT: multiply kelvin by `nvalchemiops.constants.KELVIN`.
-    batch_idx, n_systems, domain
+    batch_idx, num_systems, domain
         See the module.
     seed : int or (n_systems,) int tensor, optional
     keys : (n_systems,) int tensor, optional
         Number of each system, 0 .. 2³² - 1, by default its index. Velocities depend on the seed, on the key, and on the
         place of an atom in its system, not on other systems of the batch.
     """
-    division, device = Division.of(batch_idx, n_systems, domain), masses.device
+    division, device = Division.of(batch_idx, num_systems, domain), masses.device
     batch_idx, n_systems, _ = division
     kt = of_each("temperature", temperature, n_systems, device)
     check_slopes("temperature", kt)
@@ -187,12 +187,12 @@ def remove_momentum(
     velocities: torch.Tensor,
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
-    n_systems: int | None = None,
+    num_systems: int | None = None,
     *,
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Velocities without the motion of the centre of mass of the atoms that are not frozen."""
-    division = Division.of(batch_idx, n_systems, domain)
+    division = Division.of(batch_idx, num_systems, domain)
     drift = mean_by_mass(division, inertia_of(masses).to(torch.float64), velocities)
     without = velocities - division.of_atoms(drift, len(masses)).to(velocities.dtype)
     return torch.where(masses.isinf().unsqueeze(1), 0.0, without)
@@ -203,7 +203,7 @@ def remove_rotation(
     positions: torch.Tensor,
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
-    n_systems: int | None = None,
+    num_systems: int | None = None,
     *,
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
@@ -213,7 +213,7 @@ def remove_rotation(
     of inertia, so linear molecules and single atoms are right, too. Systems with frozen atoms do not rotate: they stay
     as they are.
     """
-    division, inertia = Division.of(batch_idx, n_systems, domain), inertia_of(masses).to(torch.float64)
+    division, inertia = Division.of(batch_idx, num_systems, domain), inertia_of(masses).to(torch.float64)
     places = positions.to(torch.float64)
     arms = places - division.of_atoms(mean_by_mass(division, inertia, places), len(masses))
     angular = division.sums(inertia * torch.linalg.cross(arms, velocities.to(torch.float64)))
