@@ -54,11 +54,12 @@ MOST_ROWS_OF_WARP, WARPS_OF_MULTIPROCESSOR = 16, 32
 
 
 def rows_of_warp(n_rows: int, multiprocessors: int) -> int:
-    """Rows of a warp, which share candidates if they are close; 1 if there are too few rows for all warps of a GPU.
+    """Rows of a warp, a power of two, which share candidates if they are close; 1 if rows are too few for a GPU.
 
     A CPU that runs the code for GPUs, in tests, has no multiprocessors, and counts as a GPU with one.
     """
-    return max(1, min(MOST_ROWS_OF_WARP, n_rows // (WARPS_OF_MULTIPROCESSOR * max(multiprocessors, 1))))
+    rows = max(1, min(MOST_ROWS_OF_WARP, n_rows // (WARPS_OF_MULTIPROCESSOR * max(multiprocessors, 1))))
+    return 1 << (rows.bit_length() - 1)
 
 
 class Addition(NamedTuple):

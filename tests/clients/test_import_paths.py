@@ -268,6 +268,7 @@ def test_moved_names(path):
         module = importlib.import_module(path)
     for home, names in MOVED[path].items():
         for name in names:
+            vars(module).pop(name, None)  # a module of this name, if another test has imported it
             with pytest.warns(DeprecationWarning) as caught:
                 found = getattr(module, name)
             assert found is getattr(importlib.import_module(home), name)
