@@ -271,8 +271,9 @@ def search_text(addition: Addition) -> str:
                 const float largest = 4.0f * (reach + images * static_cast<float>(grid.extent))
                     + static_cast<float>(::fabs(x_0) + ::fabs(y_0) + ::fabs(z_0));
                 // More than the error of a squared distance near the cutoff: 2^-20 of the cutoff times the largest
-                // place, and what the test in float64 loses itself. All are tested again if the square is no float32.
-                const bool is_float = reach > 1e-15f && reach < 1e15f;
+                // place, and what the test in float64 loses itself. All are tested again if the square is no float32,
+                // or if the square of the error counts.
+                const bool is_float = reach > 1e-15f && reach < 1e15f && apart < 1e7f * reach;
                 const float doubt = is_float ? reach * (2e-6f * (reach + apart) + 8e-15f * largest)
                                              : static_cast<float>(1e300);
                 const int end_of_ring = begin.data[grid.ring[0] + grid.ring[1]];

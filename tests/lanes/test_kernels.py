@@ -301,6 +301,10 @@ def searches_near_the_cutoff() -> Problem:
         steps = (-4e-5, -2e-5, 0.0, 2e-5, 4e-5)
         lists += [neighbor_list(x - 100.0, 1.0 + step, wide, return_neighbor_list=True) for step in steps]
         lists += [neighbor_list(crowd, 1.9, **few)]
+        apart = torch.tensor([0.0, 2.0**30 + 63.0, 2.0**30 + 65.0], dtype=F64)  # in one bin
+        x_apart = torch.stack([apart, 0.0 * apart, 0.0 * apart], 1).repeat(40, 1)
+        systems = torch.arange(40, dtype=torch.int32).repeat_interleave(3)
+        lists += [neighbor_list(x_apart, 5.0, batch_idx=systems, return_neighbor_list=True)]
         return [part for found in lists for part in sorted_list(*found)]
 
     return problem

@@ -65,7 +65,7 @@ _COMMON = """
                     it.d[a] += one(shifts.data[3 * slot + c]) * one(cell.data[9LL * system + 3 * c + a]);
         }
         it.square = it.d[0] * it.d[0] + it.d[1] * it.d[1] + it.d[2] * it.d[2];
-        return !(it.square >= limit) && (it.j != i || it.square > one(0));
+        return !(it.square >= limit) && !(it.j == i && it.square == one(0));
     };
     const auto signed_product = [&](const real *a, const real *b) {
         one sum = one(0);

@@ -266,6 +266,7 @@ const auto is_nearest = [&](long long slot) {
     for (long long place = begin; place < end; ++place) {
         if (place == slot || neighbors.data[place] != j) continue;
         const one mine = squared_at(slot), other = squared_at(place);
+        if (j == i && other == one(0)) continue;  // padding
         const int *image = shifts.data + 3 * place;
         int order = 0;
         for (int a = 2; a >= 0; --a) order = image[a] < shift[a] ? -1 : image[a] > shift[a] ? 1 : order;
