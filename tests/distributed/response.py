@@ -23,7 +23,7 @@ def induced_charges_and_dipoles(group: Any) -> None:
 
             told = {} if "domain" not in where else {"domain": where["domain"]}
             if "batch_idx" in where:
-                told = {"batch_idx": where["batch_idx"], "n_systems": 2}
+                told = {"batch_idx": where["batch_idx"], "num_systems": 2}
             found = induced_moments(
                 energy, (x, q, cell), hardness=hardness, polarizabilities=polarizabilities, electronegativity=0.3 * q,
                 total_charge=total, external_field=field, tolerance=1e-13, **told,
@@ -80,7 +80,7 @@ def ranks_find_the_minimum_together(group: Any) -> None:
         def energy(dipoles):
             return ewald_summation(x, q, cells, dipoles=dipoles, energy_reduction=reduction, **options, **told)
 
-        told_systems = told if domain is not None else {**told, "n_systems": 2}
+        told_systems = told if domain is not None else {**told, "num_systems": 2}
         return induced_moments(energy, polarizabilities=alpha, external_field=field, **told_systems, **more)
 
     whole = solved(atoms.positions, atoms.charges, polarizabilities, atoms.vectors)

@@ -61,7 +61,7 @@ OF_OTHERS = {
     80: {
         "spline_gather(8, 1, float64)": (Needs(150, 0), "two weights of each of eight points, and four sums"),
         "search_neighbors()": (Needs(96, 48), BOUNDED),
-        "search_nearest()": (Needs(148, 0), "the search and the selection"),
+        "search_nearest()": (Needs(149, 0), "the search and the selection"),
     },
 }
 """Further exceptions of one architecture."""
