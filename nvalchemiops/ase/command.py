@@ -46,11 +46,9 @@ def read(options: argparse.Namespace) -> tuple[list[tuple[int, ase.Atoms]], Calc
     """The frames that the options name, and the calculator that they describe."""
     frames = _frames(options.file, options.index)
     if options.pbc is not None:
-        axes = "" if options.pbc == "none" else options.pbc
-        if len(set(axes)) < len(axes) or not set(axes) <= set("xyz"):
-            raise Misuse(f"--pbc: {options.pbc!r} is neither none nor some of xyz")
+        periodic = (False,) * 3 if options.pbc == "none" else axes_of("--pbc", options.pbc)
         for _, atoms in frames:
-            atoms.pbc = [axis in axes for axis in "xyz"]
+            atoms.pbc = periodic
     quiet_warp()
     return frames, Calculator(*_terms(options), device=options.device)
 
@@ -135,6 +133,13 @@ def _value(text: str) -> Any:
         except ValueError:
             pass
     return text
+
+
+def axes_of(flag: str, text: str) -> tuple[bool, ...]:
+    """Which of the axes x, y and z are in a text such as ``xy``."""
+    if not text or not set(text) <= set("xyz") or len(set(text)) < len(text):
+        raise Misuse(f"{flag}: {text!r} does not name axes, such as xy")
+    return tuple(axis in text for axis in "xyz")
 
 
 # -- frames and results ---------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | 
     if options.cell is not None:
         given["cell"] = options.cell
     if options.mask is not None:
-        given["mask"] = _axes(options.mask)
+        given["mask"] = command.axes_of("--mask", options.mask)
     for name in given:
         if name not in taken:
             raise Misuse(f"{_flag(name)} does not belong to --ensemble {options.ensemble}")
@@ -139,13 +139,6 @@ def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | 
         if parameter.default is parameter.empty and name not in ("dt", *given):
             raise Misuse(f"{_flag(name)} is needed for --ensemble {options.ensemble}")
     return make(dt, **given), drawing
-
-
-def _axes(text: str) -> tuple[bool, ...]:
-    """Which of the axes x, y and z are in a text such as ``xy``."""
-    if not text or not set(text) <= set("xyz"):
-        raise Misuse(f"--mask: {text!r} does not name axes, such as xy")
-    return tuple(axis in text for axis in "xyz")
 
 
 def _flag(name: str) -> str:
@@ -236,7 +229,7 @@ def _relax(options: argparse.Namespace) -> int:
     cell: bool | CellFilter = False
     if options.cell is not None:
         pressure = (options.pressure or 0.0) * GIGAPASCAL
-        cell = CellFilter.of(options.cell, _axes(options.mask or "xyz"), scalar_pressure=pressure)
+        cell = CellFilter.of(options.cell, command.axes_of("--mask", options.mask or "xyz"), scalar_pressure=pressure)
     fixed = torch.as_tensor(np.concatenate([_fixed(atoms) for atoms in frames]), device=calculator.device)
     relaxed = dynamics.relax(
         System.from_ase(frames, device=calculator.device),

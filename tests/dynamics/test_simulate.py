@@ -266,7 +266,10 @@ def test_float32_stays_float32():
     system = joined([few_atoms(4, seed)[0] for seed in range(2)])
     system = system._replace(positions=system.positions.float(), cell=system.cell.float())
     for dtype in (torch.float32, float64):  # of the model
-        flat = lambda system, d=dtype: Evaluation(*(part.to(d) for part in ideal_gas(system)))  # noqa: E731
+
+        def flat(system, dtype=dtype):
+            return Evaluation(*(part.to(dtype) for part in ideal_gas(system)))
+
         for integrator in (nve(0.1), langevin(0.1, KT), npt(0.1, KT, 1e-5), npt(0.1, KT, 1e-5, cell="full")):
             state = simulate(system, flat, integrator, 3, masses=torch.ones(8)).state
             assert {t.dtype for t in (state.system.positions, state.system.cell, state.velocities)} == {torch.float32}
@@ -364,7 +367,10 @@ def test_a_barostat_does_not_press_along_open_axes(pbc, cell, mask, advice):
     both = torch.stack([GAS.cell, torch.tensor(cell, dtype=float64)])
     axes = torch.tensor([[True] * 3, [axis == "1" for axis in pbc]])
     two = joined([GAS, GAS])._replace(cell=both, pbc=axes)
-    start = lambda: npt(0.1, 1.0, 1.0, mask=mask).start(two, ideal_gas, masses=torch.ones(8))  # noqa: E731
+
+    def start():
+        return npt(0.1, 1.0, 1.0, mask=mask).start(two, ideal_gas, masses=torch.ones(8))
+
     if advice is None:
         start()
     else:

@@ -440,7 +440,10 @@ ENERGY_MISTAKES = {
         ["water.xyz", "--electrostatics", "pme", "--charges", "O=-1,H=0.5"],
         "'pme' is for periodic atoms; use 'coulomb'",
     ),
-    "periodic axes": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--pbc", "TTF"], "--pbc: 'TTF' is neither"),
+    "periodic axes": (
+        ["salt.extxyz", *SALT, "--electrostatics", "pme", "--pbc", "TTF"],
+        "'TTF' does not name axes",
+    ),
     "parameters alone": (["salt.extxyz", "--parameters", "r0=1"], "--parameters is given without --potential"),
     "charges alone": (["salt.extxyz", *SALT], "--charges is given without --electrostatics"),
     "device": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--device", "abacus"], "`device` = 'abacus'"),

@@ -93,7 +93,7 @@ def test_results_have_what_was_asked_for():
     with pytest.raises(AttributeError, match="energies, virial; pass `compute_forces`"):
         _ = result.forces
     with pytest.raises(AttributeError, match=r"no `stress`: the results are energies, virial$"):
-        _ = result.stress  # type: ignore[attr-defined]
+        _ = result.stress
     assert not hasattr(result, "charge_gradients")
     assert torch.equal(pickle.loads(pickle.dumps(result)).virial, virial)
 

@@ -21,6 +21,7 @@ from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime.context import ordinary
 from nvalchemiops.torch.systems import Neighbors, System
 
 if TYPE_CHECKING:
@@ -350,10 +351,8 @@ class FromEnergies:
         """Energies, forces and stress."""
         if torch.is_inference_mode_enabled():
             # no graph is kept in it, so there would be no forces
-            with torch.inference_mode(False):
-                ordinary: Any = (t.clone() if isinstance(t, torch.Tensor) and t.is_inference() else t for t in system)
-                with torch.no_grad():
-                    return self(System(*ordinary))
+            with torch.inference_mode(False), torch.no_grad():
+                return self(System(*map(ordinary, system)))
         positions, cell = system.positions, system.cell
         keep = self.create_graph
         if keep is None:

@@ -17,6 +17,7 @@ from nvalchemiops.neighbors import nearest as nearest_kernels
 from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.neighbors.numbering import number_systems
+from nvalchemiops.neighbors.search_in_warps import rows_of_warp
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch, multiprocessors
@@ -236,7 +237,7 @@ class _CellList:
     def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], **how: Any) -> None:
         rows_per_thread = self.layout.rows_per_thread(kernels.ROWS_PER_THREAD)
         if self.layout.warps:
-            rows_per_thread = kernels.rows_of_warp(self.n_rows, multiprocessors(self.device))
+            rows_per_thread = rows_of_warp(self.n_rows, multiprocessors(self.device))
         n_threads = -(-self.n_rows // rows_per_thread)
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], **how)
 

@@ -419,6 +419,9 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
 is_zero_tensor: Callable[[torch.Tensor], bool] = _zero[0] if _zero else _has_no_memory
 """Whether a tensor is zero by a flag and has no memory. Torch's derivatives of complex tensors make such tensors."""
 
+CHECK_OF_LINALG = "_linalg_check_errors"
+"""What functions of ``torch.linalg`` do with the error codes of their matrices: it reads them, and may raise."""
+
 _copies = _find("copying several tensors at once", "_foreach_copy_")
 
 

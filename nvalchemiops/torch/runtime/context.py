@@ -116,6 +116,11 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def ordinary(value: Any) -> Any:
+    """The value, or a copy of a tensor that was made in inference mode, which cannot be saved for gradients."""
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
+
+
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether ``torch.func.vmap`` maps over this tensor, so that it has values for many slices."""
     while internals.is_wrapped_for_gradients(tensor):

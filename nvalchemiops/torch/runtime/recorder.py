@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.torch.runtime._torch_internals import (
+    CHECK_OF_LINALG,
     followed_by,
     is_zero_tensor,
     out_variant,
@@ -55,9 +56,6 @@ _COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
 _READS = ("numpy", "tolist", "__array__", "__dlpack__", "storage")
 _WATCHED = {getattr(torch.Tensor, name) for name in (*_READS, "data_ptr")}
 """Methods that give values or memory of a tensor to code that is not recorded. Launches use ``data_ptr``, too."""
-
-_CHECK = "_linalg_check_errors"
-"""What functions of ``torch.linalg`` do with the error codes of their matrices: it reads them, and may raise."""
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 """Messages between ranks that are not sent as acts of the library (`nvalchemiops.torch.runtime.acts`)."""
@@ -282,7 +280,7 @@ class Recorder:
         varies = self._varies(given)
         if not (varies or self._is_captured(given)):
             return
-        if func.overloadpacket.__name__ == _CHECK and self.makes_steps:
+        if func.overloadpacket.__name__ == CHECK_OF_LINALG and self.makes_steps:
             self.look_at(self.compute(lambda: args[0].any().to(torch.int32), args[0]))
             return
         if not made and not isinstance(result, torch.Tensor):

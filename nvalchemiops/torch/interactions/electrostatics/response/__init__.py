@@ -39,7 +39,7 @@ from nvalchemiops.torch.interactions.electrostatics.response.solver import (
 )
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.operators.segments import spread_systems
-from nvalchemiops.torch.runtime.context import eager
+from nvalchemiops.torch.runtime.context import eager, ordinary
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -154,14 +154,14 @@ def induced_moments(
     ``fullgraph=True``. Compile the energy instead. Function transforms (`torch.func`) are not supported.
     """
     given = dict(zip(OWN, (hardness, electronegativity, total_charge, polarizabilities, external_field)))
-    batch = _Batch(_ordinary(batch_idx), num_systems)
+    batch = _Batch(ordinary(batch_idx), num_systems)
     differentiable = torch.is_grad_enabled()
     with shares.whole_call(domain), torch.inference_mode(False), torch.set_grad_enabled(differentiable):
         if domain is not None:
             batch = _batch_of_domain(domain, batch, given, parameters)
         with shares.together(domain):
             problem, tensors = _check(energy, parameters, given, batch, tolerance, max_iterations)
-        tensors = [_ordinary(value) for value in tensors]
+        tensors = [ordinary(value) for value in tensors]
         if domain is not None:
             problem = problem._replace(returns_atoms=returns_atoms(problem, tensors))
         start = None if initial is None else problem.deviations(initial[:2], tensors)
@@ -169,11 +169,6 @@ def induced_moments(
         charges, dipoles = problem.sources(problem.polarized(v, tensors), tensors)
         energies = _MinimalEnergy.apply(problem, energies, v, *tensors)
     return InducedMoments(charges, dipoles, energies, residuals, int(iterations))
-
-
-def _ordinary(value: Any) -> Any:
-    """The value, or a copy of a tensor that was made in inference mode, which cannot be saved for gradients."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
 
 
 # -- derivatives -----------------------------------------------------------------------------------
