@@ -71,6 +71,28 @@ def test_shifts_without_a_cell_are_zeros(op, form):
     assert found.isnan().all() if op in ("DSF", "D3") else found[0].isnan() and found[1:].isfinite().all()
 
 
+# -- energies of float32 positions ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("method", ["ewald_summation", "particle_mesh_ewald"])
+def test_energies_of_float32_positions_add_up_in_float64(method, compiled):
+    """As torch-sim adds them up into the energies of systems, which takes one dtype; the forces keep theirs."""
+    x, q, cell, idx = batch(triclinic(5, charged=True), triclinic(4, seed=3))
+    function: Any = getattr(electrostatics, method)
+    call = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+    options = {"k_cutoff": 3.0} if method == "ewald_summation" else {"mesh_dimensions": (12, 12, 12)}
+    options |= {"alpha": 0.8, "cutoff": 4.0, "batch_idx": idx}
+    exact = function(x, q, cell, **options, energy_reduction="system")
+    leaf = x.float().requires_grad_()
+    energies, forces = call(leaf, q.float(), cell.float(), **options, compute_forces=True)
+    found = torch.zeros(2, dtype=torch.float64).scatter_add_(0, idx.long(), energies)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    (slope,) = torch.autograd.grad(found.sum(), leaf)
+    assert forces.dtype == slope.dtype == torch.float32
+    torch.testing.assert_close(-slope, forces.detach(), rtol=1e-4, atol=1e-4)
+
+
 # -- one cell, one periodicity for all systems of a batch -----------------------------------------
 
 SAME = batch(triclinic(5, charged=True), triclinic(4, seed=3), triclinic(3, seed=5))

@@ -117,6 +117,23 @@ def test_stress_of_electrostatics(kind, options):
     np.testing.assert_allclose(found.numpy(), stress(energy, atoms, 1e-3), rtol=5e-3, atol=5e-7)
 
 
+@pytest.mark.parametrize("kind", [DSFCoulombModel, EwaldModel, PMEModel])
+def test_electrostatics_of_a_float32_state(kind):
+    """A batch; the model adds up energies of atoms in float64."""
+    crystal = bulk("NaCl", "rocksalt", a=5.64, cubic=True)
+    crystal.rattle(0.1, seed=0)
+    systems = [crystal, crystal * (2, 1, 1)]
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        options = {"device": torch.device("cpu"), "dtype": dtype}
+        state = ts.io.atoms_to_state(systems, **options)
+        state._atom_extras["partial_charges"] = torch.where(state.atomic_numbers == 11, 1.0, -1.0).to(dtype)
+        found[dtype] = kind(cutoff=8.0, **options, compute_forces=True, compute_stress=True)(state)
+    for name, value in found[torch.float64].items():
+        assert found[torch.float32][name].dtype == torch.float32
+        np.testing.assert_allclose(found[torch.float32][name].numpy(), value.numpy(), rtol=1e-4, atol=1e-4)
+
+
 def random_parameters():
     """As torch-sim's own tests draw them: nothing symmetric."""
     generator = torch.Generator().manual_seed(0)

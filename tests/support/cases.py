@@ -58,6 +58,7 @@ class Case(NamedTuple):
     outputs: tuple[str, ...] = ("forces", "charge_gradients", "virial")
     of_atoms: tuple[str, ...] = ("x", "a")  # inputs with one entry for each atom
     of_systems: tuple[str, ...] = ("cell", "b")
+    energies_in_float64: bool = False  # also those of positions in float32
 
     def call(self, *arguments, **options):
         found = self.function(*arguments, **options)
@@ -72,6 +73,10 @@ class Case(NamedTuple):
 
     def results(self, *arguments, **options):
         return self.call(*arguments, **self.everything, **options)
+
+    def dtypes(self, dtype):
+        """Dtypes of the results for positions of a dtype."""
+        return [torch.float64 if self.energies_in_float64 else dtype, *[dtype] * len(self.outputs)]
 
     def near(self, system, **given):
         """Neighbors, with what tells the systems of a batch apart; and elements where they are needed."""
@@ -150,12 +155,13 @@ def with_damping(system):
 
 
 PAIR_OUTPUTS = ("forces", "virial")
-SUMS = [Case("Ewald", ewald, charged(0.7)), Case("PME", pme, charged(0.7))]
+OF_CHARGES = functools.partial(Case, inputs=charged(0.7), energies_in_float64=True)
+SUMS = [OF_CHARGES("Ewald", ewald), OF_CHARGES("PME", pme)]
 PARTS = [
-    Case("real space", real_space, charged(0.7)),
-    Case("reciprocal space", reciprocal_space, charged(0.7)),
-    Case("mesh", mesh, charged(0.7)),
-    Case("slab", slab, charged(0.7)),
+    OF_CHARGES("real space", real_space),
+    OF_CHARGES("reciprocal space", reciprocal_space),
+    OF_CHARGES("mesh", mesh),
+    OF_CHARGES("slab", slab),
 ]
 PAIRS = [
     Case("LJ", pairs_of_diameters, with_diameters, PAIR_OUTPUTS, ("x", "a", "b"), ("cell",)),

@@ -39,29 +39,33 @@ class Leaves(NamedTuple):
     floats: Any
 
 
+Shapes = Sequence[tuple[Sequence[Any], torch.dtype]]
+"""Shape and dtype of each result."""
+
+
 class _Whole(NamedTuple):
-    """A function that becomes one op, and a function of the same arguments that returns the shapes of its results."""
+    """A function that becomes one op, and a function of the same arguments for the shapes and dtypes of its results."""
 
     function: Callable[..., Tensors]
-    shapes: Callable[..., Sequence[Sequence[Any]] | None]
+    shapes: Callable[..., Shapes | None]
 
 
 _functions: dict[str, _Whole] = {}
 
 
 def whole(
-    shapes: Callable[..., Sequence[Sequence[Any]] | None], along: Callable[..., Sequence[Any]] = lambda *_: ()
+    shapes: Callable[..., Shapes | None], along: Callable[..., Sequence[Any]] = lambda *_: ()
 ) -> Callable[[Callable[..., Tensors]], Callable[..., Tensors]]:
     """Make a function one op in compiled graphs on a CPU. A decorator.
 
     Arguments are tensors, numbers, strings, None, classes, and tuples of these, plain or named. A call with any other
-    argument is traced, and so are all calls on a GPU or under export. Results have the dtype of the first tensor.
+    argument is traced, and so are all calls on a GPU or under export.
 
     Parameters
     ----------
     shapes : callable
-        Takes the same arguments. Returns the shapes of the results, or None if the call is to be traced. Raises for
-        invalid arguments.
+        Takes the same arguments. Returns the shapes and dtypes of the results, or None if the call is to be traced.
+        Raises for invalid arguments.
     along : callable, optional
         Takes the same arguments. Returns tensors. The op computes the gradients of the sum of the first result with
         respect to those of these tensors that require gradients, together with the results.
@@ -258,13 +262,12 @@ def _separate(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) ->
 
 def _shapes(
     leaves: Leaves, incoming: Sequence[torch.Tensor], text: str, along: Sequence[int], levels: Sequence[int]
-) -> list[tuple[Sequence[Any], torch.dtype]]:
+) -> Shapes:
     tensors = leaves.tensors
     if levels:
         points = (*tensors, *incoming)
         return [(points[k].shape, points[k].dtype) for k in _levels_of(tuple(levels))[-1][1]]
-    results = [(shape, tensors[0].dtype) for shape in _function_of(text).shapes(*leaves) or ()]
-    return [*results, *[(tensors[k].shape, tensors[k].dtype) for k in along]]
+    return [*(_function_of(text).shapes(*leaves) or ()), *[(tensors[k].shape, tensors[k].dtype) for k in along]]
 
 
 def _fake(tensors: Any, integers: Any, floats: Any, incoming: Any, first: Any, *others: Any) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ class ExactModule(torch.nn.Module):
     Its tensors are attributes, neither parameters nor buffers:
 
     - ``.to(device)`` moves them. ``.float()``, ``.half()`` and ``.to(dtype)`` leave them as they are, so that they are
-      not rounded with the weights of a network. Results follow the dtype of the positions.
+      not rounded with the weights of a network. Derivatives follow the dtype of the positions.
     - ``DistributedDataParallel`` and similar wrappers do not touch them. These wrappers make the buffers of all
       processes equal, but the parameters of a method belong to the systems of one process.
     - A state dict has all of them in one entry, ``_extra_state``, a tensor with the bytes of a JSON text. Loading

@@ -11,6 +11,9 @@ import torch
 from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
 from nvalchemiops.jax.operators import Shape, operator, system_energies
 
+ENERGY_DTYPE = "float64"
+"""Dtype of energies of Ewald sums, as in torch; JAX without x64 rounds them to float32."""
+
 
 def of_sum(
     positions: Any,
@@ -22,12 +25,13 @@ def of_sum(
     compute_virial: bool = False,
     compute_dipole_gradients: bool = False,
     compute_quadrupole_gradients: bool = False,
+    energy_dtype: Any = ENERGY_DTYPE,
     **others: Any,
 ) -> Any:
     """Shapes of energies, and of requested forces, gradients by sources and virial."""
     n_systems = cell.shape[0] if cell is not None and len(cell.shape) == 3 else 1
     rows = positions.shape[:1] if energy_reduction == "atom" else (n_systems,)
-    results = [Shape(rows + charges.shape[1:], positions.dtype)]
+    results = [Shape(rows + charges.shape[1:], energy_dtype or positions.dtype)]
     results += [Shape(positions.shape, positions.dtype)] * compute_forces
     results += [Shape(charges.shape, positions.dtype)] * compute_charge_gradients
     results += [Shape((*charges.shape, 3), positions.dtype)] * compute_dipole_gradients

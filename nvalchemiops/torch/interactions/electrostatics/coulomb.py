@@ -9,6 +9,7 @@ import torch
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.results import ENERGY_DTYPE
 from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair import shares
@@ -307,11 +308,12 @@ def dsf_coulomb(
 
     Returns
     -------
-    energies : (n_systems,) tensor, charge²/length
+    energies : (n_systems,) float64 tensor, charge²/length
     forces : (n_atoms, 3) tensor, if requested
     virial : (n_systems, 3, 3) tensor, ``-dE/dstrain``, if requested
 
-    Always a tuple. All are differentiable to any order in positions, charges, cell and alpha.
+    Always a tuple; forces and virial have the dtype of ``positions``. All are differentiable to any order in positions,
+    charges, cell and alpha.
 
     Raises
     ------
@@ -322,6 +324,6 @@ def dsf_coulomb(
     checks.check_same_device(device, positions)
     of_list, of_matrix = (neighbor_list, neighbor_ptr, unit_shifts), (neighbor_matrix, neighbor_matrix_shifts)
     given = GivenNeighbors(*of_list, *of_matrix, fill_value, half_list, shifts_name="unit_shifts")
-    request = check_pair_request(compute_forces, compute_virial, "system")
+    request = check_pair_request(compute_forces, compute_virial, "system")._replace(energy_dtype=ENERGY_DTYPE)
     atoms = System(positions, charges, cell, batch_idx, domain=domain)
     return _sum(potentials.DSF, atoms, cutoff, alpha, given, request, num_systems)

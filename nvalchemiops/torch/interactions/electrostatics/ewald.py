@@ -154,8 +154,8 @@ def ewald_summation(
     virial : (n_systems, 3, 3) tensor, charge²/length, if requested
         At fixed Cartesian dipoles and quadrupoles. With these sources it is not symmetric.
 
-    The dtype is that of ``positions``. All results are differentiable to any order in positions, charges, dipoles,
-    quadrupoles, cell and alpha.
+    Energies are float64, other results have the dtype of ``positions``. All are differentiable to any order in
+    positions, charges, dipoles, quadrupoles, cell and alpha.
 
     Raises
     ------

@@ -157,7 +157,7 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     Returns
     -------
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
-        As from `ewald_summation`. Results and mesh have the dtype of ``positions``; sums over atoms are in float64.
+        As from `ewald_summation`. The mesh has the dtype of ``positions``; sums over atoms are in float64.
         Forces, charge gradients and virial are derivatives of the computed energy. All results are differentiable
         in positions, charges, cell and alpha, as often as the splines are (beyond that: `NotDifferentiableError`).
 

@@ -13,6 +13,9 @@ from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
 
+ENERGY_DTYPE = torch.float64
+"""Dtype of energies, also for positions in float32, as clients add them up into float64 tensors."""
+
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """Return type of a sum: energies, or a tuple of energies and the derivatives that were requested."""
 
@@ -99,8 +102,8 @@ class EwaldSum(NamedTuple):
         """The long-range part that is given, or still to be chosen."""
         return self.method.given(*self.given, system)
 
-    def shapes(self) -> list[Sequence[int]] | None:
-        """The shapes of the results; None without a cell, where the sum is over all pairs."""
+    def shapes(self) -> list[tuple[Sequence[int], torch.dtype]] | None:
+        """The shapes and dtypes of the results; None without a cell, where the sum is over all pairs."""
         atoms, request = self.atoms, self.request
         if atoms.cell is None:
             return None
@@ -108,12 +111,13 @@ class EwaldSum(NamedTuple):
         check_gradients(request, atoms)
         n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
         forces, charge_gradients, virial = request.derivatives
-        shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
-        shapes += [(n_atoms, 3)] * forces
+        n_energies = n_atoms if request.energy_reduction == "atom" else system.n_systems
+        shapes: list[Sequence[int]] = [(n_atoms, 3)] * forces
         if charge_gradients:
             by_source = zip(((), (3,), (3, 3)), request.of_sources)
             shapes += [(n_atoms, *channels, *rest) for rest, is_asked in by_source if is_asked]
-        return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
+        shapes += [(system.n_systems, 3, 3)] * virial
+        return [((n_energies, *channels), ENERGY_DTYPE), *[(shape, atoms.positions.dtype) for shape in shapes]]
 
     def along(self) -> Sequence[Any]:
         """The inputs for which first derivatives are computed with the energies."""
@@ -179,7 +183,7 @@ class Term(Protocol):
 
 
 def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str) -> Contribution:
-    """The sum of contributions, in the dtype of the positions, with energies per atom or per system."""
+    """The sum of contributions: energies per atom or per system, and derivatives in the dtype of the positions."""
     results: list[Any] = []
     for name, values in zip(Contribution._fields, zip(*contributions)):
         present = [value for value in values if value is not None]
@@ -188,7 +192,8 @@ def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_r
             result = result + value
         if name == "energies" and energy_reduction == "system":
             result = system_sums(result, system.batch_idx, system.n_systems)
-        results.append(None if result is None else result.to(system.positions.dtype))
+        dtype = ENERGY_DTYPE if name == "energies" else system.positions.dtype
+        results.append(None if result is None else result.to(dtype))
     return Contribution(*results)
 
 

@@ -21,12 +21,16 @@ from nvalchemiops.torch.systems import System
 
 @engine.immutable
 class PairRequest(NamedTuple):
-    """Which results are requested in addition to the energies, and whether energies are per atom or per system."""
+    """Which results are requested in addition to the energies, and whether energies are per atom or per system.
+
+    Energies have ``energy_dtype``, or by default the dtype of the positions, as other results.
+    """
 
     forces: bool = False
     gradients: tuple[str | tuple[str, ...], ...] = ()
     virial: bool = False
     energy_reduction: str = "atom"
+    energy_dtype: torch.dtype | None = None
 
     @property
     def by_system(self) -> bool:
@@ -130,6 +134,8 @@ def sum_pairs(
     there, ghosts = None if species is None else beside_ghosts(domain, species), ghosts_of(domain, batch_idx)
     found = pair_sum(formula.text, outputs, "", *inputs, there, n_species, *excluded, *distances, *ghosts)
     energies, position_gradients, _, parameter_gradients, global_gradients, virial = found
+    if request.energy_dtype is not None:
+        energies = energies.to(request.energy_dtype)
     if request.energy_reduction == "system":
         energies = system_sums(energies, batch_idx, n_systems)
     results = [energies]
