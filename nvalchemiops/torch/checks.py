@@ -130,6 +130,18 @@ def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
         raise ValueError(f"`{name}` is on {value.device}, but `positions` is on {positions.device}")
 
 
+def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
+    """A parameter in the dtype of ``beside``; raises unless it is a tensor of floats on the same device.
+
+    Parameters may come with another precision than the system; its positions, charges and cells have one dtype.
+    """
+    check_tensor(name, value)
+    if value.is_floating_point():
+        value = value.to(beside.dtype)
+    check_real(name, value, beside)
+    return value
+
+
 def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
     """The cell or cells; raises unless shape, dtype and device fit the positions."""
     check_real("cell", cell, positions)
