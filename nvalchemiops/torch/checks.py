@@ -208,8 +208,8 @@ def check_batch(
             n_systems = high + 1
         elif high >= n_systems == 1:
             raise ValuesError(
-                f"`batch_idx` has the entry {high}, but there is one `cell`: give a cell for each system, "
-                "(n_systems, 3, 3), for example by cell.expand"
+                f"`batch_idx` has the entry {high}, but there is one system: give a `cell` for each, "
+                "(n_systems, 3, 3), for example by cell.expand, or without cells `num_systems`"
             )
         elif high >= n_systems:
             raise ValuesError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
