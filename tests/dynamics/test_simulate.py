@@ -138,6 +138,8 @@ def test_hooks_give_parameters_in_any_form(make):
     )
     with pytest.raises(ValueError, match="`temperature` must be a number or have shape"):
         found[0].having(temperature=torch.ones(2))
+    with pytest.raises(ValueError, match="no 'temperture'; did you mean 'temperature'"):
+        found[0].having(temperture=0.004)
 
 
 @pytest.mark.parametrize("suffix", ("xyz", "traj"))

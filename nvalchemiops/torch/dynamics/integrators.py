@@ -259,14 +259,15 @@ class Integrator:
         check_same(found, state.system.domain)
         state = state._replace(evaluation=found)
         for flow in self._distinct:
-            state = state.having(**flow.start(state))
+            state = state._replace(extra={**state.extra, **flow.start(state)})
         return self._pulled(state)
 
     def _pulled(self, state: State) -> State:
         """The state with the stress of constraint forces, if there is a stress."""
         if self.constraints is None or state.evaluation.stress is None:
             return state
-        return state.having(**{f"{PREFIX}stress": self.constraints.of(state.system.domain).stress(state)})
+        stress = self.constraints.of(state.system.domain).stress(state)
+        return state._replace(extra={**state.extra, f"{PREFIX}stress": stress})
 
     def _removed(self, masses: torch.Tensor, velocities: torch.Tensor, division: Division) -> Number:
         """3 for systems whose centre of mass is at rest and stays there, 0 for others."""
