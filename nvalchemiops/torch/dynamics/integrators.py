@@ -88,6 +88,11 @@ class Integrator:
         """Whether steps from `reversed` lead back."""
         return all(flow.reversible for flow in self._distinct)
 
+    @property
+    def per_atom(self) -> tuple[str, ...]:
+        """Variables that flows keep for each atom."""
+        return tuple(name for flow in self._distinct for name in flow.per_atom)
+
     def constrained(self, constraints: Constraints) -> "Integrator":
         """The same integrator for systems with constraints.
 
@@ -297,7 +302,7 @@ class Integrator:
 
     def _followed(self, state: State) -> State:
         """The state with atoms on the ranks that own them now."""
-        return state.followed(name for flow in self._distinct for name in flow.per_atom)
+        return state.followed(self.per_atom)
 
     def second_half(self, state: State) -> State:
         """The flows after FORCES, which end the step."""

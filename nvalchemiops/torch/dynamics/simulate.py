@@ -12,6 +12,7 @@ import torch
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, tensors_of
+from nvalchemiops.torch.dynamics.failures import Survivors, warn_of_failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
@@ -43,11 +44,14 @@ class Simulation(NamedTuple):
         Each (n_records, n_systems, ...); those of your functions (n_records, ...).
     steps : list of int
         The step of each record.
+    failed : (n_systems,) bool tensor
+        Systems that the model could not evaluate any more, or whose energies or velocities are not finite.
     """
 
     state: State
     records: dict[str, torch.Tensor]
     steps: list[int]
+    failed: torch.Tensor
 
 
 def simulate(
@@ -115,9 +119,18 @@ def simulate(
     ValueError, TypeError
         A bad argument, named in the message.
 
+    Warns
+    -----
+    ConvergenceWarning
+        Systems have failed.
+
     Notes
     -----
     Records stay on the device; nothing is read before the end, except by hooks and for trajectories.
+
+    If the model raises an error for some systems of a batch, these stay where they were before the step, and the others
+    go on with the numbers that they would have without them. On ranks, with gradients, and for all systems at once, an
+    error of the model ends the run.
 
     With a ``domain`` (docs/distributed.md) this is a collective call with the same arguments on all ranks; masses and
     velocities are those of the atoms that a rank owns. Records of `RECORDS` are the same on all ranks. The first rank
@@ -134,6 +147,7 @@ def simulate(
     if gradients is None:
         gradients = checkpoint_every is not None or _requires_grad(start, integrator, options)
     kept: list[dict[str, torch.Tensor]] = []
+    survivors: Survivors | None = None
     done = -1
 
     def after(state: State, n: int) -> None:
@@ -148,7 +162,7 @@ def simulate(
     def run(state: State, first: int, last: int) -> tuple[State, list[dict[str, torch.Tensor]]]:
         found = []
         for n in range(first, last):
-            state = integrator.step(state, model)
+            state = integrator.step(state, model) if survivors is None else survivors.step(integrator, state)
             for hook in hooks:
                 state = _after_hook(hook(state), state)
             if (n + 1) % every == 0:
@@ -171,6 +185,8 @@ def simulate(
             state = integrator.resume(start, model)
         else:
             state = integrator.start(start, model, **options)
+        if domain is None and not gradients:
+            survivors = Survivors(model, integrator.per_atom)
         first_step = state.step
         kept.append(_measured(measures, state))
         after(state, 0)
@@ -187,7 +203,9 @@ def simulate(
             state.system.domain.settle()
     records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
     begin = int(first_step)
-    return Simulation(state, records, [begin + n * every for n in range(len(kept))])
+    with whole_call(state.system.domain), torch.no_grad():
+        failed = warn_of_failures(state, None if survivors is None else survivors.failed)
+    return Simulation(state, records, [begin + n * every for n in range(len(kept))], failed)
 
 
 def _requires_grad(start: System | State, integrator: Integrator, options: Mapping[str, Any]) -> bool:
