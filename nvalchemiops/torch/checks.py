@@ -59,8 +59,8 @@ def check_same_device(device: Any, positions: torch.Tensor) -> None:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """The value as a bool; raises unless it is True or False, since it may be another argument in the wrong place."""
-    if not isinstance(value, (bool, np.bool_)):
+    """The value as a bool; raises unless it is True, False, 1 or 0: it may be another argument in the wrong place."""
+    if not (isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1))):
         raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")
     return bool(value)
 
@@ -294,7 +294,8 @@ def check_index(
     """
     check_tensor(name, tensor)
     if tensor.dtype != torch.int32 and (writable or tensor.dtype != torch.int64):
-        raise TypeError(f"`{name}` must be int32, got {tensor.dtype}")
+        other, advice = ("", "") if writable else (" or int64", f": use `{name}.to(torch.int32)`")
+        raise TypeError(f"`{name}` must be int32{other}, got {tensor.dtype}{advice}")
     fits = tensor.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, tensor.shape))
     if not fits:
         expected = ", ".join("any" if n is None else str(n) for n in shape)
