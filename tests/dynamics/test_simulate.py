@@ -208,7 +208,7 @@ def test_failures_are_named():
         assert caught.value.__notes__ == ["It ended `simulate` in step 3: try a shorter `dt`."]
 
 
-@pytest.mark.parametrize("suffix", ("xyz", "traj"))
+@pytest.mark.parametrize("suffix", ("xyz", "traj", "xyz.gz"))
 def test_trajectories_are_read_by_ase(suffix, tmp_path):
     paths = [tmp_path / f"{n}.{suffix}" for n in range(2)]
     for path in paths:
@@ -397,7 +397,7 @@ def test_bad_arguments_are_named(make, options, word):
         simulate(GAS, ideal_gas, make(), 1, **options)
 
 
-@pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc"))
+@pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc", "run.xsf", "run.traj.gz"))
 def test_a_trajectory_needs_a_format_with_frames(path, tmp_path):
     with pytest.raises(ValueError, match="`trajectory`: "):
         simulate(systems(), argon(), nve(0.1), 1, trajectory=[tmp_path / "run.xyz", tmp_path / path])

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -93,8 +94,8 @@ def simulate(
     hooks : sequence of callable, optional
         ``hook(state)`` is called after each step; if it returns a state, the run goes on from that.
     trajectory : path, or sequence of paths for each system, optional
-        Files for ASE to write, in a format with several frames such as ``.xyz`` or ``.traj``, with energies, forces,
-        stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are replaced.
+        Files for ASE to write, in a format to which frames can be added, such as ``.xyz`` or ``.traj``, with energies,
+        forces, stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are replaced.
     trajectory_every : int, optional
         By default ``every``.
     append_trajectory : bool, optional
@@ -277,6 +278,8 @@ class _Writer:
         if n == 0:
             for path in self.paths:
                 check_format("trajectory", path, 2)
+            for path in {"".join(Path(path).suffixes[-2:]): path for path in self.paths}.values():
+                _check_grows(path, max(frames, key=len))
         for place, (path, goes_on, atoms) in enumerate(zip(self.paths, self._goes_on, frames)):
             is_trajectory = str(path).endswith(".traj")
             if n == 0 and is_trajectory:
@@ -287,6 +290,26 @@ class _Writer:
                 self._writers[place].write(atoms)
             else:
                 ase.io.write(path, atoms, append=n > 0)
+
+
+def _check_grows(path: AnyPath, atoms: Any) -> None:
+    """Raise ValueError unless ASE can add a frame to a file in this format, which it does not tell by itself."""
+    import ase.io
+
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder) / Path(path).name
+        if trial.suffix == ".traj" or not len(atoms):
+            return
+        reason: Any = "the second one is lost"
+        try:
+            for appends in (False, True):
+                ase.io.write(trial, atoms, append=appends)
+            if len(ase.io.read(trial, ":")) == 2:
+                return
+        except Exception as error:
+            reason = error
+    advice = "use .xyz or .traj, which is not compressed"
+    raise ValueError(f"`trajectory`: ASE cannot add frames to {trial.name} ({reason}): {advice}")
 
 
 def check_format(name: str, path: AnyPath, n_frames: int) -> None:
