@@ -95,7 +95,8 @@ def simulate(
         ``hook(state)`` is called after each step; if it returns a state, the run goes on from that.
     trajectory : path, or sequence of paths for each system, optional
         Files for ASE to write, in a format to which frames can be added, such as ``.xyz`` or ``.traj``, with energies,
-        forces, stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are replaced.
+        forces, stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are
+        replaced.
     trajectory_every : int, optional
         By default ``every``.
     append_trajectory : bool, optional
