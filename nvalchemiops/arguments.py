@@ -1,7 +1,9 @@
 """Checks of numbers in arguments, without torch. Each message names the argument."""
 
+import difflib
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,12 @@ class ValuesError(ValueError):
 
     Where values cannot be read, as in compiled graphs, results are NaN instead of this error.
     """
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(known))}"
 
 
 def as_float(name: str, value: Any) -> float:

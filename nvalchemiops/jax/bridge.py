@@ -209,6 +209,7 @@ class _Variant:
             contract=contract,
             rounds=rounds,
             first_order=self._flat(function.first_order) if function.first_order else None,
+            around=self._around(function.around) if function.around else None,
             fill=self._filling(function.fill) if function.fill else None,
             takes_all=functools.cache(self._takes_all) if bridge.at_once else None,
             constants=self._constants(function.constants) if function.constants else {},
@@ -230,6 +231,9 @@ class _Variant:
         paths, _ = jax.tree_util.tree_flatten_with_path(operands)
         found = [(i, path) for path, i in paths if isinstance(i, Operand) and path[0].key in constants]
         return {int(i): path[0].key + jax.tree_util.keystr(path[1:]) for i, path in found}
+
+    def _around(self, around: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *tensors: self._call(around, tensors)
 
     def _filling(self, fill: Callable[..., bool]) -> Callable[..., bool]:
         return lambda results, *tensors: self._call(functools.partial(fill, results), tensors)

@@ -46,6 +46,8 @@ class TorchFunction:
     differentiable : bool
     first_order : callable, optional
         An equivalent of ``evaluate`` for values and first derivatives.
+    around : callable, optional
+        Takes a tensor for each input, and returns a context for the call of the function and for its derivatives.
     fill : callable, optional
         ``fill(results, *inputs)`` writes the values of all outputs into the tensors ``results``, or returns False.
     takes_all : callable, optional
@@ -71,6 +73,7 @@ class TorchFunction:
     rounds: bool = True
     differentiable: bool = True
     first_order: Callable[..., Any] | None = None
+    around: Callable[..., contextlib.AbstractContextManager[Any]] | None = None
     fill: Callable[..., bool] | None = None
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
     constants: Any = frozenset()
@@ -182,9 +185,9 @@ def evaluate(
             if request.sizes:
                 _evaluate_slices(request, targets, tensors, at_once and _is_batch_of_slices(request, tensors))
             elif not _fill(request, targets, tensors):
-                point = _Point(request, tensors[: request.inputs])
-                for target, result in zip(targets, point.results(tensors[request.inputs :])):
-                    _copy(target, result)
+                with _Point(request, tensors[: request.inputs]) as point:
+                    for target, result in zip(targets, point.results(tensors[request.inputs :])):
+                        _copy(target, result)
 
 
 def _fill(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
@@ -243,23 +246,24 @@ def _evaluate_slices(
         inputs = [part(i, x, flags[n_passes:]) for i, x, flags in parts[: request.inputs]]
         vectors = parts[request.inputs :]
         known = {i: part(i, x, flags[n_passes:]) for i, x, flags in vectors if not any(flags[:n_passes])}
-        point = _Point(replace(request, outputs=declared), inputs, is_shared=bool(of_passes or together))
-        for place in itertools.product(*map(range, of_passes)):
-            given = [
-                known[i] if i in known else part(i, _at(place, x, flags), flags[n_passes:]) for i, x, flags in vectors
-            ]
-            try:
-                found = point.results(given, math.prod(together) if together else None)
-            except Exception:  # out of memory, or an operation that torch.vmap does not support
-                if not together:
-                    raise
-                function.batches_gradients = False
-                return _evaluate_slices(request, targets, tensors, at_once)
-            for (target, flags), result in zip(results, found):
-                result = result.unflatten(0, together) if together else result
-                axes = [axis for axis, flag in enumerate(flags[n_looped:]) if not flag]
-                total, there = result.sum(axes) if axes else result, _at((*call, *place), target, flags)
-                there.copy_(total) if all(flags[:n_looped]) else there.add_(total)
+        with _Point(replace(request, outputs=declared), inputs, is_shared=bool(of_passes or together)) as point:
+            for place in itertools.product(*map(range, of_passes)):
+                given = [
+                    known[i] if i in known else part(i, _at(place, x, flags), flags[n_passes:])
+                    for i, x, flags in vectors
+                ]
+                try:
+                    found = point.results(given, math.prod(together) if together else None)
+                except Exception:  # out of memory, or an operation that torch.vmap does not support
+                    if not together:
+                        raise
+                    function.batches_gradients = False
+                    return _evaluate_slices(request, targets, tensors, at_once)
+                for (target, flags), result in zip(results, found):
+                    result = result.unflatten(0, together) if together else result
+                    axes = [axis for axis, flag in enumerate(flags[n_looped:]) if not flag]
+                    total, there = result.sum(axes) if axes else result, _at((*call, *place), target, flags)
+                    there.copy_(total) if all(flags[:n_looped]) else there.add_(total)
 
 
 def _kinds(request: Request, at_once: bool) -> list[int]:
@@ -305,15 +309,20 @@ def _is_batch_of_slices(request: Request, tensors: Sequence[torch.Tensor]) -> bo
         return found
     stacks = [_along_all(lead, x, flags) for x, flags in inputs]
     declared = tuple(jax.ShapeDtypeStruct((*lead, *output.shape), output.dtype) for output in request.outputs)
+
+    def values(request: Request, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with contextlib.ExitStack() as around:
+            return _outputs(request, inputs, around)
+
     with torch.set_grad_enabled(function.with_gradients):
         try:
-            of_all = _outputs(replace(request, outputs=declared), stacks)
+            of_all = values(replace(request, outputs=declared), stacks)
         except Exception:  # it may still take single slices; their errors are raised there
             of_all = []
         found = bool(of_all)
         for place in ((0,) * len(lead), (-1,) * len(lead)):
-            alone = _outputs(request, [x[place] for x in stacks]) if found else []
-            found = found and all(_is_close(x[place], y) for x, y in zip(of_all, alone))
+            of_one = values(request, [x[place] for x in stacks]) if found else []
+            found = found and all(_is_close(x[place], y) for x, y in zip(of_all, of_one))
     if not found:
         warnings.warn(
             f"`{function.name}` does not treat leading axes as a batch: vmap calls it slice by slice, as with "
@@ -371,6 +380,8 @@ _Root = tuple[torch.Tensor, torch.Tensor]
 class _Point:
     """The function at one set of inputs. One call gives values and derivatives; its graph is kept if shared.
 
+    It is a context manager, which leaves the function's context.
+
     Parameters
     ----------
     request : Request
@@ -382,6 +393,13 @@ class _Point:
     def __init__(self, request: Request, inputs: list[torch.Tensor], is_shared: bool = False):
         self.request, self._inputs, self._is_shared = request, inputs, is_shared
         self._slopes: dict[int, tuple[list[_Root], list[torch.Tensor]]] = {}
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Point":
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._around.close()
 
     def results(self, vectors: Sequence[torch.Tensor], count: int | None = None) -> list[torch.Tensor]:
         """Values and gradients for the weights and directions ``vectors``.
@@ -416,7 +434,7 @@ class _Point:
     def _outputs(self) -> Sequence[torch.Tensor]:
         for i in {*self.request.gradient, *itertools.chain(*self.request.directions)}:
             self._inputs[i].requires_grad_()
-        return _outputs(self.request, self._inputs)
+        return _outputs(self.request, self._inputs, self._around)
 
     @functools.cached_property
     def _ones(self) -> dict[int, torch.Tensor]:
@@ -484,11 +502,14 @@ def _gradients(
     return [x.new_zeros((*lead, *x.shape)) if gradient is None else gradient for x, gradient in zip(inputs, found)]
 
 
-def _outputs(request: Request, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The outputs of the function, after a check."""
+def _outputs(request: Request, inputs: Sequence[torch.Tensor], around: contextlib.ExitStack) -> Sequence[torch.Tensor]:
+    """The outputs of the function, after a check. Its context is entered on ``around``."""
     function = request.function
     evaluate = function.evaluate if request.directions or function.first_order is None else function.first_order
-    outputs = evaluate(*(inputs if function.only_reads else [x.clone() for x in inputs]))
+    given = inputs if function.only_reads else [x.clone() for x in inputs]
+    if function.around is not None:
+        around.enter_context(function.around(*given))
+    outputs = evaluate(*given)
     if len(outputs) != len(request.outputs):
         raise ValueError(f"`{function.name}` returned {len(outputs)} tensors, but {len(request.outputs)} were declared")
     for number, (output, declared) in enumerate(zip(outputs, request.outputs)):

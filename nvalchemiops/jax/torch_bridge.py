@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ import torch
 from nvalchemiops.jax.bridge import SCALAR_IF_ANY, Bridge
 from nvalchemiops.jax.operators import from_torch_values
 from nvalchemiops.locks import fork_safe
-from nvalchemiops.torch.runtime.modules import call_with
+from nvalchemiops.torch.runtime.modules import with_parameters
 
 VmapMethod = Literal["broadcast_all", "sequential"]
 
@@ -248,8 +249,8 @@ def from_module(
     Parameters
     ----------
     module : torch.nn.Module
-        It must depend on nothing but its arguments, parameters and buffers. Buffers are constants. It must not use
-        `torch.utils.checkpoint`: in the backward pass it has its own parameters again.
+        It must depend on nothing but its arguments, parameters and buffers. Buffers are constants. A
+        `torch.utils.checkpoint` in it needs ``use_reentrant=False``: torch has no derivatives by parameters otherwise.
     out_shapes, requires_grad
         As for `nvalchemiops.jax.bridge.from_torch`.
 
@@ -276,13 +277,20 @@ def from_module(
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     name = type(module).__name__
 
+    def own(*values: Any) -> torch.nn.Module:
+        leaves = jax.tree.leaves(values)
+        return module_on(module, next((x.device for x in leaves if isinstance(x, torch.Tensor)), None))
+
     def call(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        leaves = jax.tree.leaves((parameters, args, kwargs))
-        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
-        return call_with(module_on(module, device), parameters, args, kwargs)
+        return own(parameters, args, kwargs)(*args, **kwargs)
+
+    def around(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        return with_parameters(own(parameters, args, kwargs), parameters)
 
     def for_shapes(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return call_with(_scratch(module), parameters, args, kwargs)
+        scratch = _scratch(module)
+        with with_parameters(scratch, parameters):
+            return scratch(*args, **kwargs)
 
     bridge = Bridge(
         call,
@@ -290,6 +298,7 @@ def from_module(
         name=name,
         contract=SCALAR_IF_ANY,
         with_gradients=requires_grad,
+        around=around,
         for_shapes=for_shapes,
         device=lambda: device_of(module) or torch.device("cpu"),
     )

@@ -59,8 +59,8 @@ def check_same_device(device: Any, positions: torch.Tensor) -> None:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """The value as a bool; raises unless it is True or False, since it may be another argument in the wrong place."""
-    if not isinstance(value, (bool, np.bool_)):
+    """The value as a bool; raises unless it is True, False, 1 or 0: it may be another argument in the wrong place."""
+    if not (isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1))):
         raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")
     return bool(value)
 
@@ -130,6 +130,18 @@ def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
         raise ValueError(f"`{name}` is on {value.device}, but `positions` is on {positions.device}")
 
 
+def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
+    """A parameter in the dtype of ``beside``; raises unless it is a tensor of floats on the same device.
+
+    Parameters may come with another precision than the system; its positions, charges and cells have one dtype.
+    """
+    check_tensor(name, value)
+    if value.is_floating_point():
+        value = value.to(beside.dtype)
+    check_real(name, value, beside)
+    return value
+
+
 def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
     """The cell or cells; raises unless shape, dtype and device fit the positions."""
     check_real("cell", cell, positions)
@@ -196,8 +208,8 @@ def check_batch(
             n_systems = high + 1
         elif high >= n_systems == 1:
             raise ValuesError(
-                f"`batch_idx` has the entry {high}, but there is one `cell`: give a cell for each system, "
-                "(n_systems, 3, 3), for example by cell.expand"
+                f"`batch_idx` has the entry {high}, but there is one system: give a `cell` for each, "
+                "(n_systems, 3, 3), for example by cell.expand, or without cells `num_systems`"
             )
         elif high >= n_systems:
             raise ValuesError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
@@ -282,7 +294,8 @@ def check_index(
     """
     check_tensor(name, tensor)
     if tensor.dtype != torch.int32 and (writable or tensor.dtype != torch.int64):
-        raise TypeError(f"`{name}` must be int32, got {tensor.dtype}")
+        other, advice = ("", "") if writable else (" or int64", f": use `{name}.to(torch.int32)`")
+        raise TypeError(f"`{name}` must be int32{other}, got {tensor.dtype}{advice}")
     fits = tensor.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, tensor.shape))
     if not fits:
         expected = ", ".join("any" if n is None else str(n) for n in shape)

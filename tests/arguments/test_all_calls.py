@@ -112,7 +112,7 @@ def of_parameters():
     for name in ("q", "sigma", "epsilon", "charges"):
         for value in (ONES[:3], torch.ones(4, 2, 1, dtype=torch.float64), ONES[[0, 1, 2, 3, 3]], ONES.to(OTHER)):
             yield ValueError, name, {name: value}
-        for value in (ONES.float(), ONES.int(), ONES.tolist(), "heavy", None, 1j):
+        for value in (ONES.bool(), ONES.int(), ONES.tolist(), "heavy", None, 1j):
             yield TypeError, name, {name: value}
 
 
@@ -218,6 +218,32 @@ def test_the_same_calls_without_a_mistake_are_in_order(call):
     for options in ({}, NEAR, WIDE, {"batch_idx": 0 * INDEX}, {"cell": CELL.repeat(2, 1, 1), "batch_idx": INDEX}):
         found = call(**options)
         assert (found if isinstance(found, torch.Tensor) else found[0]).isfinite().all()
+
+
+PARAMETERS = {
+    **{"PairPotential": ("q", "scale", "A"), "lj_energy": ("sigma", "epsilon"), "ewald_summation": ("alpha", "widths")},
+    **dict.fromkeys(("coulomb_energy", "dsf_coulomb", "ewald_real_space", "particle_mesh_ewald"), ("alpha",)),
+}
+"""Parameters, whose precision is their own. (Charges are data of a system, with the dtype of its positions.)"""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_of_another_precision_are_converted(name):
+    """To the dtype of the positions. Gradients have the dtype of the parameter. The numbers are those of float32."""
+    call = CALLS[name]
+    for parameter in PARAMETERS[name]:
+        value = torch.as_tensor(call.given.get(parameter, 0.25), dtype=torch.float32)
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            given = value.to(dtype).requires_grad_()
+            energies = call(**{parameter: given})
+            energies = energies if isinstance(energies, torch.Tensor) else energies[0]
+            assert energies.dtype is X.dtype
+            found += [energies.detach(), torch.autograd.grad(energies.square().sum(), given)[0]]
+            assert found[-1].dtype is dtype
+        assert torch.equal(found[0], found[2])
+        torch.testing.assert_close(found[1], found[3].float())
+        assert found[1].any()
 
 
 @pytest.mark.parametrize("name", ["dsf_coulomb", "ewald_real_space"])

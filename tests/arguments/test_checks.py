@@ -95,12 +95,14 @@ def test_what_is_no_int_of_32_bits_is_named(name):
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_what_is_no_flag_is_named_and_numpy_has_flags_too(name):
-    for value in ("no", 1, 0.0, X, [True]):
+    for value in ("no", 2, -1, 0.0, X, [True]):
         refused(FLAGS[name], name, TypeError, value)
     for value in (False, True):
-        found, expected = FLAGS[name](np.bool_(value)), FLAGS[name](value)
-        assert type(found) is type(expected) and len(found) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        expected = FLAGS[name](value)
+        for same in (np.bool_(value), int(value), np.int64(value)):
+            found = FLAGS[name](same)
+            assert type(found) is type(expected) and len(found) == len(expected)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
 def test_numbers_of_any_library_are_numbers():

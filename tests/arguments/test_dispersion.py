@@ -80,7 +80,7 @@ def of_d3_dispersion():
         yield TypeError, "`damping`", {"damping": value}
     for kind, names in ((RationalDamping(0.4, 4.0, 0.8), PBE._fields), (ZeroDamping(1.2, 0.8), ZeroDamping._fields)):
         for name in names:
-            for value in ("strong", None, torch.tensor(0.5), torch.tensor(1)):
+            for value in ("strong", None, torch.tensor(True), torch.tensor(1)):
                 yield TypeError, f"`{name}`", {"damping": kind._replace(**{name: value}), "parameters": STATES}
             for value in (torch.ones(3, dtype=F64), ONE.to(OTHER), torch.ones(1, 1, dtype=F64)):
                 yield ValueError, f"`{name}`", {"damping": kind._replace(**{name: value}), "parameters": STATES}
@@ -106,7 +106,7 @@ def of_dftd3():
     without = dict.fromkeys(("neighbor_list", "neighbor_ptr", "unit_shifts"))
     yield ValueError, "neighbor_list", {**without, "cutoff": None}
     for name in ("a1", "a2", "s8", "s6"):
-        for value in ("strong", None, torch.tensor(0.5)):
+        for value in ("strong", None, torch.tensor(True)):
             yield TypeError, f"`{name}`", {name: value}
         yield ValueError, f"`{name}`", {name: torch.ones(3, dtype=F64)}
     for value in ("d3", {}, tuple(STATES)):

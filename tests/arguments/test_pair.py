@@ -60,11 +60,11 @@ def bad_values(name):
             torch.tensor(1.0, dtype=torch.float64, device=OTHER),
         ):
             yield ValueError, parameter, {parameter: value}
-        for value in (torch.tensor(1.0), "wide"):
+        for value in (torch.tensor(True), "wide"):
             yield TypeError, parameter, {parameter: value}
         yield (TypeError, ValueError), parameter, {parameter: None}  # no number, or missing
     if general_call:
-        for value in ("all", TABLE.tolist(), TABLE.float(), torch.tensor(1.0)):
+        for value in ("all", TABLE.tolist(), TABLE.int(), torch.tensor(True)):
             yield TypeError, "A", {"A": value}
         for value in (TABLE[:1], TABLE[0], TABLE[None], TABLE.to(OTHER)):
             yield ValueError, "A", {"A": value}
@@ -134,7 +134,7 @@ def test_messages_say_how_to_convert():
     with pytest.raises(TypeError, match=r"`positions` must be a torch\.Tensor, got ndarray: use torch\.as_tensor"):
         potential(X.numpy(), CELL, sigma=1.0, epsilon=1.0)
     with pytest.raises(TypeError, match=r"use `epsilon\.to\(positions\.dtype\)`"):
-        potential(X, CELL, sigma=1.0, epsilon=ONES.float())
+        potential(X, CELL, sigma=1.0, epsilon=ONES.int())
 
 
 def test_damped_shifted_sums_take_one_charge_for_each_atom():

@@ -8,6 +8,7 @@ import torch
 
 from nvalchemiops.torch.dynamics import (
     Constraints,
+    ConvergenceWarning,
     Evaluation,
     FromEnergies,
     SumOfTerms,
@@ -138,9 +139,76 @@ def test_hooks_give_parameters_in_any_form(make):
     )
     with pytest.raises(ValueError, match="`temperature` must be a number or have shape"):
         found[0].having(temperature=torch.ones(2))
+    with pytest.raises(ValueError, match="no 'temperture'; did you mean 'temperature'"):
+        found[0].having(temperture=0.004)
 
 
-@pytest.mark.parametrize("suffix", ("xyz", "traj"))
+INTEGRATORS = {
+    "nve": lambda: nve(0.2),
+    "langevin": lambda: langevin(0.2, KT, friction=0.5),
+    "nose_hoover": lambda: nose_hoover(0.2, KT),
+    "npt": lambda: npt(0.2, KT, 1e-4),
+    "stochastic_cell": lambda: stochastic_cell(0.2, KT, 1e-4, compressibility=1.0),
+}
+
+
+@pytest.mark.parametrize("make", INTEGRATORS.values(), ids=INTEGRATORS)
+@pytest.mark.parametrize("step", (1, 7))
+def test_systems_that_the_model_refuses_stay_and_others_go_on(make, step):
+    """Three of eight, in two steps. All that the others have has the bits of a run in which nothing fails."""
+    start, seen = System.from_ase([crystal(1, seed=n) for n in range(8)]), []
+    inner, refuses = argon(), {1: step, 4: step, 6: step + 2}
+
+    def model(system):
+        last = seen[-1] if seen else start.positions
+        for number, at in refuses.items():
+            if len(seen) + 1 >= at and not torch.equal(system.positions[4 * number], last[4 * number]):
+                raise ValueError("no such place")
+        return inner(system)
+
+    with pytest.warns(ConvergenceWarning, match="for the systems 1, 4, 6, which stay"):
+        found = simulate(start, model, make(), 12, hooks=[lambda state: seen.append(state.system.positions)], seed=3)
+    expected = simulate(start, argon(), make(), 12, seed=3)
+    assert torch.nonzero(found.failed).squeeze(1).tolist() == [*refuses] and not expected.failed.any()
+    good = ~found.failed
+    for name, values in expected.records.items():
+        assert torch.equal(found.records[name][:, good], values[:, good])
+        for number, at in refuses.items():  # and what they were before the step that failed
+            assert torch.equal(found.records[name][:at, number], values[:at, number])
+            assert (found.records[name][at:, number] == values[at - 1, number]).all()
+    of_atoms = good[start.batch_idx.long()]
+    assert torch.equal(found.state.system.positions[of_atoms], expected.state.system.positions[of_atoms])
+    assert torch.equal(found.state.system.cell[good], expected.state.system.cell[good])
+    for name, values in expected.state.extra.items():
+        mask = good if len(values) == 8 else of_atoms
+        assert torch.equal(found.state.extra[name][mask], values[mask]), name
+
+
+def test_failures_are_named():
+    """A model that gives NaN for one system; one that refuses all, or the only one; one that ceases to work."""
+    start = systems()
+
+    def with_nan(system):
+        found = ideal_gas(system)
+        return found._replace(energies=found.energies * torch.tensor([1.0, torch.nan], dtype=float64))
+
+    with pytest.warns(ConvergenceWarning, match="the systems 1 have energies or velocities that are not finite"):
+        assert simulate(start, with_nan, nve(0.1), 2).failed.tolist() == [False, True]
+    for system in (start, System.from_ase(crystal(1))):
+        calls = []
+
+        def refuses(system, calls=calls):
+            calls.append(1)
+            if len(calls) > 3:
+                raise ValueError("no such place")
+            return ideal_gas(system)
+
+        with pytest.raises(ValueError, match="no such place") as caught:
+            simulate(system, refuses, nve(0.1), 5)
+        assert caught.value.__notes__ == ["It ended `simulate` in step 3: try a shorter `dt`."]
+
+
+@pytest.mark.parametrize("suffix", ("xyz", "traj", "xyz.gz"))
 def test_trajectories_are_read_by_ase(suffix, tmp_path):
     paths = [tmp_path / f"{n}.{suffix}" for n in range(2)]
     for path in paths:
@@ -329,7 +397,7 @@ def test_bad_arguments_are_named(make, options, word):
         simulate(GAS, ideal_gas, make(), 1, **options)
 
 
-@pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc"))
+@pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc", "run.xsf", "run.traj.gz"))
 def test_a_trajectory_needs_a_format_with_frames(path, tmp_path):
     with pytest.raises(ValueError, match="`trajectory`: "):
         simulate(systems(), argon(), nve(0.1), 1, trajectory=[tmp_path / "run.xyz", tmp_path / path])

@@ -94,6 +94,27 @@ def test_momentum_and_rotation_are_removed():
     assert torch.equal(remove_rotation(velocities, positions, MASSES, BATCH, 4)[BATCH == 0], velocities[BATCH == 0])
 
 
+CALLS = {
+    "maxwell_boltzmann": lambda *batch: maxwell_boltzmann(MASSES, 1.0, *batch, seed=3),
+    "degrees_of_freedom": lambda *batch: degrees_of_freedom(MASSES, *batch),
+    "kinetic_energy": lambda *batch: kinetic_energy(numbers(N, 3), MASSES, *batch),
+    "temperature": lambda *batch: temperature(numbers(N, 3), MASSES, *batch),
+    "remove_momentum": lambda *batch: remove_momentum(numbers(N, 3), MASSES, *batch),
+    "remove_rotation": lambda *batch: remove_rotation(numbers(N, 3), numbers(N, 3, seed=1), MASSES, *batch),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_of_systems_are_of_any_integer_dtype_and_in_range(name):
+    call = CALLS[name]
+    assert torch.equal(call(BATCH.long()), call(BATCH, 4))
+    for batch in ((BATCH, 3), (BATCH, 1), (BATCH - 1, 4), (BATCH[1:], 4)):
+        with pytest.raises(ValueError, match="batch_idx"):
+            call(*batch)
+    with pytest.raises(TypeError, match="batch_idx"):
+        call(BATCH.tolist())
+
+
 def test_units():
     """The kinetic energy of one atom of hydrogen at 1 km/s, and of a pressure of 1 GPa in 1 nm³."""
     assert abs(1.0 / FEMTOSECOND - ASE_TIME_IN_FEMTOSECOND) < 1e-12 and KELVIN == BOLTZMANN_EV_PER_KELVIN

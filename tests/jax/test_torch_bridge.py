@@ -607,6 +607,29 @@ def test_modules_with_several_names_keep_their_parameters():
     np.testing.assert_allclose(apply({}, x).sum(), expected(parameters), rtol=1e-14)
 
 
+class Checkpointed(Scaled):
+    """`Scaled`, whose layers torch computes again in the backward pass."""
+
+    def forward(self, x, scale=1.0):
+        return torch.utils.checkpoint.checkpoint(super().forward, x, scale, use_reentrant=False)
+
+
+def test_checkpoints_in_modules_are_computed_again_with_the_given_parameters():
+    """Gradients and their derivatives, alone and under vmap, are those without checkpoints; the module is restored."""
+    plain, module = Scaled().double(), Checkpointed().double()
+    before = list(module.parameters())
+    x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+    (apply, parameters), (found_of, _) = from_module(plain), from_module(module)
+    several = jax.tree.map(lambda p: jnp.stack([2.0 * p, -0.5 * p]), parameters)
+
+    def derivatives(apply, p):
+        return jax.jvp(jax.grad(lambda p: apply(p, x)), (p,), (parameters,))
+
+    found, expected = (jax.vmap(lambda p, f=f: derivatives(f, p))(several) for f in (found_of, apply))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+    assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
+
+
 def test_parameters_are_arguments():
     module = Scaled().double()
     apply, parameters = from_module(module)

@@ -6,7 +6,6 @@ Parameters of the two atoms end in 1 and 2. The conventions are those of OpenMM'
 """
 
 import ast
-import difflib
 import functools
 import keyword
 import math
@@ -14,8 +13,10 @@ import operator
 import random
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nvalchemiops.arguments import hint
 
 if TYPE_CHECKING:
     import sympy
@@ -354,7 +355,7 @@ class _Reader:
                 f"`; {name} = ({name}1 + {name}2)/2`",
                 position,
             )
-        raise self.error(f"unknown symbol '{name}'{_hint(name, [*self.known, *self.definitions])}", position)
+        raise self.error(f"unknown symbol '{name}'{hint(name, [*self.known, *self.definitions])}", position)
 
     def convert(self, node: ast.AST, column: Callable[[Any], int]) -> Any:
         """The sympy expression for one node of the syntax tree."""
@@ -413,7 +414,7 @@ class _Reader:
 
     def call(self, name: str, arguments: list[Any], position: int) -> Any:
         if name not in FUNCTIONS:
-            raise self.error(f"unknown function '{name}'{_hint(name, FUNCTIONS)}", position)
+            raise self.error(f"unknown function '{name}'{hint(name, FUNCTIONS)}", position)
         count, make = FUNCTIONS[name]
         if len(arguments) != count:
             raise self.error(f"{name} takes {count} argument{'s' * (count > 1)}, got {len(arguments)}", position)
@@ -421,12 +422,6 @@ class _Reader:
             # checked first, because sympy may take forever to evaluate a huge argument
             self.check_constant(lambda: getattr(math, name)(*map(float, arguments)), position)
         return make(*arguments)
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(known))}"
 
 
 def _sympy(name: str) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.runtime.modules import call_with
+from nvalchemiops.torch.runtime.modules import with_parameters
 
 
 def with_replicated_parameters(
@@ -26,6 +26,7 @@ def with_replicated_parameters(
             flat = replicated(torch.cat([p.reshape(-1) for p in given.values()]))
             parts = flat.split([p.numel() for p in given.values()])
             marked |= {name: part.view_as(p) for (name, p), part in zip(given.items(), parts)}
-        return call_with(module, marked, arguments, options)
+        with with_parameters(module, marked):
+            return module(*arguments, **options)
 
     return call

@@ -159,7 +159,8 @@ class Ranks:
         Parameters
         ----------
         values : (...) tensor or torch.nn.Module
-            The same on all ranks, such as a parameter of a model, or a module with all of its parameters.
+            The same on all ranks, such as a parameter of a model, or a module with all of its parameters. A
+            `torch.utils.checkpoint` in the module needs ``use_reentrant=False``.
 
         Returns
         -------

@@ -3,10 +3,11 @@
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.ensembles import csvr, langevin, nose_hoover, nph, npt, nve, stochastic_cell
+from nvalchemiops.torch.dynamics.failures import ConvergenceWarning
 from nvalchemiops.torch.dynamics.integrators import FORCES, Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, FromEnergies, Model, SumOfTerms
 from nvalchemiops.torch.dynamics.optimizers import FIRE, FIRE2, LBFGS, Move, Optimizer, Rows
-from nvalchemiops.torch.dynamics.relaxation import ConvergenceWarning, Relaxation, RelaxationProgress, relax
+from nvalchemiops.torch.dynamics.relaxation import Relaxation, RelaxationProgress, relax
 from nvalchemiops.torch.dynamics.relaxation_state import RelaxationState
 from nvalchemiops.torch.dynamics.restart import load_state, save_state
 from nvalchemiops.torch.dynamics.simulate import Simulation, simulate, to_ase

@@ -175,7 +175,7 @@ class Press(Cell):
         """A cell at rest."""
         dt, size = state.extra["dt"], (3, 3) if self.shape == "full" else (3,)
         (rate,) = kept(state, "strain_rate", dt.new_zeros(dt.shape[0], *size)).values()
-        state = state.having(axes=self._axes(state))
+        state = state._replace(extra={**state.extra, "axes": self._axes(state)})
         # what all axes share stays as it is, so that runs go on bit for bit: the mean of three equal numbers may differ
         shared = rate[:, [self.mask.index(True)]] * state.extra["axes"] if self.shape == "isotropic" else 0.0
         return {"strain_rate": shared + self._project(state, rate - shared), "axes": state.extra["axes"]}

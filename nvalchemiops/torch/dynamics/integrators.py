@@ -88,6 +88,11 @@ class Integrator:
         """Whether steps from `reversed` lead back."""
         return all(flow.reversible for flow in self._distinct)
 
+    @property
+    def per_atom(self) -> tuple[str, ...]:
+        """Variables that flows keep for each atom."""
+        return tuple(name for flow in self._distinct for name in flow.per_atom)
+
     def constrained(self, constraints: Constraints) -> "Integrator":
         """The same integrator for systems with constraints.
 
@@ -259,14 +264,15 @@ class Integrator:
         check_same(found, state.system.domain)
         state = state._replace(evaluation=found)
         for flow in self._distinct:
-            state = state.having(**flow.start(state))
+            state = state._replace(extra={**state.extra, **flow.start(state)})
         return self._pulled(state)
 
     def _pulled(self, state: State) -> State:
         """The state with the stress of constraint forces, if there is a stress."""
         if self.constraints is None or state.evaluation.stress is None:
             return state
-        return state.having(**{f"{PREFIX}stress": self.constraints.of(state.system.domain).stress(state)})
+        stress = self.constraints.of(state.system.domain).stress(state)
+        return state._replace(extra={**state.extra, f"{PREFIX}stress": stress})
 
     def _removed(self, masses: torch.Tensor, velocities: torch.Tensor, division: Division) -> Number:
         """3 for systems whose centre of mass is at rest and stays there, 0 for others."""
@@ -296,7 +302,7 @@ class Integrator:
 
     def _followed(self, state: State) -> State:
         """The state with atoms on the ranks that own them now."""
-        return state.followed(name for flow in self._distinct for name in flow.per_atom)
+        return state.followed(self.per_atom)
 
     def second_half(self, state: State) -> State:
         """The flows after FORCES, which end the step."""

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 
 from nvalchemiops.layout import layout
-from nvalchemiops.notices import NvalchemiopsWarning, notify
+from nvalchemiops.notices import notify
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
+from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, systems_refused
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, holds_atoms
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
@@ -21,10 +22,6 @@ from nvalchemiops.torch.systems import System
 
 ASK_EVERY = 10
 """Evaluations between two questions whether all systems are done, where reading the answer waits for a GPU."""
-
-
-class ConvergenceWarning(NvalchemiopsWarning):
-    """Systems have failed, or have not converged in the number of steps that they were given."""
 
 
 class Relaxation(NamedTuple):
@@ -158,8 +155,7 @@ def relax(
     Notes
     -----
     A system fails if its results are not finite, or if the model raises an error for it, as for a cell that has
-    collapsed. The others go on. To find the system of an error, each is evaluated alone, so not without
-    ``compact_every`` and not on ranks: errors of the model then end the relaxation, as do errors at the start.
+    collapsed. The others go on. On ranks an error of the model ends the relaxation, as do errors at the start.
 
     On a GPU the host asks whether all systems are done once in ``compact_every`` evaluations, by default 10.
 
@@ -231,8 +227,7 @@ def relax(
                 try:
                     found = _evaluated(model, now, batch.chart, n)
                 except Exception:
-                    can_search = batch.known is not None and compact_every is not None and domain is None
-                    refused = _refused(model, batch.chart, batch.x, n) if can_search else None
+                    refused = None if domain is not None else _refused(model, batch, n)
                     if batch.known is None or refused is None:
                         raise
                     known = batch.known
@@ -313,17 +308,18 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
     return found._replace(forces=found.forces.clone())
 
 
-def _refused(model: Model, chart: Chart, x: torch.Tensor, n_systems: int) -> torch.Tensor | None:
-    """Systems for which the model raises an error if they are alone; None if there are none, or if these are all."""
-    refused = torch.zeros(chart.n_systems, dtype=torch.bool, device=x.device)
-    for k in range(chart.n_systems):
-        alone, _, rows = chart.select(torch.tensor([k], device=x.device))
-        try:
-            _evaluated(model, alone.at(x[rows]), alone, n_systems)
-        except Exception:
-            refused[k] = True
-    found = int(refused.sum())
-    return None if found in (0, n_systems) else refused
+def _refused(model: Model, batch: Batch, n_systems: int) -> torch.Tensor | None:
+    """Systems of the batch for which the model raises an error; None if there are none, or if these are all."""
+    known, chart, x = batch.known, batch.chart, batch.x
+    if known is None:
+        return None
+
+    def evaluate(systems: torch.Tensor) -> Evaluation:
+        held = torch.where(chart.rows.of_rows(systems)[0], x, known.x)
+        return _evaluated(model, chart.at(held), chart, n_systems)
+
+    refused = systems_refused(evaluate, chart.n_systems, x.device)
+    return None if refused is None or int(refused.sum()) == n_systems else refused
 
 
 def _judged(batch: Batch, found: Evaluation, fmax: float, smax: float | None, max_steps: int) -> Record:

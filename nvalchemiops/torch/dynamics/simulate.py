@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, tensors_of
+from nvalchemiops.torch.dynamics.failures import Survivors, warn_of_failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
@@ -43,11 +45,14 @@ class Simulation(NamedTuple):
         Each (n_records, n_systems, ...); those of your functions (n_records, ...).
     steps : list of int
         The step of each record.
+    failed : (n_systems,) bool tensor
+        Systems that the model could not evaluate any more, or whose energies or velocities are not finite.
     """
 
     state: State
     records: dict[str, torch.Tensor]
     steps: list[int]
+    failed: torch.Tensor
 
 
 def simulate(
@@ -89,8 +94,9 @@ def simulate(
     hooks : sequence of callable, optional
         ``hook(state)`` is called after each step; if it returns a state, the run goes on from that.
     trajectory : path, or sequence of paths for each system, optional
-        Files for ASE to write, in a format with several frames such as ``.xyz`` or ``.traj``, with energies, forces,
-        stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are replaced.
+        Files for ASE to write, in a format to which frames can be added, such as ``.xyz`` or ``.traj``, with energies,
+        forces, stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are
+        replaced.
     trajectory_every : int, optional
         By default ``every``.
     append_trajectory : bool, optional
@@ -115,9 +121,18 @@ def simulate(
     ValueError, TypeError
         A bad argument, named in the message.
 
+    Warns
+    -----
+    ConvergenceWarning
+        Systems have failed.
+
     Notes
     -----
     Records stay on the device; nothing is read before the end, except by hooks and for trajectories.
+
+    If the model raises an error for some systems of a batch, these stay where they were before the step, and the others
+    go on with the numbers that they would have without them. On ranks, with gradients, and for all systems at once, an
+    error of the model ends the run.
 
     With a ``domain`` (docs/distributed.md) this is a collective call with the same arguments on all ranks; masses and
     velocities are those of the atoms that a rank owns. Records of `RECORDS` are the same on all ranks. The first rank
@@ -134,6 +149,7 @@ def simulate(
     if gradients is None:
         gradients = checkpoint_every is not None or _requires_grad(start, integrator, options)
     kept: list[dict[str, torch.Tensor]] = []
+    survivors: Survivors | None = None
     done = -1
 
     def after(state: State, n: int) -> None:
@@ -148,7 +164,7 @@ def simulate(
     def run(state: State, first: int, last: int) -> tuple[State, list[dict[str, torch.Tensor]]]:
         found = []
         for n in range(first, last):
-            state = integrator.step(state, model)
+            state = integrator.step(state, model) if survivors is None else survivors.step(integrator, state)
             for hook in hooks:
                 state = _after_hook(hook(state), state)
             if (n + 1) % every == 0:
@@ -171,6 +187,8 @@ def simulate(
             state = integrator.resume(start, model)
         else:
             state = integrator.start(start, model, **options)
+        if domain is None and not gradients:
+            survivors = Survivors(model, integrator.per_atom)
         first_step = state.step
         kept.append(_measured(measures, state))
         after(state, 0)
@@ -187,7 +205,9 @@ def simulate(
             state.system.domain.settle()
     records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
     begin = int(first_step)
-    return Simulation(state, records, [begin + n * every for n in range(len(kept))])
+    with whole_call(state.system.domain), torch.no_grad():
+        failed = warn_of_failures(state, None if survivors is None else survivors.failed)
+    return Simulation(state, records, [begin + n * every for n in range(len(kept))], failed)
 
 
 def _requires_grad(start: System | State, integrator: Integrator, options: Mapping[str, Any]) -> bool:
@@ -259,6 +279,8 @@ class _Writer:
         if n == 0:
             for path in self.paths:
                 check_format("trajectory", path, 2)
+            for path in {"".join(Path(path).suffixes[-2:]): path for path in self.paths}.values():
+                _check_grows(path, max(frames, key=len))
         for place, (path, goes_on, atoms) in enumerate(zip(self.paths, self._goes_on, frames)):
             is_trajectory = str(path).endswith(".traj")
             if n == 0 and is_trajectory:
@@ -269,6 +291,26 @@ class _Writer:
                 self._writers[place].write(atoms)
             else:
                 ase.io.write(path, atoms, append=n > 0)
+
+
+def _check_grows(path: AnyPath, atoms: Any) -> None:
+    """Raise ValueError unless ASE can add a frame to a file in this format, which it does not tell by itself."""
+    import ase.io
+
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder) / Path(path).name
+        if trial.suffix == ".traj" or not len(atoms):
+            return
+        reason: Any = "the second one is lost"
+        try:
+            for appends in (False, True):
+                ase.io.write(trial, atoms, append=appends)
+            if len(ase.io.read(trial, ":")) == 2:
+                return
+        except Exception as error:
+            reason = error
+    advice = "use .xyz or .traj, which is not compressed"
+    raise ValueError(f"`trajectory`: ASE cannot add frames to {trial.name} ({reason}): {advice}")
 
 
 def check_format(name: str, path: AnyPath, n_frames: int) -> None:

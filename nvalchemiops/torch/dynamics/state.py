@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nvalchemiops.arguments import hint
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import of_each, temperature_of
@@ -57,12 +58,15 @@ class State(NamedTuple):
         return self._replace(**changes)
 
     def having(self, **extra: Any) -> "State":
-        """The state with these values in ``extra``.
+        """The state with these values in ``extra``, in place of those that it has.
 
-        Parameters of the integrator may be numbers, or tensors (n_systems,) or (n_systems, 1); other shapes raise a
-        ValueError.
+        Parameters of the integrator may be numbers, or tensors (n_systems,) or (n_systems, 1); other shapes, and names
+        that ``extra`` does not have, raise a ValueError. Flows add variables of their own by `Flow.start`.
         """
         for name, value in extra.items():
+            if name not in self.extra:
+                parameters = [key.removeprefix("given ") for key in self.extra if key.startswith("given ")]
+                raise ValueError(f"this state has no '{name}'{hint(name, parameters)}")
             if f"given {name}" in self.extra:
                 n_systems = self.extra["dt"].shape[0]
                 is_column = getattr(value, "shape", None) == (n_systems, 1)
@@ -186,7 +190,9 @@ class State(NamedTuple):
         rows = {name: bring(value) for name, value in self.rows(names).items()}
         own = self.with_rows(rows, domain=domain, batch_idx=None, pbc=None)
         places = own.division.places()
-        return own if places is None else own.having(place=places)  # one process needs no places for one system
+        return (
+            own if places is None else own._replace(extra={**own.extra, "place": places})
+        )  # one process needs no places for one system
 
     @property
     def kinetic_energies(self) -> torch.Tensor:

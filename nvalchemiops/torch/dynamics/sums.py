@@ -11,6 +11,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.noise import places_in_systems
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+from nvalchemiops.torch.runtime.context import ValuesNeededError
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -33,19 +34,28 @@ class Division(NamedTuple):
     domain: "Domain | None" = None
 
     @classmethod
-    def of(cls, batch_idx: torch.Tensor | None, n_systems: int | None, domain: "Domain | None" = None) -> "Division":
-        """The division with the number of systems, which is read from ``batch_idx`` if it is not known otherwise."""
+    def of(
+        cls,
+        masses: torch.Tensor,
+        batch_idx: torch.Tensor | None,
+        n_systems: int | None,
+        domain: "Domain | None" = None,
+    ) -> "Division":
+        """The division with the number of systems, which is read from ``batch_idx`` if it is not known otherwise.
+
+        Raises unless ``batch_idx`` fits to this number, and to the atoms with these masses.
+        """
         if domain is not None:
             if batch_idx is not None or n_systems not in (None, domain.n_systems):
                 raise ValueError("`batch_idx` and `num_systems` belong to the `domain`: leave them out")
             return cls(domain.batch_idx, domain.n_systems, domain)
+        checks.check_tensor("masses", masses)
         if n_systems is not None:
             n_systems = checks.check_count("num_systems", n_systems)
-        elif batch_idx is None:
-            n_systems = 1
-        else:
-            n_systems = int(batch_idx.max()) + 1 if batch_idx.numel() else 0
-        return cls(batch_idx, n_systems)
+        batch_idx, found = checks.check_batch(batch_idx, masses, n_systems, wait=n_systems is None)
+        if found is None:
+            raise ValuesNeededError("`num_systems` is needed where `batch_idx` cannot be read")
+        return cls(batch_idx, found)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (n_systems, ...) of values (n_atoms, ...) over all atoms of each system. On ranks a collective call."""

@@ -102,7 +102,7 @@ def degrees_of_freedom(
     removed : number or (n_systems,) tensor, optional
         Number of constraints: 3 for a fixed centre of mass, 3 more for a fixed orientation, one for each fixed bond.
     """
-    division = Division.of(batch_idx, num_systems, domain)
+    division = Division.of(masses, batch_idx, num_systems, domain)
     found = 3.0 * division.sums(masses.isfinite().to(torch.float64)).unsqueeze(1)
     return (found - of_each("removed", removed, division.n_systems, masses.device)).clamp(min=0.0).squeeze(1)
 
@@ -131,7 +131,7 @@ def kinetic_tensor(
     """Tensors (n_systems, 3, 3) ``Σ m v v^T / 2`` in float64, whose trace is the kinetic energy."""
     momenta = (0.5 * inertia_of(masses) * velocities).to(torch.float64)
     products = momenta.unsqueeze(-1) * velocities.to(torch.float64).unsqueeze(-2)
-    return Division.of(batch_idx, num_systems, domain).sums(products)
+    return Division.of(masses, batch_idx, num_systems, domain).sums(products)
 
 
 def temperature(
@@ -173,7 +173,7 @@ def maxwell_boltzmann(
         Number of each system, 0 .. 2³² - 1, by default its index. Velocities depend on the seed, on the key, and on the
         place of an atom in its system, not on other systems of the batch.
     """
-    division, device = Division.of(batch_idx, num_systems, domain), masses.device
+    division, device = Division.of(masses, batch_idx, num_systems, domain), masses.device
     batch_idx, n_systems, _ = division
     kt = of_each("temperature", temperature, n_systems, device)
     check_slopes("temperature", kt)
@@ -192,7 +192,7 @@ def remove_momentum(
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Velocities without the motion of the centre of mass of the atoms that are not frozen."""
-    division = Division.of(batch_idx, num_systems, domain)
+    division = Division.of(masses, batch_idx, num_systems, domain)
     drift = mean_by_mass(division, inertia_of(masses).to(torch.float64), velocities)
     without = velocities - division.of_atoms(drift, len(masses)).to(velocities.dtype)
     return torch.where(masses.isinf().unsqueeze(1), 0.0, without)
@@ -213,7 +213,7 @@ def remove_rotation(
     of inertia, so linear molecules and single atoms are right, too. Systems with frozen atoms do not rotate: they stay
     as they are.
     """
-    division, inertia = Division.of(batch_idx, num_systems, domain), inertia_of(masses).to(torch.float64)
+    division, inertia = Division.of(masses, batch_idx, num_systems, domain), inertia_of(masses).to(torch.float64)
     places = positions.to(torch.float64)
     arms = places - division.of_atoms(mean_by_mass(division, inertia, places), len(masses))
     angular = division.sums(inertia * torch.linalg.cross(arms, velocities.to(torch.float64)))

@@ -2,7 +2,8 @@
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,22 +17,28 @@ _BLOCK = 256
 """The entry is padded to a multiple of this many bytes, so that similar modules have entries of the same size."""
 
 
-def call_with(
-    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call a module with other tensors in place of parameters, wherever it shares them.
+@contextmanager
+def with_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A context in which a module has other tensors in place of parameters, wherever it shares them.
 
     ``tensors`` have the names of `torch.nn.Module.named_parameters`. `torch.func.functional_call` replaces parameters
-    once for each of their names, and afterwards leaves the new tensors in a module that itself has several names. So
-    it gets one name for each module here.
+    only while it calls the module, so that `torch.utils.checkpoint` would compute again with the module's own in the
+    backward pass.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    given = {}
-    for prefix, owner in module.named_modules(remove_duplicate=True):
-        for name, parameter in owner.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            if (first := names[id(parameter)]) in tensors:
-                given[name] = tensors[first]
-    return torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+    own = [
+        (owner._parameters, key, parameter)
+        for owner in module.modules()
+        for key, parameter in owner._parameters.items()
+        if parameter is not None and names[id(parameter)] in tensors
+    ]
+    try:
+        for parameters, key, parameter in own:
+            parameters[key] = tensors[names[id(parameter)]]  # type: ignore[assignment]  # torch's own way, too
+        yield
+    finally:
+        for parameters, key, parameter in own:
+            parameters[key] = parameter
 
 
 class ExactModule(torch.nn.Module):

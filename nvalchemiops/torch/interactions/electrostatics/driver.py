@@ -356,8 +356,6 @@ def _short_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
         system = check_system(asked.atoms)
         check_gradients(request, asked.atoms)
         cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-        if isinstance(alpha, torch.Tensor):
-            checks.check_real("alpha", alpha, system.positions)
         shares.must_be_same(system.domain, request=request)
         rows, cutoff, alpha = system.given_rows(cutoff, asked.neighbors, alpha)
         splitting = given_alpha(alpha, system)

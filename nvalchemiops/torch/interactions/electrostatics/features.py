@@ -339,7 +339,7 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
         found: list[Receiver] = [widths]
         is_wrong = False
         if isinstance(values, torch.Tensor):
-            checks.check_real("receiver_widths", values, positions)
+            values = checks.as_real("receiver_widths", values, positions)
             if values.ndim != 1:
                 raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
             is_wrong = may_read(values) and bool((values < 0.0).any())

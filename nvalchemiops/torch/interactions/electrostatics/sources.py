@@ -72,8 +72,7 @@ def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"`widths` must be a number or have shape (n_atoms,) = ({positions.shape[0]},), got {tuple(widths.shape)}"
         )
-    checks.check_real("widths", widths, positions)
-    widths = widths.expand(positions.shape[0])
+    widths = checks.as_real("widths", widths, positions).expand(positions.shape[0])
     if not may_read(widths):
         return torch.where(widths >= 0.0, widths, torch.nan)
     if not bool(((widths >= 0.0) & (widths < torch.inf)).all()):

@@ -69,7 +69,7 @@ def _table(name: str, value: Any, n_species: int, positions: torch.Tensor) -> to
     if not isinstance(value, torch.Tensor):
         number = _number(name, value)
         return torch.full((n_species, n_species), number, dtype=positions.dtype, device=positions.device)
-    checks.check_real(name, value, positions)
+    value = checks.as_real(name, value, positions)
     if value.ndim == 0:
         return value.expand(n_species, n_species)
     if tuple(value.shape) != (n_species, n_species):
@@ -110,7 +110,7 @@ def _column(
         return value
     if not isinstance(value, torch.Tensor):
         return torch.full((size, 1), _number(name, value), dtype=positions.dtype, device=positions.device)
-    checks.check_real(name, value, positions)
+    value = checks.as_real(name, value, positions)
     if value.ndim == 0 or (value.ndim == 1 and value.shape[0] == 1):
         return value.reshape(1, 1).expand(size, 1)
     if value.ndim != 1 or value.shape[0] != size:

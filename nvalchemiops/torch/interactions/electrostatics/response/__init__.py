@@ -425,6 +425,8 @@ def _check(
         if name == "total_charge" and not isinstance(value, torch.Tensor):
             value = torch.full((n_systems,), checks.as_float(name, value), dtype=like.dtype, device=like.device)
         checks.check_tensor(name, value)
+        if value.is_floating_point():
+            value = value.to(like.dtype)
         if value.dtype != like.dtype or value.device != like.device:
             raise TypeError(
                 f"`{name}` must be {like.dtype} on {like.device}, as `{first}`, got {value.dtype} on {value.device}"
@@ -436,7 +438,7 @@ def _check(
     if "total_charge" in found:
         found["total_charge"] = shares.replicated(domain, found["total_charge"].expand(n_systems))
     if polarizabilities is not None and polarizabilities.ndim == 3:
-        found["polarizabilities"] = 0.5 * (polarizabilities + polarizabilities.mT)
+        found["polarizabilities"] = 0.5 * (found["polarizabilities"] + found["polarizabilities"].mT)
     if polarizabilities is not None:
         _check_not_negative(found["polarizabilities"])
     if "external_field" in found:

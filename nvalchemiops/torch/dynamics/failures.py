@@ -1,0 +1,156 @@
+"""Systems of a batch that a model cannot evaluate: which they are, and how a run goes on without them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nvalchemiops.notices import NvalchemiopsWarning, notify
+from nvalchemiops.torch.dynamics.integrators import Integrator
+from nvalchemiops.torch.dynamics.model import Evaluation, Model
+from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.systems import System
+
+
+class ConvergenceWarning(NvalchemiopsWarning):
+    """Systems have failed, or have not converged in the number of steps that they were given."""
+
+
+def systems_refused(evaluate: Callable[[torch.Tensor], Any], n_systems: int, device: Any) -> torch.Tensor | None:
+    """Systems (n_systems,) that cannot move on, found by halves; None if there are none.
+
+    ``evaluate(systems)`` calls the model with the systems (n_systems,) where they are now, and all others where they
+    have been evaluated before.
+    """
+    refused = torch.zeros(n_systems, dtype=torch.bool, device=device)
+
+    def raises(numbers: torch.Tensor) -> bool:
+        try:
+            evaluate(torch.zeros_like(refused).index_fill_(0, numbers, True))
+        except Exception:
+            return True
+        return False
+
+    everyone = torch.arange(n_systems, device=device)
+    parts = [] if raises(everyone[:0]) else [everyone]  # a model that has ceased to work
+    while parts:
+        part = parts.pop()
+        if not raises(part):
+            continue
+        if len(part) == 1:
+            refused[part] = True
+        else:
+            parts += part.tensor_split(2)
+    return refused if bool(refused.any()) else None
+
+
+class Survivors:
+    """Steps of a batch in which a system that the model refuses stays as it was, and the others go on.
+
+    Nothing is read, and nothing computed, until the model raises an error.
+
+    Parameters
+    ----------
+    model : Model
+    names : tuple of str
+        Variables that flows keep for each atom.
+
+    Attributes
+    ----------
+    failed : (n_systems,) bool tensor, or None
+        None before the first failure.
+    """
+
+    def __init__(self, model: Model, names: tuple[str, ...]) -> None:
+        self._model, self._names = model, names
+        self._before: State | None = None
+        self.failed: torch.Tensor | None = None
+
+    def step(self, integrator: Integrator, state: State) -> State:
+        """The next state; those that have failed keep all that they have."""
+        self._before = state
+        after = integrator.step(state, self)
+        return after if self.failed is None else self._kept(after, state, self.failed)
+
+    def __call__(self, system: System) -> Evaluation:
+        """The model, with systems that have failed where they were before the step."""
+        before = self._before
+        if self.failed is not None:
+            system = self._held(system, ~self.failed)
+        try:
+            return self._model(system)
+        except Exception as error:
+            n_systems = 1 if before is None else before.extra["dt"].shape[0]
+            refused = None
+            if n_systems > 1:
+                moving = system
+                refused = systems_refused(
+                    lambda systems: self._model(self._held(moving, systems)), n_systems, system.positions.device
+                )
+            if refused is None or bool(refused.all()):
+                if before is not None:
+                    error.add_note(f"It ended `simulate` in step {int(before.step) + 1}: try a shorter `dt`.")
+                raise
+            self.failed = refused if self.failed is None else self.failed | refused
+            return self._model(self._held(system, ~self.failed))
+
+    def _held(self, system: System, moves: torch.Tensor) -> System:
+        """The system, with all but the systems in ``moves`` where they were before the step."""
+        assert self._before is not None
+        before = self._before.system
+        positions = torch.where(_rows(moves, system), system.positions, before.positions)
+        if system.cell is None or before.cell is None:
+            return system._replace(positions=positions)
+        return system._replace(positions=positions, cell=torch.where(moves[:, None, None], system.cell, before.cell))
+
+    def _kept(self, after: State, before: State, failed: torch.Tensor) -> State:
+        """The state after a step, with what systems that have failed had before."""
+        n_systems = failed.shape[0]
+        of_atoms = _rows(failed, after.system).squeeze(1)
+
+        def merged(mask: torch.Tensor, now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
+            return torch.where(mask.reshape(-1, *[1] * (now.ndim - 1)), then, now)
+
+        then = before.rows(self._names)
+        rows = {
+            name: now if now is then[name] else merged(of_atoms, now, then[name])
+            for name, now in after.rows(self._names).items()
+        }
+        state = after.with_rows(rows)
+        # variables of systems; constants are the same tensors before and after
+        extra = {
+            name: merged(failed, now, before.extra[name])
+            for name, now in after.extra.items()
+            if name not in rows and now is not before.extra.get(name, now) and now.shape[:1] == (n_systems,)
+        }
+        known = {
+            name: merged(failed, now, then)
+            for name, now, then in zip(Evaluation._fields, state.evaluation, before.evaluation)
+            if now is not None and then is not None and name != "forces"
+        }
+        system, cell = state.system, before.system.cell
+        if system.cell is not None and cell is not None:
+            system = system._replace(cell=merged(failed, system.cell, cell))
+        evaluation = state.evaluation._replace(**known)
+        return state._replace(system=system, evaluation=evaluation, extra={**state.extra, **extra})
+
+
+def _rows(of_systems: torch.Tensor, system: System) -> torch.Tensor:
+    """For each atom the value (n_atoms, 1) of its system."""
+    found = of_systems if system.batch_idx is None else of_systems.index_select(0, system.batch_idx)
+    return found.unsqueeze(1)
+
+
+def warn_of_failures(state: State, failed: torch.Tensor | None) -> torch.Tensor:
+    """Systems (n_systems,) that have failed at the end of a run, with a warning that names them."""
+    broken = ~(state.evaluation.energies.isfinite() & state.kinetic_energies.isfinite())
+    stopped = torch.zeros_like(broken) if failed is None else failed
+    for which, what in (
+        (stopped, "`model` gives an error for the systems {}, which stay where it could evaluate them"),
+        (broken & ~stopped, "the systems {} have energies or velocities that are not finite"),
+    ):
+        numbers = torch.nonzero(which).squeeze(1).tolist()
+        if numbers:
+            advice = ": start these again, with a shorter `dt` or from relaxed positions"
+            notify(what.format(", ".join(map(str, numbers))) + advice, ConvergenceWarning, "simulate failed")
+    return stopped | broken
