@@ -7,11 +7,12 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.kernels.lattice import shortest_on_host
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.runtime.context import may_read, on_host
 
-WORTH_SORTING = 0.9
-"""Ratio of mesh points with and without sorting below which lattice vectors are sorted by their lengths."""
+WORTH_CHANGING = 0.9
+"""Ratio of mesh points below which a mesh has other lattice vectors than the cell, or the same in another order."""
 
 
 MOST_SYSTEMS = 512
@@ -35,16 +36,37 @@ class Sizes(NamedTuple):
         """Lengths (n_systems, 3) of lattice vectors."""
         return np.linalg.norm(self.cell, axis=2)
 
-    def along_longest(self) -> tuple["Sizes", np.ndarray | None]:
-        """The sizes with lattice vectors in an order that makes the common mesh smaller, and this order if it is new.
+    def with_shorter_vectors(self) -> tuple["Sizes", np.ndarray | None]:
+        """The sizes with the shortest lattice vectors in systems where a mesh along them has fewer points.
+
+        Also returns the integer matrices (n_systems, 3, 3) whose products with the cells are the new cells; None if no
+        cell changes.
+        """
+        product = self.lengths.prod(1)
+        # no vectors of the lattice have a smaller product of lengths than the volume
+        may_change = self.volume < WORTH_CHANGING * product
+        if not may_change.any():
+            return self, None
+        found = shortest_on_host(self.cell).astype(np.float64)
+        shorter = np.linalg.norm(found @ self.cell, axis=2).prod(1) < WORTH_CHANGING * product
+        if not shorter.any():
+            return self, None
+        basis = np.where(shorter[:, None, None], found, np.eye(3))
+        return self._replace(cell=basis @ self.cell), basis
+
+    def for_mesh(self) -> tuple["Sizes", np.ndarray | None]:
+        """The sizes with lattice vectors that make the common mesh smaller, and matrices as `with_shorter_vectors`.
 
         Boxes of the same shape in different orientations share a mesh if their longest axes come first.
         """
-        order = np.argsort(-self.lengths, axis=1, kind="stable")
-        lengths = np.take_along_axis(self.lengths, order, 1)
-        if len(order) == 1 or lengths.max(0).prod() > WORTH_SORTING * self.lengths.max(0).prod():
-            return self, None
-        return self._replace(cell=np.take_along_axis(self.cell, order[:, :, None], 1)), order
+        sizes, basis = self.with_shorter_vectors()
+        lengths = sizes.lengths
+        order = np.argsort(-lengths, axis=1, kind="stable")
+        in_order = np.take_along_axis(lengths, order, 1)
+        if len(order) == 1 or in_order.max(0).prod() > WORTH_CHANGING * lengths.max(0).prod():
+            return sizes, basis
+        basis = np.eye(3)[order] @ (np.eye(3) if basis is None else basis)
+        return self._replace(cell=basis @ self.cell), basis
 
     @property
     def skewness(self) -> np.ndarray:
