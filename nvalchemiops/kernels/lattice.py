@@ -99,6 +99,11 @@ def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndar
 MOST_STEPS = 1000
 """Largest number of steps of `shortest_basis`, as a safeguard: each step shortens a vector, so few are needed."""
 
+WORTH_CHANGING = 0.9
+"""Ratio of the products of their lengths below which the shortest vectors of a lattice are used instead of the given
+ones. Cells with angles of 60 to 120 degrees between vectors of equal length, and those that change a little, keep their
+vectors."""
+
 LARGEST_NUMBER = 2.0**30
 """Largest coefficient of a combination of lattice vectors: they are int32."""
 

@@ -7,13 +7,9 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
-from nvalchemiops.kernels.lattice import shortest_on_host
+from nvalchemiops.kernels.lattice import WORTH_CHANGING, shortest_on_host
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.runtime.context import may_read, on_host
-
-WORTH_CHANGING = 0.9
-"""Ratio of mesh points below which a mesh has other lattice vectors than the cell, or the same in another order."""
-
 
 MOST_SYSTEMS = 512
 """Largest batch for which results of the sizes are kept; for larger ones choices take little of the time of a sum."""
