@@ -175,12 +175,33 @@ def shortest_vectors() -> Any:
     return gather_only(kernel)
 
 
+def is_skewed(cell: Any) -> Any:
+    """Whether one of the steps of `shortest_basis` shortens a vector by more than `LEAST_GAIN`.
+
+    Cells are numbers (3, 3), or an array (3, 3, n_systems). If this is False, the shortest vectors are hardly shorter.
+    """
+    (ax, ay, az), (bx, by, bz), (cx, cy, cz) = cell
+    aa, bb, cc = ax * ax + ay * ay + az * az, bx * bx + by * by + bz * bz, cx * cx + cy * cy + cz * cz
+    ab, bc, ca = ax * bx + ay * by + az * bz, bx * cx + by * cy + bz * cz, cx * ax + cy * ay + cz * az
+    found = False
+    for rr, ff, ss, rf, fs, sr in ((aa, bb, cc, ab, bc, ca), (bb, cc, aa, bc, ca, ab), (cc, aa, bb, ca, ab, bc)):
+        both = ff + ss
+        for along, square in ((rf, ff), (sr, ss), (rf - sr, both - 2.0 * fs), (rf + sr, both + 2.0 * fs)):
+            # the multiple is rounded by at most one half
+            found = found | (along * along > square * (0.25 * square + LEAST_GAIN * rr))
+    return found
+
+
+LEAST_GAIN = 0.06
+"""Part of the square of its length that a vector of a skewed cell can lose in one step: 3 % of the length."""
+
+
 def shortest_on_host(cell: np.ndarray) -> np.ndarray:
     """The shortest lattice vectors that form a basis (n_systems, 3, 3), as int32 combinations of cells on the host."""
     basis = np.empty(cell.shape, dtype=np.int32)
     if len(cell):
         ensure_warp()
-        cells = wp.array(np.ascontiguousarray(cell), dtype=wp.mat33d, device="cpu", copy=False)
-        found = wp.array(basis, dtype=wp.int32, device="cpu", copy=False)
+        cells: Any = wp.array(np.ascontiguousarray(cell), dtype=wp.mat33d, device="cpu", copy=False)
+        found: Any = wp.array(basis, dtype=wp.int32, device="cpu", copy=False)
         launch(shortest_vectors(), len(cell), [cells], [found], device="cpu", record_tape=False)
     return basis

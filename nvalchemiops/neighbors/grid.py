@@ -96,7 +96,7 @@ class Grid:
     lattice: wp.mat33d  # as given; zero along open axes
     extent: wp.float64  # sum of the magnitudes of its entries, or of what is added up for those of ``turn @ lattice``
     is_turned: wp.int32
-    turn: whole_matrix  # type: ignore[valid-type]
+    turn: whole_matrix
     planes: wp.mat33d
     reach: wp.vec3d  # in bins
     bins: wp.vec3i  # 0 along open axes

@@ -2,11 +2,13 @@
 
 import functools
 
+import ase
 import ase.build
 import numpy as np
 import pytest
 import torch
 
+from nvalchemiops import ase as ase_terms
 from nvalchemiops.neighbors import grid
 from nvalchemiops.torch import System, plans
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -87,6 +89,20 @@ def test_potentials_and_sources_of_higher_order():
         energies = of(here, dipoles=dipoles, compute_dipole_gradients=True, accuracy=1e-5, **ALL)
         results.append([*seen, *energies])
     close_to_largest(*results, 1e-8)
+
+
+@pytest.mark.parametrize("others", [{}, {"widths": 0.3}], ids=["charges", "gaussians"])
+def test_the_calculator(others):
+    """Its mesh lies along the vectors of the cell."""
+    system, found = ions(), []
+    for method, basis in (("pme", "three vectors"), ("ewald", "in two steps")):
+        atoms = ase.Atoms("Na20", system.positions.numpy(), cell=along(BASES[basis], system).cell[0].numpy(), pbc=True)
+        atoms.calc = ase_terms.Calculator(
+            ase_terms.Electrostatics(method, system.charges.numpy(), accuracy=1e-6, **others)
+        )
+        results = [atoms.get_potential_energy()], atoms.get_forces(), atoms.get_stress()
+        found.append([torch.tensor(values) for values in results])
+    close_to_largest(*found, 3e-5)
 
 
 def slopes(system, basis):
