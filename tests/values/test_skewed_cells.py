@@ -10,7 +10,7 @@ import torch
 
 from nvalchemiops import ase as ase_terms
 from nvalchemiops.neighbors import grid
-from nvalchemiops.torch import System, plans
+from nvalchemiops.torch import System, plans, record
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
     electrostatic_potential,
@@ -63,12 +63,15 @@ def test_results_are_those_of_the_lattice(basis):
 
 
 @pytest.mark.parametrize("options", [{"mesh_spacing": 0.5}, {"mesh_spacing": torch.tensor([0.5])}, {"accuracy": 1e-4}])
-def test_any_way_to_choose_a_mesh(options):
-    system, skewed = ions(), along(BASES["hundreds"], ions())
-    close_to_largest(of(skewed, alpha=0.6, **options, **ALL), of(system, alpha=0.6, **options, **ALL), 1e-8)
-    if "accuracy" not in options:
-        parts = [pme_reciprocal_space(*here[:3], 0.6, **options, **ALL) for here in (skewed, system)]
-        close_to_largest(*parts, 1e-8)
+@pytest.mark.parametrize("alpha", [0.6, None])
+def test_any_way_to_choose_a_mesh(options, alpha):
+    """Also where alpha follows from the mesh, which is too coarse for the alpha of least time."""
+    cells = ions(), along(BASES["hundreds"], ions())
+    expected, found = (of(system, alpha=alpha, **options, **ALL) for system in cells)
+    close_to_largest(found, expected, 1e-8)
+    if "accuracy" not in options and alpha is not None:
+        expected, found = (pme_reciprocal_space(*system[:3], alpha, **options, **ALL) for system in cells)
+        close_to_largest(found, expected, 1e-8)
 
 
 def test_spacings_along_the_vectors_of_the_cell_and_prepared_data_keep_these_vectors():
@@ -173,6 +176,20 @@ def test_calls_that_repeat(repeats):
             close(found, of(along(basis, moved), cutoff=6.0, **near, **ALL), 1e-12)
         close_to_largest(found, of(moved, cutoff=6.0, **csr(moved, 6.0), **ALL), 1e-9)
     assert "0 replayed" not in next(line for line in plans.explain().splitlines() if line.startswith("sum"))
+
+
+def test_a_recorded_step():
+    system = along(BASES["in two steps"], ions())
+    options = {"alpha": 0.5, "mesh_spacing": 0.6, "cutoff": 6.0, **csr(system, 6.5), **ALL}
+
+    @record
+    def recorded(positions):
+        return particle_mesh_ewald(positions, *system[1:3], **options)
+
+    for n in range(4):
+        moved = system.positions + 0.01 * n
+        same_bits(recorded(moved), particle_mesh_ewald(moved, *system[1:3], **options))
+    assert recorded.explain().startswith("last call: replayed")
 
 
 def test_a_cell_that_is_sheared_on_and_on():
