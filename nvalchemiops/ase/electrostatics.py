@@ -26,9 +26,14 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     particle_mesh_ewald,
 )
-from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import check_accuracy, optimal_splitting
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
+    check_accuracy,
+    mesh_for,
+    optimal_splitting,
+)
 from nvalchemiops.torch.interactions.electrostatics.accuracy.methods import method_of_one
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of_system
+from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
@@ -413,7 +418,8 @@ class LatticeSum:
             alphas, cutoffs, target, *_ = optimal_splitting(system, open_part, self.accuracy, costs)
             alpha, cutoff = alphas[0], cutoffs[0]
             if by_mesh:
-                mesh = MeshSum(order, None).chosen(system, torch.as_tensor(alphas, device=device), target).mesh
+                known = strengths_of(system, np) if has_known_moments(system) else None
+                mesh = mesh_for(sizes_of_system(system), alphas, target, order, strengths=known)
             else:
                 k_cutoff = reciprocal_cutoff(alphas, sizes_of_system(system).spacing, target)[0]
         elif by_mesh:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import warp as wp
 
+from nvalchemiops._warp import ensure_warp
 from nvalchemiops.arguments import ValuesError
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.launch import gather_only, kernel_module, kernel_variants, launch
 
 SMALLEST_VOLUME_RATIO = 1e-10
 """Smallest volume spanned by the periodic lattice vectors, relative to the product of their lengths. Below it, the
@@ -96,18 +97,68 @@ def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 MOST_STEPS = 1000
-"""Largest number of steps of `shortest_vectors`, as a safeguard: each step shortens a vector, so few are needed."""
+"""Largest number of steps of `shortest_basis`, as a safeguard: each step shortens a vector, so few are needed."""
+
+WORTH_CHANGING = 0.9
+"""Ratio of the products of their lengths below which the shortest vectors of a lattice are used instead of the given
+ones. Cells with angles of 60 to 120 degrees between vectors of equal length, and those that change a little, keep their
+vectors."""
+
+LARGEST_NUMBER = 2.0**30
+"""Largest coefficient of a combination of lattice vectors: they are int32."""
 
 
-@kernel_variants(())
-def shortest_vectors() -> Any:
-    """The kernel that finds the three shortest lattice vectors that form a basis, as integer combinations.
+@wp.func
+def shortest_basis(vectors: wp.mat33d, numbers: wp.mat33d):
+    """The three shortest lattice vectors that form a basis, and ``numbers`` in this basis.
 
     Each vector is shortened by multiples of another vector, as in Lagrange's reduction in two dimensions, and by
     multiples of the sum and the difference of the two others, until no such step shortens any vector. Then the basis is
     Minkowski-reduced. Source: I. Semaev, in Cryptography and Lattices, Lecture Notes in Computer Science 2146, 181
     (2001), doi:10.1007/3-540-44670-2_13.
+
+    Rows of ``numbers`` are combined as the vectors are. For the coefficients of the combinations, begin with an
+    identity matrix.
     """
+    # a step that shortens a vector only by rounding does not count, or the loop might not end
+    enough = wp.float64(1.0 - 1e-9)
+    steps = int(0)
+    still = int(0)  # consecutive steps that changed nothing
+    k = int(0)
+    while still < 12 and steps < MOST_STEPS:
+        # four steps for each of three vectors: by either of the others, by their difference and by their sum
+        row = k % 3
+        kind = (k // 3) % 4
+        k += 1
+        steps += 1
+        still += 1
+        first = (row + 1) % 3
+        second = (row + 2) % 3
+        step = vectors[first]
+        change = numbers[first]
+        if kind == 1:
+            step = vectors[second]
+            change = numbers[second]
+        if kind == 2:
+            step = vectors[first] - vectors[second]
+            change = numbers[first] - numbers[second]
+        if kind == 3:
+            step = vectors[first] + vectors[second]
+            change = numbers[first] + numbers[second]
+        times = -wp.round(wp.dot(vectors[row], step) / wp.dot(step, step))
+        shorter = vectors[row] + times * step
+        number = numbers[row] + times * change
+        is_shorter = wp.dot(shorter, shorter) < enough * wp.dot(vectors[row], vectors[row])
+        if is_shorter and wp.max(wp.abs(number)) < wp.float64(LARGEST_NUMBER):
+            vectors[row] = shorter
+            numbers[row] = number
+            still = 0
+    return vectors, numbers
+
+
+@kernel_variants(())
+def shortest_vectors() -> Any:
+    """The kernel that finds the shortest lattice vectors that form a basis, as integer combinations."""
 
     @wp.kernel(module=kernel_module("shortest_vectors"), enable_backward=False)
     def kernel(
@@ -116,41 +167,41 @@ def shortest_vectors() -> Any:
         basis: wp.array3d(dtype=wp.int32),  # (n_systems, 3, 3), rows
     ):
         n = offset + wp.tid()
-        vectors = cell[n]
-        numbers = wp.identity(n=3, dtype=wp.float64)
-        # a step that shortens a vector only by rounding does not count, or the loop might not end
-        enough = wp.float64(1.0 - 1e-9)
-        steps = int(0)
-        still = int(0)  # consecutive steps that changed nothing
-        k = int(0)
-        while still < 12 and steps < MOST_STEPS:
-            # four steps for each of three vectors: by either of the others, by their difference and by their sum
-            row = k % 3
-            kind = (k // 3) % 4
-            k += 1
-            steps += 1
-            still += 1
-            first = (row + 1) % 3
-            second = (row + 2) % 3
-            step = vectors[first]
-            change = numbers[first]
-            if kind == 1:
-                step = vectors[second]
-                change = numbers[second]
-            if kind == 2:
-                step = vectors[first] - vectors[second]
-                change = numbers[first] - numbers[second]
-            if kind == 3:
-                step = vectors[first] + vectors[second]
-                change = numbers[first] + numbers[second]
-            times = -wp.round(wp.dot(vectors[row], step) / wp.dot(step, step))
-            shorter = vectors[row] + times * step
-            if wp.dot(shorter, shorter) < enough * wp.dot(vectors[row], vectors[row]):
-                vectors[row] = shorter
-                numbers[row] = numbers[row] + times * change
-                still = 0
+        _, numbers = shortest_basis(cell[n], wp.identity(n=3, dtype=wp.float64))
         for a in range(3):
             for b in range(3):
                 basis[n, a, b] = wp.int32(numbers[a][b])
 
     return gather_only(kernel)
+
+
+def is_skewed(cell: Any) -> Any:
+    """Whether one of the steps of `shortest_basis` shortens a vector by more than `LEAST_GAIN`.
+
+    Cells are numbers (3, 3), or an array (3, 3, n_systems). If this is False, the shortest vectors are hardly shorter.
+    """
+    (ax, ay, az), (bx, by, bz), (cx, cy, cz) = cell
+    aa, bb, cc = ax * ax + ay * ay + az * az, bx * bx + by * by + bz * bz, cx * cx + cy * cy + cz * cz
+    ab, bc, ca = ax * bx + ay * by + az * bz, bx * cx + by * cy + bz * cz, cx * ax + cy * ay + cz * az
+    found = False
+    for rr, ff, ss, rf, fs, sr in ((aa, bb, cc, ab, bc, ca), (bb, cc, aa, bc, ca, ab), (cc, aa, bb, ca, ab, bc)):
+        both = ff + ss
+        for along, square in ((rf, ff), (sr, ss), (rf - sr, both - 2.0 * fs), (rf + sr, both + 2.0 * fs)):
+            # the multiple is rounded by at most one half
+            found = found | (along * along > square * (0.25 * square + LEAST_GAIN * rr))
+    return found
+
+
+LEAST_GAIN = 0.06
+"""Part of the square of its length that a vector of a skewed cell can lose in one step: 3 % of the length."""
+
+
+def shortest_on_host(cell: np.ndarray) -> np.ndarray:
+    """The shortest lattice vectors that form a basis (n_systems, 3, 3), as int32 combinations of cells on the host."""
+    basis = np.empty(cell.shape, dtype=np.int32)
+    if len(cell):
+        ensure_warp()
+        cells: Any = wp.array(np.ascontiguousarray(cell), dtype=wp.mat33d, device="cpu", copy=False)
+        found: Any = wp.array(basis, dtype=wp.int32, device="cpu", copy=False)
+        launch(shortest_vectors(), len(cell), [cells], [found], device="cpu", record_tape=False)
+    return basis

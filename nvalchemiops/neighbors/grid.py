@@ -12,6 +12,10 @@ test rejects atoms of the wrong bin. No atom is found twice: all bins that a sea
 part of a box of `SEARCHED_BINS` bins along each axis, and A, B and size are such that the bins of a box of this size
 have distinct slots. (A small system is one bin on a ring of one slot.)
 
+In a skewed cell bins lie along the shortest vectors of the lattice, ``turn @ cell`` with a matrix of whole numbers, and
+so do the images in which they are visited. Where an image or whole cells leave the grid, they are converted to the
+vectors as given.
+
 Wrapped atoms lie within the cell along periodic axes. In ``x_i = w_i + m_i @ cell`` the whole cells ``m_i`` that were
 subtracted are kept, so that images between wrapped atoms can be converted to images for the positions as given.
 """
@@ -21,7 +25,7 @@ from collections.abc import Callable
 
 import warp as wp
 
-from nvalchemiops.kernels.lattice import SMALLEST_VOLUME_RATIO
+from nvalchemiops.kernels.lattice import SMALLEST_VOLUME_RATIO, WORTH_CHANGING, shortest_basis
 from nvalchemiops.kernels.native import by_device, row_kernel
 from nvalchemiops.launch import kernel_module, kernel_variants
 
@@ -64,6 +68,9 @@ wrapped twice."""
 FARTHEST_BIN = 2.0**30
 """Largest bin coordinate along open axes: atoms beyond are put into the last bin."""
 
+LARGEST_TURN = 2.0**14
+"""Largest number in ``turn``: the rounding of products with it is much less than `SLACK`, and images fit into int32."""
+
 SLACK = 1e-9
 """Widening of a search, relative to the size of the numbers, so that rounding does not hide a bin."""
 
@@ -79,12 +86,17 @@ def ring_slots(n_atoms: int, n_systems: int, method: int) -> int:
     return 2 * n_atoms + n_systems * (SMALLEST_SHARED_RING if method == BINNED else 1)
 
 
+whole_matrix = wp.types.matrix(shape=(3, 3), dtype=wp.int32)
+
+
 @wp.struct
 class Grid:
     """The bins of one system; see the top of this file."""
 
-    lattice: wp.mat33d  # zero along open axes
-    extent: wp.float64  # sum of the magnitudes of its entries
+    lattice: wp.mat33d  # as given; zero along open axes
+    extent: wp.float64  # sum of the magnitudes of its entries, or of what is added up for those of ``turn @ lattice``
+    is_turned: wp.int32
+    turn: whole_matrix
     planes: wp.mat33d
     reach: wp.vec3d  # in bins
     bins: wp.vec3i  # 0 along open axes
@@ -155,22 +167,25 @@ def cells_to_vector(cells: wp.vec3d, lattice: wp.mat33d):
 
 
 @wp.func
-def whole_cells(u: wp.vec3d, bins: wp.vec3i):
-    """The whole part of fractional coordinates along periodic axes."""
+def whole_cells(x: wp.vec3d, grid: Grid):
+    """The whole cells ``m`` in ``x``, with ``m @ grid.lattice`` off which it lies inside the cell of the bins."""
+    u = grid.planes * x
     cells = wp.vec3d()
     for a in range(3):
-        if bins[a] > 0:
+        if grid.bins[a] > 0:
             cells[a] = wp.floor(u[a])
-    return cells
+    if grid.is_turned == 0:
+        return cells
+    return cells * wp.mat33d(grid.turn)
 
 
 @wp.func
 def fold(x: wp.vec3d, grid: Grid):
-    """Whole cells to take off ``x`` so that it lies inside the cell along periodic axes, as floating-point numbers."""
-    cells = whole_cells(grid.planes * x, grid.bins)
+    """Whole cells to take off ``x`` so that it lies inside the cell of the bins, as floating-point numbers."""
+    cells = whole_cells(x, grid)
     if wp.max(wp.abs(cells)) > wp.float64(wp.static(NEAR_CELLS)):
         rest = x - cells_to_vector(cells, grid.lattice)
-        cells = cells + whole_cells(grid.planes * rest, grid.bins)
+        cells = cells + whole_cells(rest, grid)
     return cells
 
 
@@ -267,6 +282,30 @@ def describe(
         determinant = wp.float64(1.0)
         periodic = wp.vec3i(0, 0, 0)
         lengths = wp.vec3d(wp.float64(1.0), wp.float64(1.0), wp.float64(1.0))
+    vectors = given
+    numbers = wp.mat33d()
+    is_turned = int(0)
+    # the least product of lengths is the volume, here for vectors of length one
+    if wp.abs(determinant) < wp.float64(wp.static(WORTH_CHANGING)):
+        for a in range(3):
+            numbers[a, a] = wp.float64(periodic[a])
+        shorter, found = shortest_basis(given, numbers)
+        ratio = wp.float64(1.0)
+        most = wp.float64(0.0)
+        for a in range(3):
+            most = wp.max(most, wp.max(wp.abs(found[a])))
+            if periodic[a] != 0:
+                ratio *= wp.length(shorter[a]) / lengths[a]
+        if ratio < wp.float64(wp.static(WORTH_CHANGING)) and most <= wp.float64(wp.static(LARGEST_TURN)):
+            is_turned = 1
+            vectors = shorter
+            numbers = found
+            for a in range(3):
+                if periodic[a] != 0:
+                    lengths[a] = wp.length(shorter[a])
+                    rows[a] = shorter[a] / lengths[a]
+            complete = orthonormal_completion(rows, periodic)
+            determinant = wp.dot(complete[0], wp.cross(complete[1], complete[2]))
     dual = wp.mat33d()
     for a in range(3):
         dual[a] = wp.cross(complete[(a + 1) % 3], complete[(a + 2) % 3]) / (determinant * lengths[a])
@@ -298,7 +337,7 @@ def describe(
             for b in range(3):
                 if periodic[b] != 0:
                     expected = wp.where(a == b, wp.float64(1.0), wp.float64(0.0))
-                    error = wp.abs(wp.dot(dual[a], given[b]) - expected)
+                    error = wp.abs(wp.dot(dual[a], vectors[b]) - expected)
                     defect += error * (wp.float64(3.0) + cutoff * wp.length(dual[b]))
             slack = defect + wp.float64(wp.static(SLACK)) * (wp.float64(1.0) + fraction)
             far[a] = (fraction + slack) * wp.float64(n_bins[a])
@@ -345,7 +384,13 @@ def describe(
     grid.lattice = given
     for a in range(3):
         for b in range(3):
-            grid.extent += wp.abs(given[a, b])
+            if is_turned == 0:
+                grid.extent += wp.abs(given[a, b])
+            else:
+                row = wp.abs(given[b, 0]) + wp.abs(given[b, 1]) + wp.abs(given[b, 2])
+                grid.extent += wp.abs(numbers[a, b]) * row
+                grid.turn[a, b] = wp.int32(numbers[a, b])
+    grid.is_turned = is_turned
     grid.planes = dual
     grid.reach = far
     grid.bins = n_bins

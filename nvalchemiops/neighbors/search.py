@@ -192,6 +192,11 @@ def search_text(addition: Addition) -> str:
             line.from_after = slots[0];
             line.to_after = slots[end_slot - last_slot - 1];
         }}
+        if (grid.is_turned) {{  // from here on the image counts vectors as given
+            const int x = line.image[0], y = line.image[1], z = line.image[2];
+            for (int a = 0; a < 3; ++a)
+                line.image[a] = x * grid.turn.data[0][a] + y * grid.turn.data[1][a] + z * grid.turn.data[2][a];
+        }}
         return line;
     }};
     const auto move = [](const auto &grid, const int *image, double *moved) {{

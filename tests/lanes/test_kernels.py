@@ -261,6 +261,7 @@ def searches() -> Problem:
     numbers = (65, 0, 200, 1, 33)
     batch_idx = torch.repeat_interleave(torch.arange(5, dtype=torch.int32), torch.tensor(numbers))
     cell = torch.tensor([[9.0, 0, 0], [2, 8, 0], [-1, 2, 7]], dtype=F64) + 0.3 * random(5, 3, 3)
+    cell[2, 2] += 3.0 * cell[2, 0]  # skewed, where the bins lie along other vectors
     x = 12.0 * random(sum(numbers), 3)
     pbc = torch.tensor([[True] * 3, [True] * 3, [True, False, True], [True] * 3, [False] * 3])
     targets = torch.tensor([4, 0, 4, 250])

@@ -136,10 +136,11 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     alpha : float or (n_systems,) tensor, 1/length, optional
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
     mesh_spacing : float or tensor (n_systems,) or (n_systems, 3), length, optional
-        Largest distance between mesh points along the lattice vectors.
+        Largest distance between mesh points along the vectors of the mesh: the shortest vectors of the lattice if the
+        cell is skewed, but those of the cell with a spacing for each vector, with prepared tensors, and with a domain.
     mesh_dimensions : (int, int, int), optional
         Number of mesh points along the lattice vectors, the same for all systems. By default as many as ``accuracy``
-        needs.
+        needs, in a skewed cell along the shortest vectors of the lattice.
     spline_order : int, optional
         2 to 10. By default 5 with a given mesh; otherwise the fastest order from 5 to 10.
         Energies have ``spline_order - 2`` continuous derivatives, and one more that is piecewise continuous. A mesh

@@ -74,6 +74,13 @@ class ChargedSystem(NamedTuple):
         """Total number of atoms."""
         return self.positions.shape[0]
 
+    def along(self, basis: torch.Tensor | None) -> "ChargedSystem":
+        """The system with other vectors of the same lattices, in float64: the cells ``basis @ cell``.
+
+        ``basis`` (n_systems, 3, 3) holds whole numbers, with determinants of one or minus one; None for the same cells.
+        """
+        return self if basis is None else self._replace(cell=basis @ self.cell.to(torch.float64))
+
     def lattice(self) -> Lattice:
         """The lattice of the cells, differentiable, with a frame for each atom."""
         return lattice_of(self.cell, self.batch_idx, self.n_atoms)

@@ -91,7 +91,7 @@ class LongRange(Protocol):
     ) -> Any:
         """The alpha (n_systems,) of least cost, if parameters are not given; with numpy or torch.
 
-        ``lengths`` (n_systems, 3) of the lattice vectors are given if the parameters will be `chosen`.
+        ``lengths`` (n_systems, 3) of the lattice vectors of a mesh are given if the parameters will be `chosen`.
         """
         ...
 
@@ -266,7 +266,7 @@ def optimal_splitting(
     else:
         sizes = sizes_of_system(system)
         count, volume = sizes.n_atoms, sizes.volume
-        lengths = None if long_range.is_given or system.n_systems == 1 else sizes.lengths
+        lengths = None if long_range.is_given or system.n_systems == 1 else sizes.with_shorter_vectors()[0].lengths
     spacing, target = core.average_distance(count, volume, xp), core.Target(accuracy)
     others = (costs, xp, lengths)
     alpha = long_range.optimal_alpha(count, volume, target, *others)
@@ -323,7 +323,7 @@ def _choose_by_sizes(
     choice = _choices.get(key)
     if choice is None:
         sizes, target = sizes_of_system(system), core.Target(accuracy)
-        lengths = None if system.n_systems == 1 else sizes.lengths
+        lengths = None if system.n_systems == 1 else sizes.with_shorter_vectors()[0].lengths
         optimal = long_range.optimal_alpha(sizes.n_atoms, sizes.volume, target, costs, np, lengths)
         reach = core.real_cutoff(optimal, sizes.spacing, target).clip(None, cutoff)
         with torch.inference_mode(False):

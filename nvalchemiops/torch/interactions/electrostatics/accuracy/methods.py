@@ -97,7 +97,7 @@ def _by_k_vectors(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float
 def _by_mesh(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | None) -> Way:
     target, spacing, n_atoms = core.Target(accuracy), sizes.spacing, sizes.n_atoms
     order, one = core.order_of_least_cost(accuracy, costs), len(sizes.n_atoms) == 1
-    sorted_sizes = sizes if one else sizes.along_longest()[0]
+    sizes, _ = sizes.for_mesh()
     lengths = None if one else sizes.lengths
     alpha = MeshSum(order, None).optimal_alpha(n_atoms, sizes.volume, target, costs, np, lengths)
     cutoff = core.real_cutoff(alpha, spacing, target)
@@ -105,7 +105,7 @@ def _by_mesh(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | No
         cutoff, alpha = _for_reach(reach, cutoff, spacing, target)
     of_derivatives = target._replace(force=target.force / sizes.skewness)
     h = core.mesh_spacing(alpha, spacing, of_derivatives, order).clip(core.FINEST / alpha, None)
-    least = (sorted_sizes.lengths / h[:, None]).max(0)
+    least = (sizes.lengths / h[:, None]).max(0)
     x, y, z = (core.mesh_size(float(n), 1.0, order, 0.25) for n in least)
     times = {
         "pairs": 1e-9 * costs.pair * _pairs(sizes, cutoff),
@@ -113,7 +113,7 @@ def _by_mesh(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | No
         "splines": 1e-9 * costs.columns(order) * float(n_atoms.sum()),
         "call": 1e-9 * costs.call_of_mesh,
     }
-    errors = core.expected_errors(alpha, cutoff, spacing, sorted_sizes.mesh_model((x, y, z), order), target)
+    errors = core.expected_errors(alpha, cutoff, spacing, sizes.mesh_model((x, y, z), order), target)
     return Way("pme", order, cutoff, alpha, 0.0 * alpha, (x, y, z), times, float(np.hypot(*errors).max()))
 
 
@@ -139,7 +139,7 @@ def method_of_one(n_atoms: int, accuracy: float, costs: core.Costs, finds_neighb
 
 def method_of_several(sizes: Sizes, accuracy: float, costs: core.Costs, finds_neighbors: bool) -> str:
     """The faster method for a batch. Cells that change a little leave it alone, except at a boundary."""
-    lengths = core.in_steps(sizes.lengths, "nearest", STEPS_OF_LENGTHS)
+    lengths = core.in_steps(sizes.with_shorter_vectors()[0].lengths, "nearest", STEPS_OF_LENGTHS)
     key = (lengths.tobytes(), sizes.n_atoms.tobytes(), accuracy, costs, finds_neighbors)
     found = _methods.find(key)
     if found is None:

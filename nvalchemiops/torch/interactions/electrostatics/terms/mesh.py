@@ -23,7 +23,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import mesh_for
-from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import key_of_sizes, sizes_of_system
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes, key_of_sizes, sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
@@ -122,6 +122,11 @@ class Precomputed(NamedTuple):
     moduli_y: Any = None
     moduli_z: Any = None
 
+    @property
+    def are_none(self) -> bool:
+        """Whether none is given."""
+        return all(value is None for value in self)
+
     def check(self, n_systems: int, mesh: tuple[int, int, int]) -> None:
         """Raise unless the shapes fit."""
         half = (mesh[0], mesh[1], mesh[2] // 2 + 1)
@@ -140,7 +145,7 @@ class Precomputed(NamedTuple):
 
 
 MOST_MESHES = 64
-"""Number of chosen meshes that are kept, with their `MeshSum.axes`."""
+"""Number of chosen meshes that are kept, with their `MeshSum.basis`."""
 
 Planes = tuple[tuple[int, int], tuple[int, int]]
 """First and end of the planes of the half mesh along its second and its third axis."""
@@ -167,8 +172,8 @@ class MeshSum(NamedTuple):
         The influence function, if it is prepared.
     valid : (n_systems,) bool tensor or None
         If values could not be read: False for cells that differ from the prepared ones.
-    axes : (n_systems, 3) int64 tensor or None
-        For each system, the lattice vector of each axis of the mesh; None if they are in order.
+    basis : (n_systems, 3, 3) float64 tensor or None
+        Whole numbers: the axes of the mesh are the vectors ``basis @ cell``. None if they are those of the cell.
     """
 
     spline_order: int
@@ -177,7 +182,7 @@ class MeshSum(NamedTuple):
     precomputed: Precomputed = Precomputed()
     influence: Influence | None = None
     valid: torch.Tensor | None = None
-    axes: torch.Tensor | None = None
+    basis: torch.Tensor | None = None
 
     @classmethod
     def given(
@@ -209,8 +214,16 @@ class MeshSum(NamedTuple):
             )
         if mesh_spacing is None:
             return cls(NOT_CHOSEN if spline_order is None else order, None, precomputed=precomputed)
-        mesh = mesh_spacing_to_dimensions(system.cell.detach(), mesh_spacing, spline_order=order)
-        return cls(order, mesh, "`mesh_spacing`", precomputed)
+        cell, basis = system.cell.detach(), None
+        # several spacings are those along the vectors of the cell, and prepared data have a mesh along them
+        of_any_vectors = not isinstance(mesh_spacing, torch.Tensor) or mesh_spacing.ndim < 2
+        if of_any_vectors and precomputed.are_none and system.domain is None:
+            ones = np.ones(system.n_systems)
+            sizes, found = Sizes(on_host(cell).astype(np.float64), ones, ones).with_shorter_vectors()
+            if found is not None:
+                cell, basis = torch.as_tensor(sizes.cell), _basis_on(cell.device, found)
+        mesh = mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=order)
+        return cls(order, mesh, "`mesh_spacing`", precomputed, basis=basis)
 
     @staticmethod
     def of_cell(cell: torch.Tensor, *given: Any) -> None:
@@ -240,7 +253,7 @@ class MeshSum(NamedTuple):
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
         """As for `LongRange`."""
         assert self.mesh is not None
-        cell = system.cell.detach().to(torch.float64)
+        cell = system.along(self.basis).cell.detach().to(torch.float64)
         return core.mesh_model(cell, lattice_of(cell, None, 0).inverse, self.mesh, self.spline_order, torch)
 
     def optimal_alpha(
@@ -260,19 +273,19 @@ class MeshSum(NamedTuple):
         sizes_known = key_of_sizes(system) if system.of_points else None
         if sizes_known is not None:
             force = np.asarray(target.force)
-            key = (sizes_known, values.tobytes(), target.accuracy, force.tobytes(), self.spline_order)
-            if (found := _meshes.get(key)) is not None:
-                return self._replace(mesh=found[0], axes=found[1])
-        sizes, axes, notes = sizes_of_system(system), None, notices.count()
+            options = self.spline_order, self.precomputed.are_none
+            key = (sizes_known, values.tobytes(), target.accuracy, force.tobytes(), options)
+            if (kept := _meshes.get(key)) is not None:
+                return self._replace(mesh=kept[0], basis=kept[1])
+        sizes, basis, notes = sizes_of_system(system), None, notices.count()
         strengths = strengths_of(system, np) if has_known_moments(system) else None
-        if system.n_systems > 1 and system.domain is None:
-            sizes, order = sizes.along_longest()
-            with torch.inference_mode(False):
-                axes = None if order is None else torch.as_tensor(order, device=alpha.device)
+        if system.domain is None and self.precomputed.are_none:  # a domain is divided along the vectors of its cell
+            sizes, found = sizes.for_mesh()
+            basis = _basis_on(alpha.device, found)
         mesh = mesh_for(sizes, values, target, self.spline_order, strengths=strengths)
         if key is not None and notices.count() == notes:  # choices with warnings must warn in each call
-            _meshes.keep(key, (mesh, axes))
-        return self._replace(mesh=mesh, axes=axes)
+            _meshes.keep(key, (mesh, basis))
+        return self._replace(mesh=mesh, basis=basis)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "MeshTerm":
         """As for `LongRange`."""
@@ -284,7 +297,7 @@ class MeshSum(NamedTuple):
             raise ValueError(f"`spline_order` must be at least {lowest} with `{name}`, got {self.spline_order}")
         if system.domain is not None:
             division_of(system.domain, self.mesh, self.spline_order)  # made here, on the stream of the caller
-        return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence, self.axes)
+        return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence, self.basis)
 
 
 # -- the sum --------------------------------------------------------------------------------------
@@ -298,13 +311,12 @@ class MeshTerm(NamedTuple):
     mesh: tuple[int, int, int]
     spline_order: int
     prepared: Influence | None = None
-    axes: torch.Tensor | None = None
+    basis: torch.Tensor | None = None
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        potential, alpha, mesh, spline_order, prepared, axes = self
-        if axes is not None:
-            system = system._replace(cell=system.cell.gather(1, axes.unsqueeze(2).expand(-1, -1, 3)))
+        potential, alpha, mesh, spline_order, prepared, basis = self
+        system = system.along(basis)
         dtype, batch_idx, n_systems = system.moments.dtype, system.batch_idx, system.n_systems
         with_virial = derivatives.virial
         division = None if system.domain is None else division_of(system.domain, mesh, spline_order)
@@ -382,6 +394,16 @@ def _for_both_parts(values: torch.Tensor) -> torch.Tensor:
     Each is stored twice: a product in which the last axis is broadcast takes four times as long on a CPU.
     """
     return torch.stack([values, values], -1).unsqueeze(1)
+
+
+def _basis_on(device: torch.device, basis: np.ndarray | None) -> torch.Tensor | None:
+    """The matrices of `MeshSum.basis`; equal ones are one tensor, by which plans on a GPU recognize them."""
+    if basis is None:
+        return None
+    key = basis.shape, basis.tobytes()
+    with torch.inference_mode(False):
+        (found,) = cached_on_device("basis", device, key, lambda: (torch.as_tensor(basis, device=device),))
+    return found
 
 
 def division_of(domain: "Domain", mesh: tuple[int, int, int], spline_order: int) -> MeshDivision:
