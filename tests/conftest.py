@@ -9,6 +9,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+# Containers often switch bytecode off. Then each worker rewrites the asserts of all tests again, for ten seconds, and
+# each process that a test starts compiles the library.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # One compile process per test worker is plenty on the machines that run this.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A cached joint graph does not know that the formula of one of our operators was edited.

@@ -81,12 +81,13 @@ def check(case, dtypes=tuple(SLACK), methods=SINGLE, formats=FORMATS, search=eve
                     method=method,
                 )
                 found = in_order(rows_of(results, as_list))
-                assert_pairs(found, expected, half)
-                if not half:
-                    assert full is None or np.array_equal(found, full)
+                if half:
+                    assert np.array_equal(found, half_of(full))
+                elif full is None:
+                    assert_pairs(found, expected)
                     full = found
                 else:
-                    assert np.array_equal(found, half_of(full))
+                    assert np.array_equal(found, full)
 
 
 def unit_vectors(rng, kind):
