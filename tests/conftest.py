@@ -9,10 +9,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-# Containers often switch bytecode off. Then each worker rewrites the asserts of all tests again, for ten seconds, and
-# each process that a test starts compiles the library.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 # One compile process per test worker is plenty on the machines that run this.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A cached joint graph does not know that the formula of one of our operators was edited.
@@ -28,6 +24,11 @@ os.environ.setdefault("NVALCHEMIOPS_COSTS", "")
 import hypothesis
 import pytest
 import torch
+
+# Containers often switch bytecode off. Then each worker rewrites the asserts of all tests again, for ten seconds, and
+# each process that a test starts compiles the library.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, database=None)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=500, print_blob=True)

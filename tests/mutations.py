@@ -81,7 +81,7 @@ def faults_of(mutation: Mutation) -> list[str]:
 
 def run_tests(tree: Path, arguments: Sequence[str], marks: str, limit: float) -> Outcome:
     """Run tests in this tree up to the first failure. More than ``limit`` seconds are a failure, too."""
-    # bytecode is found by the second and size of a file: a run takes longer than that, so that no two mutations are alike
+    # bytecode is found by the second and the size of a file; a run takes longer, so that no two mutations are alike
     environment = os.environ | {"PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", *arguments]
     begin = time.monotonic()
