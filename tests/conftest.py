@@ -25,6 +25,11 @@ import hypothesis
 import pytest
 import torch
 
+# Containers often switch bytecode off. Then each worker rewrites the asserts of all tests again, for ten seconds, and
+# each process that a test starts compiles the library.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, database=None)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=500, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

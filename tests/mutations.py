@@ -81,8 +81,8 @@ def faults_of(mutation: Mutation) -> list[str]:
 
 def run_tests(tree: Path, arguments: Sequence[str], marks: str, limit: float) -> Outcome:
     """Run tests in this tree up to the first failure. More than ``limit`` seconds are a failure, too."""
-    # bytecode is found by seconds and sizes of files, in which a file and its mutation may be alike
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    # bytecode is found by the second and the size of a file; a run takes longer, so that no two mutations are alike
+    environment = os.environ | {"PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", *arguments]
     begin = time.monotonic()
     with subprocess.Popen(

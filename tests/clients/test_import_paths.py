@@ -161,6 +161,7 @@ FORKED = """
     import json, os, sys
 
     import torch
+    import warp  # which the imports below share: it takes longer than they do
 
     assert not any(name.startswith("nvalchemiops") for name in sys.modules)
     said = {}
@@ -184,7 +185,7 @@ FORKED = """
 
 @pytest.fixture(scope="module")
 def said_by_imports():
-    """By name and way to import it. Each way has a process of its own, which has imported torch and nothing of ours."""
+    """By name and way to import it. Each way has a process of its own, which has imported torch and Warp and nothing of ours."""
     codes = {
         f"{name}, {way}": "\n".join(
             [

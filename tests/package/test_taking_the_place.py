@@ -50,7 +50,7 @@ class Environment:
 
     def install(self, *wheels):
         for wheel in wheels:
-            self.pip("install", "-q", "--no-index", "--no-deps", wheel)
+            self.pip("install", "-q", "--no-index", "--no-deps", "--no-compile", wheel)
 
     def says(self, code):
         """What a program prints last, or the error that it ends with."""

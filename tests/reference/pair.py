@@ -154,10 +154,9 @@ class Parameters(NamedTuple):
 def find_pairs(positions, cell, batch_idx, reach, pbc=(True, True, True), exclusions=(), factors=()):
     """Every pair closer than ``reach``, system by system, image by image."""
     x = positions.detach()
-    scaled = {frozenset(pair): factor for pair, factor in zip(exclusions, factors, strict=True)}
-    rows, distances = [], []
+    found, lengths = [], []
     for system in range(int(batch_idx.max()) + 1):
-        atoms = (batch_idx == system).nonzero()[:, 0].tolist()
+        atoms = (batch_idx == system).nonzero()[:, 0]
         bounds = [0, 0, 0]
         lattice = torch.zeros(3, 3, dtype=x.dtype)
         if cell is not None:
@@ -167,30 +166,24 @@ def find_pairs(positions, cell, batch_idx, reach, pbc=(True, True, True), exclus
             spread = (x[atoms] @ dual).amax(0) - (x[atoms] @ dual).amin(0)
             most = (reach * dual.norm(dim=0) + spread).ceil().int().tolist()
             bounds = [b if periodic else 0 for b, periodic in zip(most, pbc)]
-        for image in itertools.product(*(range(-b, b + 1) for b in bounds)):
-            offset = torch.tensor(image, dtype=x.dtype) @ lattice
-            distance = (x[atoms][None] - x[atoms][:, None] + offset).norm(dim=-1)
-            for a, b in (distance < reach).nonzero().tolist():
-                if a != b or any(image):
-                    rows.append((atoms[a], atoms[b], *image))
-                    distances.append(float(distance[a, b]))
-    nearest = {}
-    for row, distance in zip(rows, distances):
-        pair = frozenset(row[:2])
-        if pair in scaled and row[0] != row[1]:
-            nearest[pair] = min(nearest.get(pair, math.inf), distance)
-    factor = [
-        scaled[frozenset(row[:2])] if distance < nearest.get(frozenset(row[:2]), -1.0) + 1e-9 else 1.0
-        for row, distance in zip(rows, distances)
-    ]
-    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
-    return Pairs(
-        table[:, 0],
-        table[:, 1],
-        table[:, 2:].to(torch.float64),
-        torch.tensor(factor, dtype=torch.float64),
-        batch_idx.long(),
-    )
+        images = torch.tensor(list(itertools.product(*(range(-b, b + 1) for b in bounds))))
+        apart = x[atoms][None] - x[atoms][:, None]
+        farthest = apart.norm(dim=-1).flatten().max() if len(atoms) else 0.0
+        images = images[(images.to(x.dtype) @ lattice).norm(dim=-1) < 1.01 * reach + farthest]
+        distance = (apart + (images.to(x.dtype) @ lattice)[:, None, None]).norm(dim=-1)
+        image, a, b = (distance < reach).nonzero().T
+        rows = torch.cat([atoms[a, None], atoms[b, None], images[image]], dim=1)
+        others = (a != b) | images[image].any(dim=1)
+        found.append(rows[others])
+        lengths.append(distance[image, a, b][others])
+    table, length = torch.cat(found), torch.cat(lengths)
+    i, j = table[:, 0], table[:, 1]
+    factor = torch.ones(len(table), dtype=torch.float64)
+    for (first, second), scale in zip(exclusions, factors, strict=True):
+        images_of_pair = ((i == first) & (j == second)) | ((i == second) & (j == first))
+        if first != second and images_of_pair.any():
+            factor[images_of_pair & (length < length[images_of_pair].min() + 1e-9)] = scale
+    return Pairs(i, j, table[:, 2:].to(torch.float64), factor, batch_idx.long())
 
 
 def distances_of(positions, cell, pairs):

@@ -288,16 +288,9 @@ measures = pytest.mark.skipif(
 )
 
 
-def measured(code):
-    """The list ``out`` that the code leaves."""
-    return python_says(MEASURE + code + "print(json.dumps(out))", **OWN_PAGES)
-
-
-@measures
-def test_a_huge_dummy_cell_costs_no_memory():
-    """3,000 atoms in 100 angstrom, cells of 1e4 to 1e7 with pbc off (and on): below 64 MiB, the same pairs."""
-    found = measured(
-        """
+# Lists named ``out``, one for each test. One process measures them all: to start one takes longer.
+MEASURED = {
+    "dummy cell": """
 x = uniform(3000, 100, 100, 100)
 bare = neighbor_list(x, 8.0, return_neighbor_list=True)[0]
 out = []
@@ -309,17 +302,9 @@ for extent in (1e4, 1e5, 1e7):
             same = found[0].shape == bare.shape and not found[2].any()
             ours, theirs = (p[:, (p[0].long() * 3000 + p[1]).argsort()] for p in (found[0], bare))
             out.append((memory, bool(same and torch.equal(ours, theirs))))
-"""
-    )
-    assert len(found) == 12 and all(same for _, same in found)
-    assert max(memory for memory, _ in found) < 64 * 2**20
-
-
-@measures
-def test_vacuum_costs_no_memory():
-    """A slab of 60,000 atoms with ten times the vacuum needs at most 1.2 times the memory."""
-    found = measured(
-        """
+            del found
+""",
+    "vacuum": """
 x = uniform(60000, 200, 200, 15)
 out = []
 for periodic in (True, False):
@@ -328,18 +313,8 @@ for periodic in (True, False):
         memory, found = extra(x, 4.0, cell, torch.tensor([True, True, periodic]), return_neighbor_list=True)
         out.append((memory, found[0].shape[1]))
         del found
-"""
-    )
-    assert len({n_pairs for _, n_pairs in found}) == 1
-    for thin, thick in (found[:2], found[2:]):
-        assert thick[0] <= 1.2 * thin[0]
-
-
-@measures
-def test_memory_of_100_000_atoms():
-    """The list form, at the density of water, within 3 times the bytes of its pairs, and linear."""
-    found = measured(
-        """
+""",
+    "100,000 atoms": """
 out = []
 for n_atoms in (100_000, 200_000):
     edge = (n_atoms / 0.1) ** (1 / 3)
@@ -347,8 +322,39 @@ for n_atoms in (100_000, 200_000):
     memory, found = extra(uniform(n_atoms, edge, edge, edge), 6.0, cell, return_neighbor_list=True)
     out.append((memory, sum(t.numel() * t.element_size() for t in (found[0], found[2]))))
     del found
-"""
-    )
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """What the process says of each of these, by name."""
+    parts = (f"{code}measured[{name!r}] = out\n" for name, code in MEASURED.items())
+    code = MEASURE + "measured = {}\n" + "".join(parts) + "print(json.dumps(measured))"
+    return python_says(code, **OWN_PAGES)
+
+
+@measures
+def test_a_huge_dummy_cell_costs_no_memory(measured):
+    """3,000 atoms in 100 angstrom, cells of 1e4 to 1e7 with pbc off (and on): below 64 MiB, the same pairs."""
+    found = measured["dummy cell"]
+    assert len(found) == 12 and all(same for _, same in found)
+    assert max(memory for memory, _ in found) < 64 * 2**20
+
+
+@measures
+def test_vacuum_costs_no_memory(measured):
+    """A slab of 60,000 atoms with ten times the vacuum needs at most 1.2 times the memory."""
+    found = measured["vacuum"]
+    assert len({n_pairs for _, n_pairs in found}) == 1
+    for thin, thick in (found[:2], found[2:]):
+        assert thick[0] <= 1.2 * thin[0]
+
+
+@measures
+def test_memory_of_100_000_atoms(measured):
+    """The list form, at the density of water, within 3 times the bytes of its pairs, and linear."""
+    found = measured["100,000 atoms"]
     for memory, size in found:
         assert memory <= 3.0 * size
     assert found[1][0] <= 2.2 * found[0][0]
