@@ -213,11 +213,11 @@ LIBRARY = {
         ("out of bounds", "d[a] = exact(x_j[a]) - x_i[a];", None),
     ),
     "search: more neighbors than there is room for": (
-        (search_neighbors, _search, "hit && slot < r.room", "hit"),
-        ("race of blocks", "index.data[r.start + slot] =", None),
+        (search_neighbors, _search, "hit && slot < (in_list ? row_begin.data[row + 1] - start : width)", "hit"),
+        ("race of lanes", "index.data[start + slot] =", None),
     ),
     "search: all lanes fill the rest of a row": (
-        (search_neighbors, _search, "finish(r, found, lane, 32);", "finish(r, found, 0, 1);"),
+        (search_neighbors, _search, "found, lane, 32);", "found, 0, 1);"),
         ("race of lanes", "index.data[r.start + slot] = fill_value;", 1),
     ),
     "Fourier sums: two atoms have one place": (
