@@ -268,14 +268,13 @@ def joined(
     lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device, in_steps: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """The points of all systems; ``in_steps`` with further ones of the last system, whose weights are zero."""
-    if in_steps and lists:
-        count = sum([len(points) for points, _ in lists])
-        step = max(STEPS_OF_NUMBERS, (1 << (count // STEPS_OF_NUMBERS).bit_length()) // 2)
-        (points, weights), more = lists[-1], -count % step
-        lists = [*lists[:-1], (np.pad(points, ((0, more), (0, 0))), np.pad(weights, ((0, more), (0, 0))))]
     sizes = np.array([points.shape[0] for points, _ in lists], dtype=np.int64)
+    if in_steps and lists:
+        count = int(sizes.sum())
+        more = -count % max(STEPS_OF_NUMBERS, (1 << (count // STEPS_OF_NUMBERS).bit_length()) // 2)
+        lists, sizes[-1] = [*lists, (np.zeros((more, 3), dtype=np.int32), np.zeros((more, 4)))], sizes[-1] + more
     begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    system = np.repeat(np.arange(len(lists), dtype=np.int32), sizes)
+    system = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     points = np.concatenate([np.zeros((0, 3), dtype=np.int32), *(points for points, _ in lists)])
     weights = np.concatenate([np.zeros((0, 4)), *(weights for _, weights in lists)])
     return tuple(torch.from_numpy(values).to(device) for values in (points, begin, system, weights))

@@ -69,7 +69,7 @@ class KVectorSum(NamedTuple):
     argument: str = "`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices`"
     k_cutoff: torch.Tensor | None = None
     valid: torch.Tensor | None = None
-    factors: tuple[torch.Tensor, torch.Tensor] | None = None
+    factors: tuple[torch.Tensor, ...] | None = None
 
     @classmethod
     def given(
@@ -183,9 +183,9 @@ class KVectorSum(NamedTuple):
 _Part = tuple[np.ndarray, ...]
 
 _parts: Kept[dict[Hashable, _Part]] = Kept(4)
-"""By cells, numbers of atoms and accuracy: points, weights and `reciprocal_factors` of systems, by number, alpha and force.
+"""By cells, numbers of atoms and accuracy: points, weights and `reciprocal_factors` of each system.
 
-In a batch some force changes by a step in almost each call, but then most systems have what they had before."""
+They are found by number, alpha and force. In a batch some force changes by a step in almost each call, but then most systems have what they had before."""
 
 MOST_BYTES = 2**25
 """Largest memory for the parts of the same cells."""
@@ -277,7 +277,7 @@ class ReciprocalTerm(NamedTuple):
     potential: LongRangePotential
     alpha: torch.Tensor
     k_vectors: WaveVectors
-    factors: tuple[torch.Tensor, torch.Tensor] | None = None
+    factors: tuple[torch.Tensor, ...] | None = None
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
