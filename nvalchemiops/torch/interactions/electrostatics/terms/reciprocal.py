@@ -185,7 +185,8 @@ _Part = tuple[np.ndarray, ...]
 _parts: Kept[dict[Hashable, _Part]] = Kept(4)
 """By cells, numbers of atoms and accuracy: points, weights and `reciprocal_factors` of each system.
 
-They are found by number, alpha and force. In a batch some force changes by a step in almost each call, but then most systems have what they had before."""
+They are found by number, alpha and force. In a batch some force changes by a step in almost each call, but then most
+systems have what they had before."""
 
 MOST_BYTES = 2**25
 """Largest memory for the parts of the same cells."""
