@@ -1,5 +1,7 @@
 """Sums of batches that are called again: choices that are kept, and plans, as `test_repeated_sums` has for one."""
 
+import functools
+
 import pytest
 import torch
 
@@ -11,8 +13,10 @@ from nvalchemiops.torch.interactions.electrostatics import (
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy import choice
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
+from nvalchemiops.torch.interactions.electrostatics.terms import reciprocal
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
+from tests.routes.test_plans import close, way_of
 from tests.routes.test_repeated_sums import F64, NAMES, REQUESTS, moved, same_bits
 from tests.support.plans import forget, ordinary, plan_of
 
@@ -30,6 +34,47 @@ def a_batch(sizes=(8, 12, 5), seed=0):
     numbers = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes))
     x = (torch.rand(sum(sizes), 1, 3, generator=generator, dtype=F64) @ cell[numbers]).squeeze(1)
     return x, torch.randn(sum(sizes), generator=generator, dtype=F64), cell, numbers
+
+
+def test_forces_of_a_batch_that_change_by_a_step(monkeypatch):
+    """The parts of other systems are kept, and all calls share a plan; bits do not depend on the calls before."""
+    grid = torch.cartesian_prod(*[torch.arange(2, dtype=F64)] * 3) / 2
+    cell = torch.diag_embed(torch.tensor([[4.0, 4.0, 4.0], [4.0, 4.2, 4.5], [5.0, 4.0, 4.5]], dtype=F64))
+    numbers = torch.arange(3, dtype=torch.int32).repeat_interleave(8)
+    x, q = (grid @ cell).reshape(-1, 3), (1.0 - 4.0 * grid.sum(1) % 4.0).repeat(3)
+    names = ("neighbor_list", "neighbor_ptr", "neighbor_shifts")
+    near = dict(zip(names, neighbor_list(x, 4.0, cell, batch_idx=numbers, return_neighbor_list=True)))
+    displaced = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=F64)
+
+    def results(x):
+        computed = {"compute_forces": True, "compute_virial": True}
+        return ewald_summation(x, q, cell, batch_idx=numbers, accuracy=1e-4, cutoff=4.0, **near, **computed)
+
+    def gradients(x):
+        x, h = x.clone().requires_grad_(), cell.clone().requires_grad_()
+        energies = ewald_summation(x, q, h, batch_idx=numbers, accuracy=1e-4, cutoff=4.0, **near)
+        first = torch.autograd.grad(energies.square().sum(), (x, h), create_graph=True)
+        return [t.detach() for t in (*first, *torch.autograd.grad(first[1].square().sum(), (x, h)))]
+
+    def at(step):
+        """The atoms of some systems, as the bits of ``step`` say, are farther from their sites."""
+        far = torch.tensor([0.2 if step >> bit & 1 else 0.12 for bit in range(3)], dtype=F64)
+        return x + far[numbers].unsqueeze(1) * displaced
+
+    for call, tolerance in ((results, 0.0), (gradients, 1e-11)):
+        forget()
+        ways = []
+        for step in (0, 1, 3, 2, 6, 7, 5, 4):
+            found = call(at(step))
+            ways.append(way_of("sum"))
+            with monkeypatch.context() as patch:
+                patch.setattr(reciprocal, "_parts", Kept(4))
+                patch.setattr("nvalchemiops.torch.runtime.cache._kept", Kept(MOST_ENTRIES))
+                close(found, ordinary(functools.partial(call, at(step))), tolerance)
+        # a second derivative passes the first ones twice, so the parameters of each call have their own plan
+        assert call is gradients or ways.count("plan (replayed, for any parameters)") > 1, ways
+    (parts,) = reciprocal._parts.values()
+    assert len(parts) > 5, "forces of all systems were to change"
 
 
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])

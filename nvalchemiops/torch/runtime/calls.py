@@ -86,10 +86,11 @@ class Call(NamedTuple):
     end : callable, optional
         ``end(results, body)`` makes the return value of the call, in new memory. It runs outside of the plan, so it may
         read results. Only for calls without derivatives.
-    in_any_cell : callable, optional
-        ``in_any_cell(call)`` describes the call so that all its inputs may be moving, for a plan that serves all their
-        values; or returns None. It checks the present values, which the `prepare` of that call does not read in a
-        recording, and may raise as `prepare` does. Without it each value of the fixed inputs has a plan.
+    in_general : callable, optional
+        ``in_general(call)`` describes the call with more of its inputs moving, or with `prepared` tensors in place of
+        options, for a plan that serves all their values; or returns None. It checks the present values, which the
+        `prepare` of that call does not read in a recording, and may raise as `prepare` does. Without it each value of
+        the fixed inputs and options has a plan.
     prepared : tuple of torch.Tensor
         Further moving tensors, without derivatives, which `prepare` then takes after ``near``.
     op : callable, optional
@@ -113,7 +114,7 @@ class Call(NamedTuple):
     by_system: bool = False
     domain: Any = None
     end: Callable[[Tensors, Body], Tensors] | None = None
-    in_any_cell: Callable[["Call"], "Call | None"] | None = None
+    in_general: Callable[["Call"], "Call | None"] | None = None
     prepared: Tensors = ()
     op: Callable[[], Tensors] | None = None
     waits: bool = True

@@ -327,8 +327,8 @@ def _planned(
 ) -> Tensors | None:
     """Run `full` with a plan, which may be recorded first; None if there is no plan. For ``tensors`` see `_value`.
 
-    A value of the cells that has no plan of its own shares one with other values. Such a plan computes in each replay
-    what depends on the cells alone.
+    A value of the cells, or chosen parameters, that have no plan of their own share one with other values. Such a plan
+    computes in each replay what depends on the cells, or on the parameters alone.
     """
     if isinstance(kind, str):
         return _noted(call, "once", kind, None)
@@ -358,16 +358,17 @@ def _planned(
             return found
         table.entries.pop(key, None)
     if why := table.obstacle(call.name, key):
-        if call.in_any_cell is not None and kind.place is None and (general := call.in_any_cell(call)) is not None:
+        if call.in_general is not None and kind.place is None and (general := call.in_general(call)) is not None:
             # with its own name, since its replays do not pay for recordings of single cells
-            name = f"{call.name} in any cell"
-            general = general._replace(name=name, n_moving=n_inputs, in_any_cell=None)
+            of_any = "for any cell" if general.n_moving == n_inputs else "for any parameters"
+            name = f"{call.name} {of_any}"
+            general = general._replace(name=name, in_general=None)
             of_all = kind_of(general, False)
             of_all = of_all if isinstance(of_all, str) else of_all._replace(table=table)
             found = _planned(general, of_all, levels, needed, tensors)
             way, reason = _last.pop(name, ("plan", "replayed"))
             if found is not None:
-                return _noted(call, way, f"{reason}, for any cell", found)
+                return _noted(call, way, f"{reason}, {of_any}", found)
         differing = [part for part, now, then in zip(PARTS, kind.key, before) if now != then]
         beside = f"; the call before had other {', other '.join(differing)}" if differing else ""
         return _noted(call, "once", why + beside, None)

@@ -127,9 +127,21 @@ def chosen_points(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
     return _points_within(core.in_steps(on_host(cell).astype(np.float64)), k_cutoff)
 
 
+def points_of_systems(
+    numbers: np.ndarray, cell: torch.Tensor, k_cutoff: torch.Tensor
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Points and weights of `chosen_points` for some of the systems."""
+    lattice, lengths = core.in_steps(on_host(cell).astype(np.float64)[numbers]), on_host(k_cutoff)[numbers]
+    found = _within([c.tobytes() for c in lattice], lengths.clip(None, _LONGEST).tolist())
+    return [points[:2] for points in found]
+
+
+_LONGEST = 1e60
+"""Lengths are clipped so that the number of k-vectors does not overflow before it is checked."""
+
+
 def _points_within(lattice: np.ndarray, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    # clipped so that the number of k-vectors does not overflow before it is checked
-    found = _kept_within(lattice, on_host(k_cutoff).astype(np.float64).clip(None, 1e60))
+    found = _kept_within(lattice, on_host(k_cutoff).astype(np.float64).clip(None, _LONGEST))
     # copies: compiled code may write into the results of operators
     return tuple([t.to(k_cutoff.device, copy=True) for t in found])
 
@@ -139,7 +151,7 @@ def points_of_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> tuple
     """K-vectors with these Miller indices, (n, 3) for all systems or (n_systems, n, 3). Reads them on the host."""
     indices = on_host(miller_indices)
     lists = [indices] * cell.shape[0] if indices.ndim == 2 else list(indices)
-    return _joined([_of_indices(np.ascontiguousarray(n, dtype=np.int64).tobytes()) for n in lists], cell.device)
+    return joined([_of_indices(np.ascontiguousarray(n, dtype=np.int64).tobytes()) for n in lists], cell.device)
 
 
 def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.device) -> WaveVectors:
@@ -203,7 +215,7 @@ def _kept_within(lattice: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor
     regular = changed & np.array([next_one > 0.0 for *_, next_one in each], dtype=bool)
     inverse[regular] = np.linalg.inv(lattice[regular])
     with torch.inference_mode(False):  # other calls will use them
-        tensors = _joined([points[:2] for points in each], torch.device("cpu"), in_steps=True)
+        tensors = joined([points[:2] for points in each], torch.device("cpu"), in_steps=True)
     _batches.keep(key, _Batch(inverse, each, tensors))
     return tensors
 
@@ -252,18 +264,17 @@ STEPS_OF_NUMBERS = 16
 """Steps per factor of two in which numbers of chosen points grow, so that calls whose k-vectors differ share a plan."""
 
 
-def _joined(
+def joined(
     lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device, in_steps: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """The points of all systems; ``in_steps`` with further ones of the last system, whose weights are zero."""
-    if in_steps and lists:
-        count = sum([len(points) for points, _ in lists])
-        step = max(STEPS_OF_NUMBERS, (1 << (count // STEPS_OF_NUMBERS).bit_length()) // 2)
-        (points, weights), more = lists[-1], -count % step
-        lists = [*lists[:-1], (np.pad(points, ((0, more), (0, 0))), np.pad(weights, ((0, more), (0, 0))))]
     sizes = np.array([points.shape[0] for points, _ in lists], dtype=np.int64)
+    if in_steps and lists:
+        count = int(sizes.sum())
+        more = -count % max(STEPS_OF_NUMBERS, (1 << (count // STEPS_OF_NUMBERS).bit_length()) // 2)
+        lists, sizes[-1] = [*lists, (np.zeros((more, 3), dtype=np.int32), np.zeros((more, 4)))], sizes[-1] + more
     begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    system = np.repeat(np.arange(len(lists), dtype=np.int32), sizes)
+    system = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     points = np.concatenate([np.zeros((0, 3), dtype=np.int32), *(points for points, _ in lists)])
     weights = np.concatenate([np.zeros((0, 4)), *(weights for _, weights in lists)])
     return tuple(torch.from_numpy(values).to(device) for values in (points, begin, system, weights))

@@ -33,6 +33,7 @@ def evaluate(
     near: Sequence[Any] = (),
     options: tuple[Any, ...] | str = engine.UNKNOWN,
     chosen: Sequence[torch.Tensor] = (),
+    in_cells: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """The results of a sum: energies, then the derivatives that were requested.
 
@@ -48,14 +49,16 @@ def evaluate(
         As for `engine.Call`, for a plan.
     chosen : sequence of torch.Tensor
         Tensors among those of ``terms`` and ``options`` that follow from cells, positions and charges.
+    in_cells : bool
+        Whether a plan for any values of ``chosen`` is for these cells alone, since they are known to return.
     """
 
     def prepare(inputs: Sequence[torch.Tensor], near: Any, *others: torch.Tensor) -> engine.Body:
         return body_of(_with(tuple(terms), dict(zip(map(id, chosen), others))), system, request)
 
-    def in_any_cell(call: engine.Call) -> engine.Call:
+    def in_general(call: engine.Call) -> engine.Call:
         others = _with(options, dict.fromkeys(map(id, chosen)))
-        return call._replace(options=others, prepared=tuple(chosen))
+        return call._replace(options=others, prepared=tuple(chosen), n_moving=call.n_moving if in_cells else 3)
 
     if near and not layout(system.positions.device.type).reads:
         options = "its terms hold the lists, which a graph would copy"
@@ -70,7 +73,7 @@ def evaluate(
         (system.batch_idx, system.widths, system.slab_axes, system.has_channels),
         options if system.domain is None else "ranks share it",
         along=is_constant and request.has_first_derivatives,
-        in_any_cell=in_any_cell,
+        in_general=in_general,
         others=own,
         batch_idx=system.batch_idx,
         n_systems=system.n_systems,

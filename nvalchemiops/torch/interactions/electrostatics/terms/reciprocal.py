@@ -11,6 +11,7 @@ and therefore S, do not change under strain. The two Fourier sums are ops; every
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.layout import layout
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import key_of_sizes, spacing_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
@@ -27,20 +29,22 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     box_points,
     check_bounds,
     chosen_points,
+    joined,
     per_system,
     points_of_indices,
+    points_of_systems,
     points_within,
 )
-from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import frames_of
 from nvalchemiops.torch.interactions.pair.shares import summed_for_shares
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
-from nvalchemiops.torch.operators.lattice import Lattice
+from nvalchemiops.torch.operators.lattice import Lattice, lattice_of
 from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import may_keep, may_read
+from nvalchemiops.torch.runtime.context import may_keep, may_read, on_host
 
 # -- which k-vectors ------------------------------------------------------------------------------
 
@@ -57,12 +61,15 @@ class KVectorSum(NamedTuple):
         The length up to which the k-vectors are complete, if that is known.
     valid : (n_systems,) bool tensor or None
         If values could not be read: False for systems whose vectors do not belong to the reciprocal lattice.
+    factors : tuple of (n_points, 4) tensors or None
+        `reciprocal_factors` of chosen k-vectors for the Coulomb potential, if they are kept.
     """
 
     k_vectors: WaveVectors | None = None
     argument: str = "`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices`"
     k_cutoff: torch.Tensor | None = None
     valid: torch.Tensor | None = None
+    factors: tuple[torch.Tensor, ...] | None = None
 
     @classmethod
     def given(
@@ -116,7 +123,7 @@ class KVectorSum(NamedTuple):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """As for `LongRange`."""
-        return () if self.k_vectors is None else self.k_vectors[:4]
+        return () if self.k_vectors is None else (*self.k_vectors[:4], *(self.factors or ()))
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
         """As for `LongRange`. A list of k-vectors is assumed to be complete up to its largest Miller indices."""
@@ -144,24 +151,82 @@ class KVectorSum(NamedTuple):
         """As for `LongRange`."""
         cell, splitting = system.cell.detach(), alpha.detach()
 
-        def vectors() -> tuple[Any, ...]:
+        def k_cutoff() -> torch.Tensor:
             force = torch.as_tensor(target.force, device=alpha.device)
-            k_cutoff = core.reciprocal_cutoff(splitting, spacing_of(system), target._replace(force=force), torch)
-            if others is not None:
-                return chosen_points(cell, k_cutoff)
-            return cached_by_value("k-vectors in steps", (cell, k_cutoff), (), lambda: chosen_points(cell, k_cutoff))
+            return core.reciprocal_cutoff(splitting, spacing_of(system), target._replace(force=force), torch)
 
-        others: Any = None
+        sizes_known = None
         if isinstance(target.force, np.ndarray) and may_keep(cell, splitting):
             sizes_known = key_of_sizes(system)
-            others = None if sizes_known is None else (sizes_known, target.accuracy, target.force.tobytes())
-        found = cached_by_value("chosen k-vectors", (cell, splitting), others, vectors)
-        return self._replace(k_vectors=WaveVectors(*found))
+        if sizes_known is None:
+            lengths = k_cutoff()
+            vectors = cached_by_value("k-vectors in steps", (cell, lengths), (), lambda: chosen_points(cell, lengths))
+            return self._replace(k_vectors=WaveVectors(*vectors))
+
+        def of_systems() -> tuple[torch.Tensor, ...]:
+            parts = _parts.find(key := (sizes_known, target.accuracy))
+            if parts is None:  # most cells that change in each call never return
+                _parts.keep(key, {})
+                return chosen_points(cell, k_cutoff())
+            return _joined_parts(parts, cell, splitting, target.force, k_cutoff)
+
+        others = (sizes_known, target.accuracy, target.force.tobytes())
+        vectors = cached_by_value("chosen k-vectors", (cell, splitting), others, of_systems)
+        return self._replace(k_vectors=WaveVectors(*vectors[:4]), factors=vectors[4:] or None)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
         """As for `LongRange`."""
         assert self.k_vectors is not None
-        return ReciprocalTerm(potential, alpha, self.k_vectors)
+        return ReciprocalTerm(potential, alpha, self.k_vectors, self.factors)
+
+
+_Part = tuple[np.ndarray, ...]
+
+_parts: Kept[dict[Hashable, _Part]] = Kept(4)
+"""By cells, numbers of atoms and accuracy: points, weights and `reciprocal_factors` of each system.
+
+They are found by number, alpha and force. In a batch some force changes by a step in almost each call, but then most
+systems have what they had before."""
+
+MOST_BYTES = 2**25
+"""Largest memory for the parts of the same cells."""
+
+
+def _joined_parts(
+    parts: dict[Hashable, _Part],
+    cell: torch.Tensor,
+    alpha: torch.Tensor,
+    force: np.ndarray,
+    k_cutoff: Callable[[], torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """The chosen points of a batch and their factors, from kept ``parts``; those of other systems are added."""
+    keys = list(enumerate(zip(on_host(alpha).tolist(), force.tolist())))
+    found = [parts.get(key) for key in keys]
+    new = [number for number, part in enumerate(found) if part is None]
+    if new:
+        added = _parts_of(np.array(new), cell, alpha, k_cutoff())
+        for number, part in zip(new, added):
+            found[number] = part
+        if sum([array.nbytes for part in (*parts.values(), *added) for array in part]) > MOST_BYTES:
+            parts.clear()
+        parts.update({keys[number]: part for number, part in zip(new, added)})
+    points, weights, *factors = zip(*[part for part in found if part is not None])
+    vectors = joined(list(zip(points, weights)), alpha.device, in_steps=True)
+    # the points that are added have no weight
+    more = np.full((vectors[0].shape[0] - sum(map(len, points)), 4), -0.0)
+    return (*vectors, *[torch.from_numpy(np.concatenate([*values, more])) for values in factors])
+
+
+def _parts_of(numbers: np.ndarray, cell: torch.Tensor, alpha: torch.Tensor, k_cutoff: torch.Tensor) -> list[_Part]:
+    """The parts of the systems with these ``numbers``."""
+    each = points_of_systems(numbers, cell, k_cutoff)
+    counts = [len(points) for points, _ in each]
+    points, weights = (torch.from_numpy(np.concatenate(values)) for values in zip(*each))
+    system = torch.from_numpy(np.repeat(numbers, counts))
+    vectors = WaveVectors(points, system, system, weights)  # rows of systems are not needed
+    factors = reciprocal_factors(COULOMB, lattice_of(cell, None, 0), alpha, vectors, True)
+    split = [np.split(on_host(values), np.cumsum(counts)[:-1]) for values in factors if values is not None]
+    return [(*part, *[values.copy() for values in own]) for part, *own in zip(each, *split)]
 
 
 def _up_to(cell: torch.Tensor, lengths: torch.Tensor) -> WaveVectors:
@@ -208,15 +273,16 @@ def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, to
 
 
 class ReciprocalTerm(NamedTuple):
-    """The long-range part at given k-vectors, with alpha (n_systems,)."""
+    """The long-range part at given k-vectors, with alpha (n_systems,) and `reciprocal_factors` if they are known."""
 
     potential: LongRangePotential
     alpha: torch.Tensor
     k_vectors: WaveVectors
+    factors: tuple[torch.Tensor, ...] | None = None
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        potential, alpha, k_vectors = self
+        potential, alpha, k_vectors, factors = self
         n_systems, batch_idx, with_virial = system.n_systems, system.batch_idx, derivatives.virial
         lattice = system.lattice()
         frames = frames_of(system, lattice, torch.float64)
@@ -228,12 +294,17 @@ class ReciprocalTerm(NamedTuple):
         )
         share = fourier_spread(frames.moments, coordinates, *plan, frames.highest)
         structure = summed_for_shares(system.domain, share)
-        value, derivative = cached_by_value(
-            "reciprocal factors",
-            (system.cell, alpha, k_vectors.points, k_vectors.weights),
-            (potential, with_virial) if potential.is_constant else None,
-            lambda: reciprocal_factors(potential, lattice, alpha, k_vectors, with_virial),
-        )
+        value: torch.Tensor
+        derivative: torch.Tensor | None
+        if factors is not None and not (system.cell.requires_grad and torch.is_grad_enabled()):
+            value, derivative = factors[0], factors[1] if with_virial else None
+        else:
+            value, derivative = cached_by_value(
+                "reciprocal factors",
+                (system.cell, alpha, k_vectors.points, k_vectors.weights),
+                (potential, with_virial) if potential.is_constant else None,
+                lambda: reciprocal_factors(potential, lattice, alpha, k_vectors, with_virial),
+            )
         highest = frames.highest + int(derivatives.forces)
         gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, highest)
         contribution = frames.contribution(gathered, system, derivatives)
