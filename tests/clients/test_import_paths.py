@@ -185,7 +185,7 @@ FORKED = """
 
 @pytest.fixture(scope="module")
 def said_by_imports():
-    """By name and way to import it. Each way has a process of its own, which has imported torch and Warp and nothing of ours."""
+    """By name and way to import it. Each way has a process of its own, with torch and Warp and nothing of ours."""
     codes = {
         f"{name}, {way}": "\n".join(
             [
