@@ -7,8 +7,8 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -284,8 +284,10 @@ def from_module(
     def call(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         return own(parameters, args, kwargs)(*args, **kwargs)
 
-    def around(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        return with_parameters(own(parameters, args, kwargs), parameters)
+    @contextmanager
+    def around(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Iterator[None]:
+        with _one_call, with_parameters(own(parameters, args, kwargs), parameters):
+            yield
 
     def for_shapes(parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         scratch = _scratch(module)
@@ -323,6 +325,9 @@ _copies: dict[int, dict[torch.device, torch.nn.Module]] = {}
 """Copies of modules on other devices, by ``id`` of the module. They are dropped when the module is freed."""
 
 _copies_lock = fork_safe(threading.RLock())
+
+_one_call = fork_safe(threading.RLock())
+"""Held while modules have other parameters: JAX calls on several threads, and two modules may share a part."""
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:

@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import gc
 import pickle
+import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -628,6 +630,36 @@ def test_checkpoints_in_modules_are_computed_again_with_the_given_parameters():
     found, expected = (jax.vmap(lambda p, f=f: derivatives(f, p))(several) for f in (found_of, apply))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
+
+
+def test_modules_keep_their_parameters_in_calls_from_several_threads():
+    """Calls with different parameters, each of which is interrupted while it computes derivatives."""
+    weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+
+    class Slow(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x):
+            product = self.weight * x
+            if product.requires_grad:
+                product.register_hook(lambda gradient: time.sleep(2e-3))
+            time.sleep(2e-3)
+            return (product * self.weight).sum()
+
+    module = Slow()
+    slopes = jax.jit(jax.value_and_grad(from_module(module)[0]))
+    x = jnp.arange(1.0, 4.0)
+
+    def found(number):
+        value, slope = slopes({"weight": jnp.array([float(number)])}, x)
+        return float(value), float(slope["weight"][0])
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, values in zip([*range(1, 5)] * 5, pool.map(found, [*range(1, 5)] * 5)):
+            assert values == (6.0 * number**2, 12.0 * number)
+    assert module.weight is weight
 
 
 def test_parameters_are_arguments():
