@@ -17,7 +17,7 @@ import torch
 from nvalchemiops.jax._jax_internals import vary_alike, vary_like_results
 from nvalchemiops.jax.bridge import Bridge, from_torch, types_without_data
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
-from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, to_torch
+from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, operator, to_torch
 from nvalchemiops.jax.systems import Neighbors, System
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch import checks, dynamics
@@ -405,6 +405,15 @@ class TorchModel:
         return types + [Shape((n, 3, 3), dtype)] * (self.stress and system.cell is not None)
 
 
+degrees_of_freedom: Any = operator(dynamics.degrees_of_freedom)
+kinetic_energy: Any = operator(dynamics.kinetic_energy)
+kinetic_tensor: Any = operator(dynamics.kinetic_tensor)
+maxwell_boltzmann: Any = operator(dynamics.maxwell_boltzmann)
+remove_momentum: Any = operator(dynamics.remove_momentum)
+remove_rotation: Any = operator(dynamics.remove_rotation)
+temperature: Any = operator(dynamics.temperature)
+
+
 __all__ = [
     "Evaluation",
     "FromEnergies",
@@ -413,10 +422,17 @@ __all__ = [
     "State",
     "TorchModel",
     "csvr",
+    "degrees_of_freedom",
+    "kinetic_energy",
+    "kinetic_tensor",
     "langevin",
+    "maxwell_boltzmann",
     "nose_hoover",
     "nph",
     "npt",
     "nve",
+    "remove_momentum",
+    "remove_rotation",
     "stochastic_cell",
+    "temperature",
 ]

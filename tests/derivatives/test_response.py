@@ -368,7 +368,7 @@ BAD = {
     "neither": ({"polarizabilities": None}, ValueError, "`hardness` or `polarizabilities`"),
     "chi alone": ({"electronegativity": torch.ones(3)}, ValueError, "`electronegativity` is for charges"),
     "field shape": ({"external_field": torch.ones(5)}, ValueError, r"`external_field` must have shape \(3,\)"),
-    "dtype": ({"external_field": torch.ones(3).double()}, TypeError, "`external_field` must be torch.float32"),
+    "dtype": ({"external_field": torch.ones(3).int()}, TypeError, "`external_field` must be torch.float32"),
     "polarizability shape": ({"polarizabilities": torch.ones(3, 3)}, ValueError, "`polarizabilities` must have shape"),
     "negative": ({"polarizabilities": torch.tensor([1.0, -0.1, 1.0])}, ValueError, "must be non-negative"),
     "negative along an axis": (

@@ -410,3 +410,33 @@ def test_errors_name_what_is_wrong():
     for kind in (dynamics.FromEnergies, dynamics.TorchModel):
         with pytest.raises(TypeError, match="must be callable"):
             kind(3)
+
+
+OF_VELOCITIES = {
+    "kinetic_energy": ("velocities", "masses"),
+    "kinetic_tensor": ("velocities", "masses"),
+    "temperature": ("velocities", "masses"),
+    "remove_momentum": ("velocities", "masses"),
+    "remove_rotation": ("velocities", "positions", "masses"),
+    "degrees_of_freedom": ("masses",),
+    "maxwell_boltzmann": ("masses", "temperature"),
+}
+
+
+@pytest.mark.parametrize("name", OF_VELOCITIES)
+def test_functions_of_velocities_are_those_of_torch(name):
+    rng = np.random.default_rng(0)
+    given = {"velocities": rng.normal(size=(5, 3)), "positions": rng.normal(size=(5, 3)), "temperature": TEMPERATURES}
+    given |= {"masses": 1.0 + rng.random(5)}
+    arguments, batch_idx = [given[key] for key in OF_VELOCITIES[name]], np.array([1, 0, 1, 1, 0])
+    call = functools.partial(getattr(dynamics, name), num_systems=2)
+    tensors = [torch.tensor(value, requires_grad=True) for value in arguments]
+    expected = getattr(in_torch, name)(*tensors, torch.tensor(batch_idx), 2)
+    found = jit(call)(*arguments, batch_idx=batch_idx)
+    np.testing.assert_allclose(found, expected.detach(), rtol=1e-12, atol=1e-14)
+    if OF_VELOCITIES[name][0] == "velocities":
+        slope = jit(jax.grad(lambda v: (call(v, *arguments[1:], batch_idx=batch_idx) ** 2).sum()))(arguments[0])
+        (of_torch,) = torch.autograd.grad(expected.square().sum(), tensors[0])
+        np.testing.assert_allclose(slope, of_torch, rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match="`num_systems` is needed"):
+        getattr(dynamics, name)(*arguments, batch_idx=batch_idx)

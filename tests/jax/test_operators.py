@@ -868,3 +868,23 @@ def test_operators_are_functions_with_documentation():
             found = getattr(module, name)
             assert isinstance(found, type) or inspect.isfunction(found), name
             assert found.__name__ == name and "tensor" not in (inspect.getdoc(found) or "tensor"), name
+
+
+@pytest.mark.parametrize("derivatives", [0, 2])
+def test_potentials_at_atoms_are_those_of_torch(derivatives):
+    rng = np.random.default_rng(0)
+    positions, charges, cell = 5.0 * rng.random((6, 3)), rng.normal(size=(6, 2)), 6.0 * np.eye(3)
+    options = {"alpha": 1.0, "k_cutoff": 8.0, "cutoff": 2.9, "derivatives": derivatives, "receiver_widths": [0.0, 0.1]}
+
+    def of_jax(x):
+        return electrostatics.electrostatic_potential(x, charges, cell, **options)
+
+    x = torch.tensor(positions, requires_grad=True)
+    expected = torch_electrostatics.electrostatic_potential(x, torch.tensor(charges), torch.tensor(cell), **options)
+    found = jax.jit(of_jax)(positions)
+    assert [value is None for value in found] == [value is None for value in expected]
+    for a, b in zip(found[: derivatives + 1], expected):
+        np.testing.assert_allclose(a, b.detach(), rtol=1e-12)
+    slope = jax.grad(lambda x: (of_jax(x)[derivatives] ** 2).sum())(positions)
+    (of_torch,) = torch.autograd.grad(expected[derivatives].square().sum(), x)
+    np.testing.assert_allclose(slope, of_torch, rtol=1e-11, atol=1e-13)

@@ -11,6 +11,7 @@ from nvalchemiops.jax.interactions.electrostatics.ewald import (
     ewald_reciprocal_space,
     ewald_summation,
 )
+from nvalchemiops.jax.interactions.electrostatics.features import electrostatic_potential
 from nvalchemiops.jax.interactions.electrostatics.k_vectors import (
     generate_ewald_miller_indices,
     generate_k_squared_pme,
@@ -43,6 +44,7 @@ __all__ = [
     "coulomb_energy_forces",
     "coulomb_forces",
     "dsf_coulomb",
+    "electrostatic_potential",
     "estimate_errors",
     "estimate_ewald_parameters",
     "estimate_pme_mesh_dimensions",
