@@ -333,7 +333,7 @@ def overhead() -> dict[str, float]:
     matrix, _, shifts = neighbor_list(x, CUTOFF, cell)
     potential, width = lennard_jones(CUTOFF), matrix.shape[1]
     parameters = torch.stack([system["sigma"], system["epsilon"]], 1)
-    kernel = _kernel(potential.formula.text, "", "wr", "float64", True, 0, False, False)[0]
+    kernel = _kernel(potential.formula.text, "", "wr", "float64", True, 0, False, False).kernel
     inputs = [x, cell, parameters, None, None, None, matrix.view(-1), shifts.view(-1, 3), width, 64, CUTOFF, 0.0]
     outputs = [torch.empty(64, dtype=x.dtype), torch.empty_like(x), torch.zeros(1, dtype=torch.int32)]
     rest = (None, 1, None, matrix.view(-1), shifts.view(-1, 3), width, 64, *(None,) * 2, 0, *(None,) * 3, CUTOFF, 0.0)

@@ -28,6 +28,7 @@ Run: ``python benchmarks/scale.py [--quick] [--ranks N] [--csv FILE]``.
 """
 
 import argparse
+import inspect
 import math
 import os
 import resource
@@ -70,12 +71,15 @@ class Traffic:
                     setattr(module, name, getattr(communication, name))
 
     def _counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def call(tensor: torch.Tensor, *others: Any) -> Any:
+        signature = inspect.signature(function)
+
+        def call(*given: Any, **named: Any) -> Any:
+            tensor, *others = signature.bind(*given, **named).args
             start = time.perf_counter()
             found = function(tensor, *others)
             self.seconds += time.perf_counter() - start
             self.messages += 1
-            self.sent.append((function, tensor.shape, tensor.dtype, others))
+            self.sent.append((function, tensor.shape, tensor.dtype, tuple(others)))
             kept = 0
             if name == "swap_rows":
                 send, _, group, *partners = others
@@ -118,11 +122,11 @@ def calls(
 
     def neighbors() -> None:
         domain._rows.clear()
-        domain._owned_rows(x, CUTOFF)
+        domain._owned_rows(x, CUTOFF, cell)
 
     def both_sides() -> None:
         domain._rows.clear()
-        domain.neighbors(x, CUTOFF)
+        domain.neighbors(x, CUTOFF, cell)
 
     def matching() -> None:
         y, charges = x.clone().requires_grad_(), q.clone().requires_grad_()
@@ -131,7 +135,7 @@ def calls(
         torch.autograd.grad(domain.sum(slope.square().sum()), charges)
 
     def held() -> str:
-        rows = domain._owned_rows(x, CUTOFF).alone
+        rows = domain._owned_rows(x, CUTOFF, cell).alone
         of_list = sum(t.nbytes for t in (rows.pointers, rows.neighbors, rows.shifts) if t is not None)
         of_atoms = (domain.n_owned + domain.n_ghosts) * (x[0].nbytes + q[0].nbytes)
         window = MeshDivision(domain, mesh, ORDER).window
