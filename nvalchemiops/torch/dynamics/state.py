@@ -190,9 +190,8 @@ class State(NamedTuple):
         rows = {name: bring(value) for name, value in self.rows(names).items()}
         own = self.with_rows(rows, domain=domain, batch_idx=None, pbc=None)
         places = own.division.places()
-        return (
-            own if places is None else own._replace(extra={**own.extra, "place": places})
-        )  # one process needs no places for one system
+        # one process needs no places for one system
+        return own if places is None else own._replace(extra={**own.extra, "place": places})
 
     @property
     def kinetic_energies(self) -> torch.Tensor:
