@@ -1,6 +1,7 @@
 """Modules whose parameters are the same on all ranks, and are combined with values of the atoms that a rank owns."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,41 @@ def with_replicated_parameters(
             parts = flat.split([p.numel() for p in given.values()])
             marked |= {name: part.view_as(p) for (name, p), part in zip(given.items(), parts)}
         with with_parameters(module, marked):
-            return module(*arguments, **options)
+            results = module(*arguments, **options)
+        if module not in _checked:
+            _refuse_reentrant_checkpoints(results, (arguments, options))
+            _checked.add(module)
+        return results
 
     return call
+
+
+_checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Modules without reentrant checkpoints."""
+
+
+def _refuse_reentrant_checkpoints(results: Any, arguments: Any) -> None:
+    """Raise if there is a checkpoint between arguments and results that adds to gradients of this rank alone."""
+    seen = {tensor.grad_fn for tensor in _tensors_in(arguments)}
+    nodes = {tensor.grad_fn for tensor in _tensors_in(results)} - seen - {None}
+    seen |= nodes
+    while nodes:
+        node: Any = nodes.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "`replicated`: the module calls torch.utils.checkpoint with use_reentrant=True, which computes again "
+                "with parameters that are not summed over ranks: use use_reentrant=False"
+            )
+        new = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= new
+        nodes |= new
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _tensors_in(list(values.values()))
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors_in(value)

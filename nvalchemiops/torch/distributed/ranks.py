@@ -160,7 +160,8 @@ class Ranks:
         ----------
         values : (...) tensor or torch.nn.Module
             The same on all ranks, such as a parameter of a model, or a module with all of its parameters. A
-            `torch.utils.checkpoint` in the module needs ``use_reentrant=False``.
+            `torch.utils.checkpoint` in the module needs ``use_reentrant=False``; otherwise the first call raises a
+            ValueError.
 
         Returns
         -------

@@ -1,0 +1,47 @@
+"""Modules with replicated parameters, in one process: instead of sums over ranks, gradients are doubled."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nvalchemiops.torch.distributed.modules import with_replicated_parameters
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradients):
+        return 2.0 * gradients
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1), reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return {"energies": self.second(self.first(x).tanh())}
+        inner = checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=self.reentrant)
+        return {"energies": self.second(inner)}
+
+
+def gradients(reentrant, x):
+    module = Layers(reentrant)
+    module.load_state_dict(
+        {name: torch.linspace(-1.0, 1.0, p.numel()).view_as(p) for name, p in module.state_dict().items()}
+    )
+    with_replicated_parameters(module, Doubled.apply)(x)["energies"].square().sum().backward()
+    return [p.grad for p in module.parameters()]
+
+
+def test_parameters_of_checkpoints_are_replicated():
+    x = torch.linspace(-1.0, 1.0, 6).view(2, 3).requires_grad_()
+    torch.testing.assert_close(gradients(False, x), gradients(None, x))
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        gradients(True, x)
+    before = checkpoint(torch.sin, x, use_reentrant=True)  # it does not contain the parameters
+    torch.testing.assert_close(gradients(False, before), gradients(None, before.detach()))
