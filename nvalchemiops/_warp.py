@@ -17,6 +17,7 @@ from pathlib import Path
 
 import warp as wp
 
+import nvalchemiops.compat.installation  # noqa: F401  # also here, in case another `__init__.py` has replaced ours
 from nvalchemiops import __version__
 from nvalchemiops.locks import fork_safe
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import warp as wp
 
-import nvalchemiops.compat.installation  # noqa: F401  # also here, in case another `__init__.py` has replaced ours
 from nvalchemiops import threads
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops._warp_internals import Command, descriptor_type, has_adjoint, load_module, overload_for, unpacked

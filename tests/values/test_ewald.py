@@ -115,7 +115,7 @@ TWO = {"cell": CELL.expand(2, 3, 3), "batch_idx": torch.tensor([0, 1, 0, 1])}
         (ValueError, "charges", {"charges": Q[:, None][:, :0]}),
         (ValueError, "k_cutoff", {"k_cutoff": -1.0}),
         (ValueError, "alpha", {"alpha": 1e4}),
-        (ValueError, r"batch_idx.*one `cell`.*\(n_systems, 3, 3\)", {"batch_idx": torch.tensor([0, 1, 0, 1])}),
+        (ValueError, r"batch_idx.*one system.*\(n_systems, 3, 3\)", {"batch_idx": torch.tensor([0, 1, 0, 1])}),
         (ValueError, "k_vectors", {"k_vectors": X}),
         (TypeError, "k_vectors", {"k_vectors": [[1.0, 0.0, 0.0]]}),
         (ValueError, "k_vectors", {"k_vectors": X, "miller_bounds": (1, 1, 1)}),
