@@ -251,6 +251,7 @@ def from_module(
     module : torch.nn.Module
         It must depend on nothing but its arguments, parameters and buffers. Buffers are constants. A
         `torch.utils.checkpoint` in it needs ``use_reentrant=False``: torch has no derivatives by parameters otherwise.
+        Calls on several threads wait for each other, so it must not wait for calls of JAX on other threads.
     out_shapes, requires_grad
         As for `nvalchemiops.jax.bridge.from_torch`.
 

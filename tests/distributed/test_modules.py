@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nvalchemiops.torch.distributed.modules import with_replicated_parameters
+from nvalchemiops.torch.runtime.modules import with_parameters
 
 
 class Doubled(torch.autograd.Function):
@@ -45,3 +46,12 @@ def test_parameters_of_checkpoints_are_replicated():
         gradients(True, x)
     before = checkpoint(torch.sin, x, use_reentrant=True)  # it does not contain the parameters
     torch.testing.assert_close(gradients(False, before), gradients(None, before.detach()))
+
+
+def test_parameters_that_share_a_tensor_for_a_while_are_not_shared():
+    layer = torch.nn.Linear(1, 1)
+    before = list(layer.parameters())
+    same, values = torch.zeros(1, 1), {"weight": torch.ones(1, 1), "bias": torch.tensor([2.0])}
+    with with_parameters(layer, {"weight": same, "bias": same}), with_parameters(layer, values):
+        assert layer(torch.tensor([[3.0]])).item() == 5.0
+    assert all(a is b for a, b in zip(layer.parameters(), before, strict=True))

@@ -17,6 +17,7 @@ from nvalchemiops.torch.dynamics import (
     nose_hoover,
     npt,
     nve,
+    relax,
     simulate,
     stochastic_cell,
 )
@@ -166,8 +167,11 @@ def test_systems_that_the_model_refuses_stay_and_others_go_on(make, step):
                 raise ValueError("no such place")
         return inner(system)
 
-    with pytest.warns(ConvergenceWarning, match="for the systems 1, 4, 6, which stay"):
+    with pytest.warns(ConvergenceWarning) as warned:
         found = simulate(start, model, make(), 12, hooks=[lambda state: seen.append(state.system.positions)], seed=3)
+    for n, numbers, text in zip((step, step + 2), ("1, 4", "6"), warned, strict=True):
+        expected = f"ValueError of `model` in step {n} for the systems {numbers} (no such place)"
+        assert str(text.message).startswith(expected)
     expected = simulate(start, argon(), make(), 12, seed=3)
     assert torch.nonzero(found.failed).squeeze(1).tolist() == [*refuses] and not expected.failed.any()
     good = ~found.failed
@@ -206,6 +210,55 @@ def test_failures_are_named():
         with pytest.raises(ValueError, match="no such place") as caught:
             simulate(system, refuses, nve(0.1), 5)
         assert caught.value.__notes__ == ["It ended `simulate` in step 3: try a shorter `dt`."]
+
+
+@pytest.mark.parametrize("error", (NameError, TypeError, torch.OutOfMemoryError, NotImplementedError))
+def test_errors_of_programs_and_memory_are_of_no_system(error):
+    start, inner = systems(), argon()
+
+    def model(system):
+        if not torch.equal(system.positions[0], start.positions[0]):
+            raise error("not of the first system")
+        return inner(system)
+
+    for call in (lambda: simulate(start, model, nve(0.1), 3), lambda: relax(start, model)):
+        with pytest.raises(error, match="not of the first system"):
+            call()
+
+
+def test_a_run_ends_when_the_last_system_has_failed():
+    start = systems()
+    seen = []
+
+    def one_after_the_other(system):
+        last = seen[-1] if seen else start.positions
+        for k, at in ((0, 2), (-1, 4)):
+            if len(seen) >= at and not torch.equal(system.positions[k], last[k]):
+                raise ValueError("no such place")
+        return ideal_gas(system)
+
+    hooks = [lambda state: seen.append(state.system.positions)]
+    with (
+        pytest.warns(ConvergenceWarning, match="in step 3 for the systems 0"),
+        pytest.raises(ValueError, match="no such"),
+    ):
+        simulate(start, one_after_the_other, nve(0.1), 10, hooks=hooks, velocities=torch.ones_like(start.positions))
+    assert len(seen) == 4
+
+
+def test_simulations_under_vmap():
+    start = System.from_ase(crystal(1))
+
+    def harmonic(system):
+        return Evaluation(0.5 * system.positions.square().sum().reshape(1), -system.positions)
+
+    def energy(positions):
+        system = start._replace(positions=positions, cell=None, pbc=None)
+        return simulate(system, harmonic, nve(0.1), 2).records["potential_energy"]
+
+    several = torch.stack([start.positions, 2.0 * start.positions])
+    expected = torch.stack([energy(positions) for positions in several])
+    torch.testing.assert_close(torch.func.vmap(energy)(several), expected)
 
 
 @pytest.mark.parametrize("suffix", ("xyz", "traj", "xyz.gz"))

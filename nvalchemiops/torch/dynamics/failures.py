@@ -9,11 +9,19 @@ from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, Model
 from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
 
 class ConvergenceWarning(NvalchemiopsWarning):
     """Systems have failed, or have not converged in the number of steps that they were given."""
+
+
+def may_refuse(error: Exception) -> bool:
+    """Whether an error may be that of a system, rather than of the program or of its memory."""
+    if isinstance(error, (NotImplementedError, RecursionError, torch.OutOfMemoryError)):
+        return False
+    return isinstance(error, (ValueError, ArithmeticError, RuntimeError))
 
 
 def systems_refused(evaluate: Callable[[torch.Tensor], Any], n_systems: int, device: Any) -> torch.Tensor | None:
@@ -27,7 +35,9 @@ def systems_refused(evaluate: Callable[[torch.Tensor], Any], n_systems: int, dev
     def raises(numbers: torch.Tensor) -> bool:
         try:
             evaluate(torch.zeros_like(refused).index_fill_(0, numbers, True))
-        except Exception:
+        except Exception as error:
+            if not may_refuse(error):
+                raise
             return True
         return False
 
@@ -69,30 +79,41 @@ class Survivors:
     def step(self, integrator: Integrator, state: State) -> State:
         """The next state; those that have failed keep all that they have."""
         self._before = state
+        if self.failed is not None and self.failed.shape[0] != state.extra["dt"].shape[0]:
+            self.failed = None  # a hook has changed which systems there are
         after = integrator.step(state, self)
         return after if self.failed is None else self._kept(after, state, self.failed)
 
     def __call__(self, system: System) -> Evaluation:
         """The model, with systems that have failed where they were before the step."""
-        before = self._before
         if self.failed is not None:
             system = self._held(system, ~self.failed)
         try:
             return self._model(system)
         except Exception as error:
-            n_systems = 1 if before is None else before.extra["dt"].shape[0]
-            refused = None
-            if n_systems > 1:
-                moving = system
-                refused = systems_refused(
-                    lambda systems: self._model(self._held(moving, systems)), n_systems, system.positions.device
-                )
-            if refused is None or bool(refused.all()):
-                if before is not None:
-                    error.add_note(f"It ended `simulate` in step {int(before.step) + 1}: try a shorter `dt`.")
+            if self._before is None or not may_refuse(error):
                 raise
-            self.failed = refused if self.failed is None else self.failed | refused
-            return self._model(self._held(system, ~self.failed))
+            failed = self._failed(system)
+            n_step = int(self._before.step) + 1
+            if failed is None or bool(failed.all()):
+                error.add_note(f"It ended `simulate` in step {n_step}: try a shorter `dt`.")
+                raise
+            new = failed if self.failed is None else failed & ~self.failed
+            text = f"{type(error).__name__} of `model` in step {n_step} for the systems {_numbers(new)} ({error})"
+            self.failed = failed
+        notify(f"{text}, which stay where they were{_ADVICE}", ConvergenceWarning)
+        return self._model(self._held(system, ~failed))
+
+    def _failed(self, system: System) -> torch.Tensor | None:
+        """Systems that have failed before or now; None if the error is that of no system."""
+        assert self._before is not None
+        n_systems = self._before.extra["dt"].shape[0]
+        if n_systems == 1:
+            return None
+        refused = systems_refused(
+            lambda systems: self._model(self._held(system, systems)), n_systems, system.positions.device
+        )
+        return refused if refused is None or self.failed is None else self.failed | refused
 
     def _held(self, system: System, moves: torch.Tensor) -> System:
         """The system, with all but the systems in ``moves`` where they were before the step."""
@@ -141,16 +162,20 @@ def _rows(of_systems: torch.Tensor, system: System) -> torch.Tensor:
     return found.unsqueeze(1)
 
 
-def warn_of_failures(state: State, failed: torch.Tensor | None) -> torch.Tensor:
-    """Systems (n_systems,) that have failed at the end of a run, with a warning that names them."""
+_ADVICE = ": start these again, with a shorter `dt` or from relaxed positions"
+
+
+def _numbers(systems: torch.Tensor) -> str:
+    return ", ".join(map(str, torch.nonzero(systems).squeeze(1).tolist()))
+
+
+def failures(state: State, failed: torch.Tensor | None) -> torch.Tensor:
+    """Systems (n_systems,) that have failed at the end of a run, with a warning for values that are not finite."""
     broken = ~(state.evaluation.energies.isfinite() & state.kinetic_energies.isfinite())
-    stopped = torch.zeros_like(broken) if failed is None else failed
-    for which, what in (
-        (stopped, "`model` gives an error for the systems {}, which stay where it could evaluate them"),
-        (broken & ~stopped, "the systems {} have energies or velocities that are not finite"),
-    ):
-        numbers = torch.nonzero(which).squeeze(1).tolist()
-        if numbers:
-            advice = ": start these again, with a shorter `dt` or from relaxed positions"
-            notify(what.format(", ".join(map(str, numbers))) + advice, ConvergenceWarning, "simulate failed")
-    return stopped | broken
+    if failed is None:
+        failed = torch.zeros_like(broken)
+    new = broken & ~failed
+    if may_read(new, wait=True) and bool(new.any()):
+        text = f"the systems {_numbers(new)} have energies or velocities that are not finite{_ADVICE}"
+        notify(text, ConvergenceWarning, "not finite")
+    return failed | broken

@@ -13,7 +13,7 @@ from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
-from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, systems_refused
+from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, may_refuse, systems_refused
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, holds_atoms
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
@@ -226,8 +226,8 @@ def relax(
                 now = batch.chart.at(batch.x)
                 try:
                     found = _evaluated(model, now, batch.chart, n)
-                except Exception:
-                    refused = None if domain is not None else _refused(model, batch, n)
+                except Exception as error:
+                    refused = _refused(model, batch, n) if domain is None and may_refuse(error) else None
                     if batch.known is None or refused is None:
                         raise
                     known = batch.known

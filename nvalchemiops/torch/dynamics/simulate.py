@@ -13,7 +13,7 @@ import torch
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, tensors_of
-from nvalchemiops.torch.dynamics.failures import Survivors, warn_of_failures
+from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
@@ -131,8 +131,8 @@ def simulate(
     Records stay on the device; nothing is read before the end, except by hooks and for trajectories.
 
     If the model raises an error for some systems of a batch, these stay where they were before the step, and the others
-    go on with the numbers that they would have without them. On ranks, with gradients, and for all systems at once, an
-    error of the model ends the run.
+    go on with the numbers that they would have without them. Failures are ValueError, ArithmeticError and RuntimeError;
+    other errors, and those of memory, end the run. So do all errors on ranks, with gradients, and if no system is left.
 
     With a ``domain`` (docs/distributed.md) this is a collective call with the same arguments on all ranks; masses and
     velocities are those of the atoms that a rank owns. Records of `RECORDS` are the same on all ranks. The first rank
@@ -206,7 +206,7 @@ def simulate(
     records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
     begin = int(first_step)
     with whole_call(state.system.domain), torch.no_grad():
-        failed = warn_of_failures(state, None if survivors is None else survivors.failed)
+        failed = failures(state, None if survivors is None else survivors.failed)
     return Simulation(state, records, [begin + n * every for n in range(len(kept))], failed)
 
 

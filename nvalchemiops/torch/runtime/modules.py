@@ -26,18 +26,21 @@ def with_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
     backward pass.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    own = [
-        (owner._parameters, key, parameter)
-        for owner in module.modules()
-        for key, parameter in owner._parameters.items()
-        if parameter is not None and names[id(parameter)] in tensors
-    ]
+    own = []
+    for prefix, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            name = name if name in tensors else names[id(parameter)]  # of what it shares
+            if name in tensors:
+                own.append((owner._parameters, key, parameter, tensors[name]))
     try:
-        for parameters, key, parameter in own:
-            parameters[key] = tensors[names[id(parameter)]]  # type: ignore[assignment]  # torch's own way, too
+        for parameters, key, _, tensor in own:
+            parameters[key] = tensor  # torch's own way, too
         yield
     finally:
-        for parameters, key, parameter in own:
+        for parameters, key, parameter, _ in own:
             parameters[key] = parameter
 
 

@@ -68,8 +68,8 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
         # both rows of the list in one tensor, since lists of a plan share no memory; always as `Rows`, since the terms
         # hold these tensors: the plan must use them in place, and no copies of them
         near = rows._replace(neighbors=asked.neighbors.neighbor_list, first=None)
-    chosen, in_cells = (alpha, *long_range.tensors), getattr(long_range, "factors", None) is not None
-    return evaluate(terms, system, asked.request, asked.is_constant, near, known, chosen, in_cells)
+    chosen = (alpha, *long_range.tensors)
+    return evaluate(terms, system, asked.request, asked.is_constant, near, known, chosen, long_range.is_for_cells)
 
 
 def is_listed(neighbors: GivenNeighbors) -> bool:
@@ -135,7 +135,7 @@ def _described(
         changed: Any = {"given": (None, None, None, WaveVectors(*vectors))} if vectors else {}
         return prepare(asked._replace(atoms=atoms._replace(**here), neighbors=near, **changed))
 
-    def in_any_cell(call: engine.Call) -> engine.Call | None:
+    def in_general(call: engine.Call) -> engine.Call | None:
         cells, call = cell.detach().reshape(-1, 3, 3), call._replace(n_moving=len(inputs))
         if method is None:
             return call
@@ -153,7 +153,7 @@ def _described(
         neighbors,
         (atoms.batch_idx, atoms.pbc),
         (*called, *known),
-        in_general=in_any_cell,
+        in_general=in_general,
         along=along and request.has_first_derivatives,
         batch_idx=atoms.batch_idx,
         n_systems=1 if cell.ndim == 2 else cell.shape[0],

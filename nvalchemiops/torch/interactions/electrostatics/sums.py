@@ -33,7 +33,7 @@ def evaluate(
     near: Sequence[Any] = (),
     options: tuple[Any, ...] | str = engine.UNKNOWN,
     chosen: Sequence[torch.Tensor] = (),
-    in_cells: bool = False,
+    is_for_cells: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """The results of a sum: energies, then the derivatives that were requested.
 
@@ -49,8 +49,8 @@ def evaluate(
         As for `engine.Call`, for a plan.
     chosen : sequence of torch.Tensor
         Tensors among those of ``terms`` and ``options`` that follow from cells, positions and charges.
-    in_cells : bool
-        Whether a plan for any values of ``chosen`` is for these cells alone, since they are known to return.
+    is_for_cells : bool
+        Whether a plan for any values of ``chosen`` is for these cells alone, as of `LongRange`.
     """
 
     def prepare(inputs: Sequence[torch.Tensor], near: Any, *others: torch.Tensor) -> engine.Body:
@@ -58,7 +58,7 @@ def evaluate(
 
     def in_general(call: engine.Call) -> engine.Call:
         others = _with(options, dict.fromkeys(map(id, chosen)))
-        return call._replace(options=others, prepared=tuple(chosen), n_moving=call.n_moving if in_cells else 3)
+        return call._replace(options=others, prepared=tuple(chosen), n_moving=call.n_moving if is_for_cells else 3)
 
     if near and not layout(system.positions.device.type).reads:
         options = "its terms hold the lists, which a graph would copy"

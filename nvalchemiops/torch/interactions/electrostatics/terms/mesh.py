@@ -241,8 +241,13 @@ class MeshSum(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """As for `LongRange`."""
+        """As for `LongRange`. Each ``basis`` has its own plan: it seldom changes."""
         return ()
+
+    @property
+    def is_for_cells(self) -> bool:
+        """As for `LongRange`."""
+        return False
 
     def suited(self, accuracy: float, costs: core.Costs) -> "MeshSum":
         """As for `LongRange`."""

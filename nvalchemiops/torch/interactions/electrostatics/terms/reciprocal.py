@@ -125,6 +125,11 @@ class KVectorSum(NamedTuple):
         """As for `LongRange`."""
         return () if self.k_vectors is None else (*self.k_vectors[:4], *(self.factors or ()))
 
+    @property
+    def is_for_cells(self) -> bool:
+        """As for `LongRange`."""
+        return self.factors is not None
+
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
         """As for `LongRange`. A list of k-vectors is assumed to be complete up to its largest Miller indices."""
         assert self.k_vectors is not None
