@@ -185,7 +185,7 @@ def evaluate(
             if request.sizes:
                 _evaluate_slices(request, targets, tensors, at_once and _is_batch_of_slices(request, tensors))
             elif not _fill(request, targets, tensors):
-                with _Point(request, tensors[: request.inputs]) as point:
+                with contextlib.closing(_Point(request, tensors[: request.inputs])) as point:
                     for target, result in zip(targets, point.results(tensors[request.inputs :])):
                         _copy(target, result)
 
@@ -246,7 +246,8 @@ def _evaluate_slices(
         inputs = [part(i, x, flags[n_passes:]) for i, x, flags in parts[: request.inputs]]
         vectors = parts[request.inputs :]
         known = {i: part(i, x, flags[n_passes:]) for i, x, flags in vectors if not any(flags[:n_passes])}
-        with _Point(replace(request, outputs=declared), inputs, is_shared=bool(of_passes or together)) as point:
+        shared = bool(of_passes or together)
+        with contextlib.closing(_Point(replace(request, outputs=declared), inputs, is_shared=shared)) as point:
             for place in itertools.product(*map(range, of_passes)):
                 given = [
                     known[i] if i in known else part(i, _at(place, x, flags), flags[n_passes:])
@@ -258,6 +259,7 @@ def _evaluate_slices(
                     if not together:
                         raise
                     function.batches_gradients = False
+                    point.close()  # another context follows
                     return _evaluate_slices(request, targets, tensors, at_once)
                 for (target, flags), result in zip(results, found):
                     result = result.unflatten(0, together) if together else result
@@ -380,8 +382,6 @@ _Root = tuple[torch.Tensor, torch.Tensor]
 class _Point:
     """The function at one set of inputs. One call gives values and derivatives; its graph is kept if shared.
 
-    It is a context manager, which leaves the function's context.
-
     Parameters
     ----------
     request : Request
@@ -395,10 +395,8 @@ class _Point:
         self._slopes: dict[int, tuple[list[_Root], list[torch.Tensor]]] = {}
         self._around = contextlib.ExitStack()
 
-    def __enter__(self) -> "_Point":
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
+    def close(self) -> None:
+        """Leave the context of the function."""
         self._around.close()
 
     def results(self, vectors: Sequence[torch.Tensor], count: int | None = None) -> list[torch.Tensor]:
