@@ -175,6 +175,41 @@ def shortest_vectors() -> Any:
     return gather_only(kernel)
 
 
+@kernel_variants(())
+def usable_cells() -> Any:
+    """The kernel that tells whether cells are regular: finite, and their vectors independent."""
+
+    @wp.kernel(module=kernel_module("usable_cells"), enable_backward=False)
+    def kernel(
+        offset: wp.int32,
+        cell: wp.array(dtype=wp.mat33d),  # (n_systems,)
+        may_be_open: wp.int32,  # whether vectors of zeros are open axes
+        usable: wp.array(dtype=wp.bool),  # (n_systems,)
+    ):
+        n = offset + wp.tid()
+        h = cell[n]
+        smallest = wp.float64(wp.static(SMALLEST_VOLUME_RATIO**2))
+        none = wp.float64(0.0)
+        aa = wp.dot(h[0], h[0])
+        bb = wp.dot(h[1], h[1])
+        cc = wp.dot(h[2], h[2])
+        volume = wp.dot(h[0], wp.cross(h[1], h[2]))
+        # each of these is false for NaN; infinite values become NaN
+        found = volume * volume >= smallest * (aa * bb * cc) and (aa + bb + cc) * none == none
+        if may_be_open != 0:
+            ab = wp.cross(h[0], h[1])
+            bc = wp.cross(h[1], h[2])
+            ca = wp.cross(h[2], h[0])
+            found = found and wp.dot(ab, ab) >= smallest * (aa * bb)
+            found = found and wp.dot(bc, bc) >= smallest * (bb * cc)
+            found = found and wp.dot(ca, ca) >= smallest * (cc * aa)
+        else:
+            found = found and aa > none and bb > none and cc > none
+        usable[n] = found
+
+    return gather_only(kernel)
+
+
 def is_skewed(cell: Any) -> Any:
     """Whether one of the steps of `shortest_basis` shortens a vector by more than `LEAST_GAIN`.
 

@@ -13,8 +13,11 @@ from nvalchemiops.kernels.mesh.spread import spline_spread
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import plans, spline
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.interactions.electrostatics.potentials import power_law
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import influence
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
+from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
 from nvalchemiops.torch.runtime import cache
 from tests.support.cases import shuffled
@@ -275,3 +278,44 @@ def test_what_is_compared_on_a_gpu_is_finite_and_repeats_on_a_cpu(name):
     assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
     # single precision meets the tolerance that a GPU gets for it
     assert_equal(results(name, "cpu", torch.float32), first, 2e-3)
+
+
+# -- the influence function of a mesh ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planes", [None, ((2, 5), (1, 4))], ids=["all", "some"])
+@pytest.mark.parametrize("exponent", [1, 4, 6, 10])
+def test_the_kernel_of_the_influence_function_agrees_with_its_formula(exponent, planes, gpu):
+    """The formula in torch's operations is used where a derivative by cells is asked for."""
+    potential, mesh = power_law(exponent), (8, 9, 10)
+
+    def both(device):
+        torch.manual_seed(3)
+        cell = 9.0 * torch.eye(3, dtype=torch.float64) + 3.0 * torch.rand(3, 3, 3, dtype=torch.float64)
+        lattice = lattice_of(cell.to(device), None, 0)
+        alpha = torch.tensor([0.4, 0.5, 0.3], dtype=torch.float64, device=device)
+        tabulated = influence(potential, lattice, alpha, mesh, 5, True, planes)
+        single = influence(potential, lattice, alpha, mesh, 5, False, planes, torch.float32)
+        assert tabulated.value.shape[-1] == 1 and single.derivative is None and single.value.dtype is torch.float32
+        formula = influence(potential, lattice, alpha.requires_grad_(), mesh, 5, True, planes)
+        assert formula.value.requires_grad and formula.value.shape[-1] == 2
+        return [*(t.expand_as(formula.value) for t in (*tabulated, single.value)), *(t.detach() for t in formula)]
+
+    value, derivative, single, *formula = gpu(both)
+    # a recurrence that subtracts nearly equal numbers, more of them for high powers
+    assert_equal((value, derivative), formula, 1e-13 * exponent, least=0.0)
+    assert torch.equal(single, value.float())
+
+
+@pytest.mark.parametrize("exponent", [1, 6])
+def test_an_open_graph_of_cells_does_not_change_a_mesh_sum(exponent, gpu):
+    x, q, cell, near = TWO.positions, TWO.charges, TWO.cell, pairs_of_two()
+    options = {"compute_forces": True, "compute_virial": True, "potential": power_law(exponent)}
+
+    def results(device, tracked):
+        given = [t.to(device) for t in (x, q, cell)]
+        given[2].requires_grad_(tracked)
+        lists = {name: t.to(device) for name, t in (near | {"batch_idx": TWO.batch_idx}).items()}
+        return [t.detach() for t in on_mesh(*given, lists, **options)]
+
+    assert_equal(gpu(lambda device: results(device, False)), gpu(lambda device: results(device, True)), 1e-12)

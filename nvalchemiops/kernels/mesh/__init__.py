@@ -25,5 +25,6 @@ has the points of the stencil with one z: weights are computed once for several 
 of single precision.
 
 `splines` has the weights and the text that the kernels share, `bins` the columns and tiles by which atoms are sorted,
-`stencils` the tables of weights from which atoms are spread; `spread` and `gather` have the two sums.
+`stencils` the tables of weights from which atoms are spread; `spread` and `gather` have the two sums, and `influence`
+the factors of a mesh in Fourier space.
 """

@@ -121,6 +121,34 @@ def shortest_vectors(cell: torch.Tensor) -> torch.Tensor:
     return basis
 
 
+@warp_custom_op(
+    "nvalchemiops::usable_cells",
+    outputs=[OutputSpec("usable", wp.bool, lambda cell, _: (cell.shape[0],))],
+    backward="none",
+    trusted=True,
+)
+def usable_cells(cell: torch.Tensor, may_be_open: bool) -> torch.Tensor:
+    """Whether each cell is regular.
+
+    Parameters
+    ----------
+    cell : (n_systems, 3, 3) float64 tensor
+    may_be_open : bool
+        Whether vectors of zeros are open axes. The others must be finite and independent.
+
+    Returns
+    -------
+    (n_systems,) bool tensor
+    """
+    usable = torch.empty(cell.shape[0], dtype=torch.bool, device=cell.device)
+    launch(kernels.usable_cells(), cell.shape[0], [cell, int(may_be_open)], [usable])
+    return usable
+
+
+def _is_usable(cell: torch.Tensor, may_be_open: bool) -> torch.Tensor:
+    return usable_cells(cell.detach().to(torch.float64), may_be_open)
+
+
 def check_cells(cell: torch.Tensor) -> None:
     """Raise for a singular cell, if its values can be read. A replay looks for one, too, and then leaves the call."""
     if not may_read(cell):
@@ -163,21 +191,6 @@ def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tens
     if may_read(cell):
         return cell
     return cell * one_or_nan(_is_usable(cell, may_be_open)).to(cell.dtype)[:, None, None]
-
-
-def _is_usable(cell: torch.Tensor, may_be_open: bool) -> torch.Tensor:
-    """Whether each cell is regular (n_systems,), up to ``may_be_open``, without reading values."""
-    rows = cell.detach().to(torch.float64)
-    squares = rows.square().sum(-1)
-    volume = torch.linalg.det(rows)
-    # each of these is False for NaN; infinite values become NaN
-    usable = volume.square() >= kernels.SMALLEST_VOLUME_RATIO**2 * squares.prod(-1)
-    usable = usable & (squares.sum(-1) * 0.0 == 0.0)
-    if may_be_open:
-        areas = torch.linalg.cross(rows, rows.roll(-1, 1)).square().sum(-1)
-        flat = areas < kernels.SMALLEST_VOLUME_RATIO**2 * squares * squares.roll(-1, 1)
-        return usable & ~flat.any(-1)
-    return usable & (squares > 0.0).all(-1)
 
 
 def one_or_nan(usable: torch.Tensor) -> torch.Tensor:

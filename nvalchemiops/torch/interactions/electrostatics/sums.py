@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import (
 )
 from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.operators.lattice import lattice_of
+from nvalchemiops.torch.operators.lattice import lattice_of, nan_if_singular
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.streams import beside
@@ -177,7 +177,7 @@ def _of_given(given: System, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tens
     dipoles = None if given.dipoles is None else next(waiting)
     quadrupoles = None if given.quadrupoles is None else next(waiting)
     moments, _ = check_sources(charges, dipoles, quadrupoles, None, positions)
-    return positions, moments, cell.reshape(-1, 3, 3)
+    return positions, moments, nan_if_singular(cell.reshape(-1, 3, 3))
 
 
 def _by_cell(contributions: Sequence[Contribution], system: ChargedSystem, found: Any) -> torch.Tensor:

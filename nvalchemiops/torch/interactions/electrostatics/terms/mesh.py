@@ -18,6 +18,7 @@ import torch
 from nvalchemiops import notices
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
@@ -32,6 +33,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import Contribution,
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, frames_of
 from nvalchemiops.torch.interactions.pair.shares import must_be_near
+from nvalchemiops.torch.operators.influence import mesh_influence
 from nvalchemiops.torch.operators.lattice import (
     Lattice,
     check_spline_order,
@@ -52,13 +54,14 @@ if TYPE_CHECKING:
 
 
 class Influence(NamedTuple):
-    """Factors of the charge density in Fourier space, each stored for real and imaginary parts, in float64.
+    """Factors of the charge density in Fourier space.
 
     Attributes
     ----------
-    value : (n_systems, 1, n_x, n_y, n_z // 2 + 1, 2) tensor
-        ``g(k²) / V`` with deconvolution.
-    derivative : tensor of this shape, or None
+    value : (n_systems, 1, n_x, n_y, n_z // 2 + 1, 2 or 1) tensor
+        ``g(k²) / V`` with deconvolution, in float64 or in the dtype of the mesh; on a CPU twice, for real and imaginary
+        parts.
+    derivative : float64 tensor of this shape, or None
         Likewise for g', times the multiplicity of each plane in a sum over the whole mesh.
     """
 
@@ -342,7 +345,7 @@ class MeshTerm(NamedTuple):
                 "influence",
                 (system.cell, alpha),
                 (potential, mesh, planes, spline_order, with_virial) if potential.is_constant else None,
-                lambda: influence(potential, lattice, alpha, mesh, spline_order, with_virial, planes),
+                lambda: influence(potential, lattice, alpha, mesh, spline_order, with_virial, planes, dtype),
             )
         else:
             value, derivative = prepared.value, prepared.derivative if with_virial else None
@@ -371,10 +374,21 @@ def influence(
     order: int,
     with_derivative: bool,
     planes: Planes | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Influence:
-    """The influence function of the half mesh, or of some of its planes."""
+    """The influence function of the half mesh, or of some of its planes.
+
+    On a GPU a kernel tabulates that of a power law if no derivative is asked for, with values in ``dtype``: for torch's
+    operations these are some thirty passes over arrays of float64. On a CPU values are kept from call to call.
+    """
     planes = _all_planes(mesh) if planes is None else planes
     xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, planes, order, alpha.device)
+    of_cells = (lattice.metric, lattice.volume, alpha)
+    may_tabulate = potential.exponent is not None and not layout(alpha.device.type).reads and is_eager(*of_cells)
+    if may_tabulate and not any(map(is_differentiated, of_cells)):
+        how = (potential.exponent, with_derivative, dtype == torch.float32)
+        value, derivative = mesh_influence(*of_cells, b_xy, b_z, mesh, (planes[0][0], planes[1][0]), *how)
+        return Influence(value, derivative if with_derivative else None)
     m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
     # k² as a sum of functions of two indices
     k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)

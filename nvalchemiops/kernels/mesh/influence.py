@@ -1,0 +1,89 @@
+"""The influence function of a mesh: the kernel that tabulates the transform of a power law at the mesh's frequencies.
+
+Formulas and sources are those of `nvalchemiops.torch.interactions.electrostatics.potentials`.
+"""
+
+import math
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.kernels.native import by_device, filled, native_kernel
+from nvalchemiops.kernels.simd import WARP
+from nvalchemiops.launch import kernel_variants
+
+_INFLUENCE = """
+    const int length = b_z.shape[0];
+    const int x = row / n_planes % n_x, y = row % n_planes + first_y, system = row / n_planes / n_x;
+    const auto frequency = [](int i, int n) { return static_cast<double>(i < (n + 1) / 2 ? i : i - n); };
+    const double m_x = frequency(x, n_x), m_y = frequency(y, n_y);
+    const double *const g = metric.data + 9LL * system;
+    const double of_row = (g[0] * m_x * m_x + 2.0 * g[1] * m_x * m_y) + g[4] * m_y * m_y;
+    const double along_z = 2.0 * (g[5] * m_y + g[2] * m_x);
+    const double v = volume.data[system], a = alpha.data[system], b_row = b_xy.data[row % (n_x * n_planes)] / v;
+    const double per_square = 0.25 / (a * a);
+    const double height = exponent == 1 ? -@pi@ / (a * a) : scale * ::pow(a, exponent - 3.0);
+    const double origin = (exponent == 1 ? height : height * (2.0 / (exponent - 3))) / v;
+    @lane@
+    for (int k = lane; k < length; k += @step@) {
+        const int z = k + first_z;
+        const double k2 = of_row + z * (along_z + g[8] * z), b = b_row * b_z.data[k];
+        double found, slope;
+        if (k2 == 0.0) {
+            found = origin;
+            slope = 0.0;
+        } else {
+            const double inverse = 1.0 / k2, argument = k2 * per_square, decay = ::exp(-argument);
+            if (exponent == 1) {
+                found = @four_pi@ * decay * inverse;
+                slope = -found * (per_square + inverse);
+            } else {
+                // h of 2, 4, ..., the exponent less 2, and the exponent
+                const double root = ::sqrt(argument), pole = @root_pi@ * root * ::erfc(root);
+                double before = pole / argument, h = 2.0 * (decay - pole);
+                for (int p = 6; p <= exponent; p += 2) {
+                    before = h;
+                    h = (argument * h - decay) * (2.0 / (3 - p));
+                }
+                found = height * h;
+                slope = -per_square * height * before;
+            }
+            found *= b;
+            slope *= b * (z == 0 || 2 * z == n_z ? 1.0 : 2.0);
+        }
+        const long long place = 1LL * row * length + k;
+        value.data[place] = found;
+        if (derivative.shape[0] > 0) derivative.data[place] = slope;
+    }
+"""
+
+
+@kernel_variants(("float32",), ("float64",))
+def tabulate_influence(precision: str) -> Any:
+    """The kernel that tabulates the influence function of a power law, a row along z for each thread or warp."""
+    constants = {"pi": repr(math.pi), "four_pi": repr(4.0 * math.pi), "root_pi": repr(math.sqrt(math.pi))}
+    gpu = filled(_INFLUENCE, lane=f"const int lane = threadIdx.x & {WARP - 1};", step=WARP, **constants)
+    cpu = filled(_INFLUENCE, lane="const int lane = 0;", step=1, **constants)
+
+    @native_kernel(f"influence_{precision}", by_device(cpu, gpu), lanes=True)
+    def kernel(
+        row: wp.int32,  # (system, x, y of the planes)
+        metric: wp.array3d(dtype=wp.float64),  # (n_systems, 3, 3), of k²
+        alpha: wp.array(dtype=wp.float64),  # (n_systems,)
+        volume: wp.array(dtype=wp.float64),
+        b_xy: wp.array(dtype=wp.float64),  # (n_x * n_planes,), 1 / b² of both axes
+        b_z: wp.array(dtype=wp.float64),  # (length,)
+        n_x: wp.int32,  # of the whole mesh
+        n_y: wp.int32,
+        n_z: wp.int32,
+        n_planes: wp.int32,  # along y
+        first_y: wp.int32,
+        first_z: wp.int32,
+        exponent: wp.int32,
+        scale: wp.float64,  # π^(3/2) / Γ(exponent / 2)
+        value: wp.array(dtype=getattr(wp, precision)),  # (n_rows * length,)
+        derivative: wp.array(dtype=wp.float64),  # the same length, or none
+    ):
+        """A row along z."""
+
+    return kernel
