@@ -24,6 +24,7 @@ from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
+from nvalchemiops.torch.operators.influence import mesh_influence
 from tests.static.cubin import Needs, needs
 from tests.support import cases
 
@@ -265,6 +266,9 @@ def test_kernels_are_launched_with_the_lanes_that_they_declare(monkeypatch):
     pairs, ptr, shifts = neighbor_list(x, 4.0, cell, return_neighbor_list=True)
     rows = rows_of(GivenNeighbors(pairs, ptr, shifts), x, periodic=True)
     sum_moments(moment_interaction(False), PairSystem(x, cell, None, 1, rows), x.unsqueeze(1)[..., :1])
+    one = torch.ones(1, dtype=torch.float64)
+    factors = (torch.ones(4, 4, 1, dtype=torch.float64), torch.ones(1, 1, 3, dtype=torch.float64))
+    mesh_influence(cell, one, one, *factors, (4, 4, 4), (0, 0), 1, False, False)
     assert {kernel.key: lanes for kernel, lanes in seen.items() if lanes != {lanes_of(kernel)}} == {}
     families = {family(kernel) for build in registered().values() if lanes_of(kernel := build())}
     assert families <= {family(kernel) for kernel in seen}
