@@ -10,6 +10,7 @@ import re
 import types
 
 import pytest
+import torch
 import warp as wp
 
 from nvalchemiops import cli
