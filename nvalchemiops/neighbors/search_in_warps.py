@@ -39,12 +39,14 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
         while (left) {{
             const int leader = __ffs(left) - 1, system = __shfl_sync(all, mine.system, leader);
             const bool known = __shfl_sync(all, static_cast<int>(mine.known), leader);
+            // Also those that reach one bin further along x: the ring has room for it, and rows follow each other along x.
             bool same = mine.known && mine.system == system;
             int low[3], high[3];
             for (int a = 0; a < 3; ++a) {{
                 low[a] = __shfl_sync(all, mine.low[a], leader);
                 high[a] = __shfl_sync(all, mine.high[a], leader);
-                same = same && mine.low[a] == low[a] && mine.high[a] == high[a];
+                const unsigned later = mine.low[a] - low[a], further = mine.high[a] - high[a];
+                same = same && later <= (a == 0) && further <= (a == 0);
             }}
             unsigned together = __ballot_sync(all, known ? same : lane == leader) & left;
             // Most candidates are told from neighbors in float32, by places relative to the first atom.
@@ -73,6 +75,7 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
                 apart = from_first > apart ? from_first : apart;
             }}
             left &= ~members;
+            high[0] += (__ballot_sync(all, mine.high[0] > high[0]) & members) != 0;
             if (known) {{
                 const auto &grid = grids.data[system];
                 const float reach = static_cast<float>(cutoff), reach_squared = reach * reach;

@@ -28,7 +28,8 @@ from nvalchemiops.torch.neighbors.pairs import measure_pairs
 from nvalchemiops.torch.neighbors.rows import _inspect as inspect_rows
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
-from nvalchemiops.torch.operators.lattice import shortest_vectors
+from nvalchemiops.torch.operators.influence import mesh_influence
+from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors, usable_cells
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
@@ -354,6 +355,13 @@ def lattices() -> Problem:
     return lambda: [shortest_vectors(cells).to(F64)]
 
 
+def judged_cells() -> Problem:
+    """Regular, with open axes, with dependent vectors, and not finite."""
+    cells = 5.0 * random(130, 3, 3)
+    cells[::5, 1], cells[1::5, 2], cells[2::10, 0, 1] = 0.0, 3.0 * cells[1::5, 0], torch.inf
+    return lambda: [usable_cells(cells, may_be_open).to(F64) for may_be_open in (False, True)]
+
+
 # -- dynamics -------------------------------------------------------------------------------------
 
 
@@ -418,6 +426,28 @@ def splines(order, derivatives=1, precision="float64") -> Problem:
     return problem
 
 
+def influences(precision) -> Problem:
+    """Rows along z that are longer and shorter than a warp, of all planes and of some."""
+    lattice, single = lattice_of(5.0 * random(3, 3, 3), None, 0), precision == "float32"
+    given = (lattice.metric, lattice.volume, random(3).abs() + 0.1)
+
+    def factors(*shape):
+        return random(*shape).abs() + 0.1
+
+    def problem():
+        found = []
+        for exponent in (1, 6):
+            found += mesh_influence(
+                *given, factors(3, 4, 1), factors(1, 1, 41), (3, 4, 80), (0, 0), exponent, True, single
+            )
+            found += mesh_influence(
+                *given, factors(5, 2, 1), factors(1, 1, 3), (5, 6, 7), (3, 1), exponent, True, single
+            )
+        return found
+
+    return problem
+
+
 def system_totals(precision) -> Problem:
     real = getattr(torch, precision)
     many = torch.cat([IN_SYSTEMS, torch.full((20_000,), 7, dtype=torch.int32)])
@@ -447,6 +477,8 @@ RUNS: dict[str, Callable[..., Problem]] = {
     "place_atoms": searches,
     "number_systems": uncounted_systems,
     "shortest_vectors": lattices,
+    "usable_cells": judged_cells,
+    "tabulate_influence": influences,
     "phase_tables": lambda: fourier(fourier_spread, 1),
     "fourier_coefficients": lambda: fourier(fourier_gather, 1),
     "fourier_spread": lambda derivatives: fourier(fourier_spread, derivatives),
