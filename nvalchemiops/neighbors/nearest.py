@@ -286,4 +286,4 @@ def search_nearest() -> Any:
         "bound_key": wp.array(dtype=wp.vec4i),  # (n_atoms,), or none: the levels alone decide
     }
     parameters = signature(**BINS, **FORM, **selection, **COUNT, **LISTED)
-    return native_kernel("nearest_search", _SEARCH, lanes=True)(parameters)
+    return native_kernel("nearest_search", _SEARCH, lanes=True, blocks=8)(parameters)

@@ -29,6 +29,14 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
     const Four *fours = reinterpret_cast<const Four *>(atoms);
     const unsigned all = 0xffffffffu;
     const int lane = threadIdx.x & 31;
+    const auto any_of = [=](unsigned bits) {{
+#if __CUDA_ARCH__ >= 800
+        return __reduce_or_sync(all, bits);
+#else
+        for (int step = 16; step > 0; step /= 2) bits |= __shfl_xor_sync(all, bits, step);
+        return bits;
+#endif
+    }};
     for (int task = first_task; task < last_task; task += 32) {{
         // Each lane looks up one row, and keeps its count. Rows with the same bins within reach share their candidates.
         const bool has_row = task + lane < last_task;
@@ -118,16 +126,24 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
                         const int before = __shfl_up_sync(all, end, step);
                         if (lane >= step) end += before;
                     }}
-                    const int n_candidates = __shfl_sync(all, end, 31), from = line.from - (end - n_here);
+                    const int n_candidates = __shfl_sync(all, end, 31);
                     const bool moves = __any_sync(all, line.image[0] || line.image[1] || line.image[2]);
-                    unsigned packed = 0;
+                    // lines with atoms go to the first lanes
+                    const unsigned some = __ballot_sync(all, n_here > 0);
+                    int owner = 0;
+                    for (int step = 16; step > 0; step /= 2)
+                        owner += __popc(some & ((1u << (owner + step)) - 1u)) <= lane ? step : 0;
+                    const int from = __shfl_sync(all, line.from - (end - n_here), owner);
+                    if (moves)
+                        for (int a = 0; a < 3; ++a) line.image[a] = __shfl_sync(all, line.image[a], owner);
+                    unsigned ahead = n_here > 0 ? end - n_here : 1u << 31, packed = 0;  // candidates before this line
+                    int n_begun = 0;  // lines
                     for (int base = 0; base < n_candidates; base += 32) {{
                         const int candidate = base + lane;
-                        int source = 0;  // the lane whose line has this candidate
-                        for (int step = 16; step > 0; step /= 2) {{
-                            const int until = __shfl_sync(all, end, source + step - 1);
-                            if (until <= candidate) source += step;
-                        }}
+                        const unsigned begins = any_of(ahead < 32u ? 1u << ahead : 0u);
+                        const int source = n_begun + __popc(begins & ((2u << lane) - 1u)) - 1;  // whose line has it
+                        n_begun += __popc(begins);
+                        ahead -= 32u;
                         int k = candidate + __shfl_sync(all, from, source);
                         if (k >= end_of_ring) k -= atoms_of_ring;  // the line goes on at the begin of the ring
                         int image[3] = {{}};
@@ -204,13 +220,11 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
                                 hit = hit && other.of[0] >= own.of[0] + (sign <= 0);
                                 hits = __ballot_sync(all, hit);
                             }}{chosen}
-                            const int found = __shfl_sync(all, count_of_mine, member);
+                            const int slot = __shfl_sync(all, count_of_mine, member) + __popc(hits & ((1u << lane) - 1u));
                             if (lane == member) count_of_mine += __popc(hits);
-                            const int slot = found + __popc(hits & ((1u << lane) - 1u));
-                            const int row = target.shape[0] > 0 ? task + member : own.of[0];
-                            const bool in_list = row_begin.shape[0] > 0;
-                            const long long start = in_list ? row_begin.data[row] : static_cast<long long>(row) * width;
-                            if (hit && slot < (in_list ? row_begin.data[row + 1] - start : width)) {{
+                            const long long start = __shfl_sync(all, mine.start, member);
+                            const int room = __shfl_sync(all, mine.room, member);
+                            if (hit && slot < room) {{
                                 index.data[start + slot] = other.of[0];
                                 if (first.shape[0] > 0) first.data[start + slot] = own.of[0];
                                 if (shifts.shape[0] > 0) {{

@@ -60,6 +60,10 @@ template <typename T> CHECKER T __shfl_down_sync(unsigned mask, T value, unsigne
 CHECKER unsigned __ballot_sync(unsigned mask, int vote, CHECKER_LINE) {
     return static_cast<unsigned>(checker_meet(5, mask, vote != 0, 0, 32, line));
 }
+CHECKER unsigned __reduce_or_sync(unsigned mask, unsigned bits, CHECKER_LINE) {
+    for (int step = 16; step > 0; step /= 2) bits |= __shfl_xor_sync(mask, bits, step, 32, line);
+    return bits;
+}
 CHECKER int __any_sync(unsigned mask, int vote, CHECKER_LINE) {
     return checker_meet(5, mask, vote != 0, 0, 32, line) != 0;
 }

@@ -106,6 +106,12 @@ LANES_HERE unsigned __ballot_sync(unsigned mask, int vote, LANES_LINE) {{
     for (int lane = 0; lane < {WARP}; ++lane) found |= static_cast<unsigned>(votes[lane]) << lane;
     return found;
 }}
+LANES_HERE unsigned __reduce_or_sync(unsigned mask, unsigned bits, LANES_LINE) {{
+    const unsigned long long *values = lanes_meet(mask, bits, line);
+    unsigned found = 0;
+    for (int lane = 0; lane < {WARP}; ++lane) found |= static_cast<unsigned>(values[lane]);
+    return found;
+}}
 LANES_HERE int __any_sync(unsigned mask, int vote, LANES_LINE) {{ return __ballot_sync(mask, vote, line) != 0; }}
 LANES_HERE int __all_sync(unsigned mask, int vote, LANES_LINE) {{ return __ballot_sync(mask, vote, line) == mask; }}
 LANES_HERE void __syncwarp(unsigned mask = 0xffffffffu, LANES_LINE) {{ lanes_meet(mask, 0, line); }}
