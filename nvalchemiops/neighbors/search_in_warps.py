@@ -1,8 +1,8 @@
 """The part of the search for neighbors that a GPU runs (`nvalchemiops.neighbors.search`).
 
-Each lane of a warp looks up a row. Rows with the same bins within reach then share their candidates, a few rows at a
-time: each lane looks up one line of bins, and then each lane tests one candidate at a time against all of these rows.
-Candidates are compared in float32, and in float64 where that may be wrong.
+Each lane of a warp looks up a row. Rows with the same bins within reach, or one bin further along x, then share their
+candidates, a few rows at a time: each lane looks up one line of bins, and then each lane tests one candidate at a time
+against all of these rows. Candidates are compared in float32, and in float64 where that may be wrong.
 
 What is needed once for a group is read from memory again or shuffled, and loops over rows are not unrolled, since
 registers limit how many warps run at once.
@@ -47,7 +47,7 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
         while (left) {{
             const int leader = __ffs(left) - 1, system = __shfl_sync(all, mine.system, leader);
             const bool known = __shfl_sync(all, static_cast<int>(mine.known), leader);
-            // Also those that reach one bin further along x: the ring has room for it, and rows follow each other along x.
+            // Also those that reach one bin further along x, along which rows stand: the ring has room for it.
             bool same = mine.known && mine.system == system;
             int low[3], high[3];
             for (int a = 0; a < 3; ++a) {{
@@ -220,7 +220,8 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
                                 hit = hit && other.of[0] >= own.of[0] + (sign <= 0);
                                 hits = __ballot_sync(all, hit);
                             }}{chosen}
-                            const int slot = __shfl_sync(all, count_of_mine, member) + __popc(hits & ((1u << lane) - 1u));
+                            const int found = __shfl_sync(all, count_of_mine, member);
+                            const int slot = found + __popc(hits & ((1u << lane) - 1u));
                             if (lane == member) count_of_mine += __popc(hits);
                             const long long start = __shfl_sync(all, mine.start, member);
                             const int room = __shfl_sync(all, mine.room, member);
