@@ -275,6 +275,9 @@ def searches() -> Problem:
             for half, method in ((False, None), (True, None), (False, "batch_naive"))
         ]
         lists += [neighbor_list(x[:n], 3.5, return_neighbor_list=True) for n in LENGTHS]
+        # rows that share candidates, and differ in how many bins they reach
+        cells = [edge * torch.eye(3, dtype=F64) for edge in (9.5, 10.5, 11.5)]
+        lists += [neighbor_list(x, 4.0, cell, return_neighbor_list=True) for cell in cells]
         chosen = ({}, {"half_fill": True}, {"target_indices": targets})
         matrices = [neighbor_list(x, 3.5, **options, **room, **more) for more in chosen]
         parts = [sorted_list(*found) for found in lists] + [sorted_matrix(*found) for found in matrices]
