@@ -1,4 +1,4 @@
-"""The influence function of a mesh: the kernel that tabulates the transform of a power law at the mesh's frequencies.
+"""The influence function of a mesh: the transform of a power law at the mesh's frequencies.
 
 Formulas and sources are those of `nvalchemiops.torch.interactions.electrostatics.potentials`.
 """
@@ -13,17 +13,21 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import kernel_variants
 
 _INFLUENCE = """
-    const int length = b_z.shape[0];
-    const int x = row / n_planes % n_x, y = row % n_planes + first_y, system = row / n_planes / n_x;
+    struct alignas(2 * sizeof(@real@)) number {
+        @real@ real, imaginary;
+    };
+    const int length = b_z.shape[0], n_rows = n_x * n_planes, row_of_system = row % n_rows, system = row / n_rows;
+    const int x = row_of_system / n_planes, y = row_of_system % n_planes + first_y;
     const auto frequency = [](int i, int n) { return static_cast<double>(i < (n + 1) / 2 ? i : i - n); };
     const double m_x = frequency(x, n_x), m_y = frequency(y, n_y);
     const double *const g = metric.data + 9LL * system;
     const double of_row = (g[0] * m_x * m_x + 2.0 * g[1] * m_x * m_y) + g[4] * m_y * m_y;
     const double along_z = 2.0 * (g[5] * m_y + g[2] * m_x);
-    const double v = volume.data[system], a = alpha.data[system], b_row = b_xy.data[row % (n_x * n_planes)] / v;
+    const double v = volume.data[system], a = alpha.data[system], b_row = b_xy.data[row_of_system] / v;
     const double per_square = 0.25 / (a * a);
     const double height = exponent == 1 ? -@pi@ / (a * a) : scale * ::pow(a, exponent - 3.0);
     const double origin = (exponent == 1 ? height : height * (2.0 / (exponent - 3))) / v;
+    double sum_0 = 0.0, sum_1 = 0.0, sum_2 = 0.0;
     @lane@
     for (int k = lane; k < length; k += @step@) {
         const int z = k + first_z;
@@ -52,18 +56,53 @@ _INFLUENCE = """
             slope *= b * (z == 0 || 2 * z == n_z ? 1.0 : 2.0);
         }
         const long long place = 1LL * row * length + k;
-        value.data[place] = found;
+        if (value.shape[0] > 0) value.data[place] = found;
         if (derivative.shape[0] > 0) derivative.data[place] = slope;
+        const @real@ factor = found;  // rounded, as it is in a table
+        double square = 0.0;
+        for (int channel = 0; channel < n_channels; ++channel) {
+            number *const at = reinterpret_cast<number *>(field.data)
+                + ((1LL * system * n_channels + channel) * n_rows + row_of_system) * length + k;
+            const number before = *at;
+            *at = {before.real * factor, before.imaginary * factor};
+            square += static_cast<double>(before.real) * before.real;
+            square += static_cast<double>(before.imaginary) * before.imaginary;
+        }
+        const double power = square * slope;
+        sum_0 += power;
+        sum_1 += z * power;
+        sum_2 += z * (z * power);
     }
+    if (powers.shape[0] == 0) return;
+    @add@
+    if (lane > 0) return;
+    double *const to = powers.data + 3LL * row;
+    to[0] = sum_0;
+    to[1] = sum_1;
+    to[2] = sum_2;
+"""
+
+_ADD_LANES = f"""
+    for (int step = {WARP // 2}; step > 0; step /= 2) {{
+        sum_0 += __shfl_xor_sync(0xffffffffu, sum_0, step);
+        sum_1 += __shfl_xor_sync(0xffffffffu, sum_1, step);
+        sum_2 += __shfl_xor_sync(0xffffffffu, sum_2, step);
+    }}
 """
 
 
 @kernel_variants(("float32",), ("float64",))
 def tabulate_influence(precision: str) -> Any:
-    """The kernel that tabulates the influence function of a power law, a row along z for each thread or warp."""
-    constants = {"pi": repr(math.pi), "four_pi": repr(4.0 * math.pi), "root_pi": repr(math.sqrt(math.pi))}
-    gpu = filled(_INFLUENCE, lane=f"const int lane = threadIdx.x & {WARP - 1};", step=WARP, **constants)
-    cpu = filled(_INFLUENCE, lane="const int lane = 0;", step=1, **constants)
+    """The kernel that tabulates the influence function of a power law, or multiplies meshes by it.
+
+    A thread of a CPU, or a warp of a GPU, has a row along z.
+    """
+    given = {"pi": repr(math.pi), "four_pi": repr(4.0 * math.pi), "root_pi": repr(math.sqrt(math.pi))}
+    given["real"] = {"float32": "float", "float64": "double"}[precision]
+    gpu = filled(_INFLUENCE, lane=f"const int lane = threadIdx.x & {WARP - 1};", step=WARP, add=_ADD_LANES, **given)
+    cpu = filled(_INFLUENCE, lane="const int lane = 0;", step=1, add="", **given)
+
+    real = getattr(wp, precision)
 
     @native_kernel(f"influence_{precision}", by_device(cpu, gpu), lanes=True)
     def kernel(
@@ -81,8 +120,11 @@ def tabulate_influence(precision: str) -> Any:
         first_z: wp.int32,
         exponent: wp.int32,
         scale: wp.float64,  # π^(3/2) / Γ(exponent / 2)
-        value: wp.array(dtype=getattr(wp, precision)),  # (n_rows * length,)
+        n_channels: wp.int32,  # of the field, 0 without one
+        value: wp.array(dtype=real),  # (n_systems * n_rows * length,), or none
         derivative: wp.array(dtype=wp.float64),  # the same length, or none
+        field: wp.array(dtype=real),  # flat (n_systems, n_channels, n_x, n_planes, length, 2), multiplied in place
+        powers: wp.array(dtype=wp.float64),  # flat (n_systems, n_x, n_planes, 3), of z⁰, z¹, z²; or none
     ):
         """A row along z."""
 

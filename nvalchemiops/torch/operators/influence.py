@@ -1,4 +1,4 @@
-"""The influence function of a mesh as a torch op without derivatives (`nvalchemiops.kernels.mesh.influence`)."""
+"""The influence function of a mesh without derivatives (`nvalchemiops.kernels.mesh.influence`)."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import warp as wp
 from nvalchemiops.kernels.mesh.influence import tabulate_influence
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.specs import PRECISIONS
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.memory import new_empty
 
@@ -76,10 +77,39 @@ def mesh_influence(
     shape = _shape(volume, b_xy, b_z)
     value = new_empty(shape, torch.float32 if single else torch.float64, volume.device)
     derivative = new_empty(shape if with_derivative else (0,), torch.float64, volume.device)
-    if value.numel():
-        n_rows, scale = math.prod(shape[:4]), math.pi**1.5 / math.gamma(exponent / 2)
-        numbers = (*mesh_dimensions, shape[3], *first_planes, exponent, scale)
-        given = [metric, alpha, volume, b_xy.flatten(), b_z.flatten(), *numbers]
-        kernel = tabulate_influence("float32" if single else "float64")
-        launch(kernel, n_rows, given, [value.view(-1), derivative.view(-1)], lanes=WARP, kind=shape[4])
+    given = (metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent)
+    _launch(given, 0, value, derivative.view(-1), None, None)
     return value, derivative
+
+
+def multiply_by_influence(density: torch.Tensor, with_powers: bool, *given: Any) -> torch.Tensor | None:
+    """Multiply the transform of meshes by the influence function in place, where no graph is recorded.
+
+    Parameters
+    ----------
+    density : (n_systems, n_channels, n_x, n_y, n_z, 2) tensor
+    with_powers : bool
+    *given
+        The arguments of `mesh_influence` from ``metric`` to ``exponent``.
+
+    Returns
+    -------
+    (n_systems, n_x, n_y, 3) float64 tensor, or None
+        With ``with_powers``: for each row the sums over z and channels of ``|density|²`` before the product, times the
+        derivative of `mesh_influence`, times 1, z and z².
+    """
+    powers = None
+    if with_powers:
+        powers = torch.empty((density.shape[0], *density.shape[2:4], 3), dtype=torch.float64, device=density.device)
+    _launch(given, density.shape[1], None, None, density, powers)
+    return powers
+
+
+def _launch(given: Sequence[Any], n_channels: int, *results: torch.Tensor | None) -> None:
+    metric, volume, alpha, b_xy, b_z, mesh, first_planes, exponent = given
+    numbers = (*mesh, b_xy.shape[1], *first_planes, exponent, math.pi**1.5 / math.gamma(exponent / 2), n_channels)
+    dtype = next(t.dtype for t in (results[0], results[2]) if t is not None)
+    inputs = [metric, alpha, volume, b_xy.flatten(), b_z.flatten(), *numbers]
+    flat = [None if t is None else t.view(-1) for t in results]
+    n_rows, length = volume.shape[0] * b_xy.numel(), b_z.numel()
+    launch(tabulate_influence(PRECISIONS[dtype].__name__), n_rows, inputs, flat, lanes=WARP, kind=length)

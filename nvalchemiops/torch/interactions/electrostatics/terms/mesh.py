@@ -33,7 +33,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import Contribution,
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, frames_of
 from nvalchemiops.torch.interactions.pair.shares import must_be_near
-from nvalchemiops.torch.operators.influence import mesh_influence
+from nvalchemiops.torch.operators.influence import mesh_influence, multiply_by_influence
 from nvalchemiops.torch.operators.lattice import (
     Lattice,
     check_spline_order,
@@ -340,26 +340,33 @@ class MeshTerm(NamedTuple):
         frames = frames_of(system, in_spacings, dtype, n)
         spread = mesh_spread(frames.moments.to(dtype), coordinates, *plan, frames.highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
-        if prepared is None or division is not None:
-            value, derivative = cached_by_value(
-                "influence",
-                (system.cell, alpha),
-                (potential, mesh, planes, spline_order, with_virial) if potential.is_constant else None,
-                lambda: influence(potential, lattice, alpha, mesh, spline_order, with_virial, planes, dtype),
-            )
+        of_rows = None
+        tables = _tables_of(potential, lattice, alpha, mesh, spline_order, planes) if prepared is None else None
+        if tables is not None and not density.requires_grad:
+            product, of_rows = density, multiply_by_influence(density, with_virial, *tables)
         else:
-            value, derivative = prepared.value, prepared.derivative if with_virial else None
-        power = None if derivative is None else density.to(torch.float64).square() * derivative
-        factor = value.to(dtype)
-        # in place if no graph is recorded: fresh memory costs more than the product
-        recorded = density.requires_grad or factor.requires_grad or not is_eager()
-        product = density * factor if recorded else density.mul_(factor)
+            if prepared is None or division is not None:
+                value, derivative = cached_by_value(
+                    "influence",
+                    (system.cell, alpha),
+                    (potential, mesh, planes, spline_order, with_virial) if potential.is_constant else None,
+                    lambda: influence(potential, lattice, alpha, mesh, spline_order, with_virial, planes, dtype),
+                )
+            else:
+                value, derivative = prepared.value, prepared.derivative if with_virial else None
+            if derivative is not None:
+                power = density.to(torch.float64).square() * derivative
+                of_rows = (power.flatten(4) @ powers_of_z).sum(1)
+            factor = value.to(dtype)
+            # in place if no graph is recorded: fresh memory costs more than the product
+            recorded = density.requires_grad or factor.requires_grad or not is_eager()
+            product = density * factor if recorded else density.mul_(factor)
         field = mesh_values(product, mesh[2]) if division is None else division.values(product)
         gathered = mesh_gather(field, coordinates, *plan, frames.highest + int(derivatives.forces))
         contribution = frames.contribution(gathered, system, derivatives)
-        if power is None:
+        if of_rows is None:
             return contribution
-        sums = (power.flatten(4) @ powers_of_z).sum(1).flatten(1) @ dyads
+        sums = of_rows.flatten(1) @ dyads
         energy = totals(contribution.energies.to(torch.float64).sum(1), batch_idx, n_systems)
         virial = lattice.dyadic(sums.view(-1, 3, 3)) + energy[:, None, None] * identity
         of_frames = contribution.virial  # not None for a system with moments
@@ -382,13 +389,10 @@ def influence(
     operations these are some thirty passes over arrays of float64. On a CPU values are kept from call to call.
     """
     planes = _all_planes(mesh) if planes is None else planes
-    xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, planes, order, alpha.device)
-    of_cells = (lattice.metric, lattice.volume, alpha)
-    may_tabulate = potential.exponent is not None and not layout(alpha.device.type).reads and is_eager(*of_cells)
-    if may_tabulate and not any(map(is_differentiated, of_cells)):
-        how = (potential.exponent, with_derivative, dtype == torch.float32)
-        value, derivative = mesh_influence(*of_cells, b_xy, b_z, mesh, (planes[0][0], planes[1][0]), *how)
+    if (tables := _tables_of(potential, lattice, alpha, mesh, order, planes)) is not None:
+        value, derivative = mesh_influence(*tables, with_derivative, dtype == torch.float32)
         return Influence(value, derivative if with_derivative else None)
+    xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, planes, order, alpha.device)
     m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
     # k² as a sum of functions of two indices
     k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
@@ -405,6 +409,24 @@ def influence(
     if derivative is None:
         return Influence(value, None)
     return Influence(value, _for_both_parts(torch.where(origin, 0.0, derivative * b_xy * (b_z * doubled))))
+
+
+def _tables_of(
+    potential: LongRangePotential,
+    lattice: Lattice,
+    alpha: torch.Tensor,
+    mesh: tuple[int, int, int],
+    order: int,
+    planes: Planes,
+) -> tuple[Any, ...] | None:
+    """The first arguments of `mesh_influence`, where a kernel computes the influence function; see `influence`."""
+    of_cells = (lattice.metric, lattice.volume, alpha)
+    if potential.exponent is None or layout(alpha.device.type).reads or not is_eager(*of_cells):
+        return None
+    if any(map(is_differentiated, of_cells)):
+        return None
+    b_xy, b_z = _axes_of(mesh, planes, order, alpha.device)[6:8]
+    return (*of_cells, b_xy, b_z, mesh, (planes[0][0], planes[1][0]), potential.exponent)
 
 
 def _for_both_parts(values: torch.Tensor) -> torch.Tensor:
