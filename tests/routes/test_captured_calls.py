@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nvalchemiops.torch import RecordingError, plans, record
-from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+from nvalchemiops.torch.interactions.electrostatics import driver, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list, search
 from nvalchemiops.torch.runtime import graphs, tables
@@ -329,6 +329,67 @@ def test_neighbors_that_are_found(with_searches, gpu):
             torch.testing.assert_close(found, call(), rtol=1e-12, atol=1e-12)
             lengths.add(neighbor_list(x, CUTOFF, calls.fixed["cell"], return_neighbor_list=True)[0].shape[1])
     assert len(lengths) > 1 and "pair potential: plan (replayed" in way
+
+
+# -- chosen parameters ------------------------------------------------------------------------------
+
+
+CHOSEN = {
+    "nothing given": {},
+    "a list": {"neighbors": "pointers"},
+    "wide numbers": {"neighbors": "int64"},
+    "a matrix": {"neighbors": "matrix"},
+    "k-vectors": {"function": ewald_summation},
+    "a batch": {"system": MIXED},
+    "exclusions": {"exclusions": True},
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_sums_with_chosen_parameters(name, with_searches, gpu, monkeypatch):
+    """One graph for any positions, charges and cells of a mesh, with the list and alpha of each call."""
+    how = dict(CHOSEN[name])
+    system, function = how.get("system", ONE), how.get("function", particle_mesh_ewald)
+    fixed = {"accuracy": 1e-3, "compute_forces": True, "compute_virial": True}
+    n_atoms = len(system.charges)
+    if system is MIXED:
+        fixed["batch_idx"] = system.batch_idx.to(gpu.device)
+    if name == "exclusions":
+        fixed["exclusions"] = torch.tensor([[0], [1]], dtype=torch.int32, device=gpu.device)
+    alphas, ways, choose = set(), [], driver.choose_splitting
+
+    def noted(*arguments):
+        found = choose(*arguments)
+        alphas.add(tuple(found.alpha.tolist()))
+        return found
+
+    monkeypatch.setattr(driver, "choose_splitting", noted)
+    for step in range(6):
+        scale = 1.0 + 0.01 * (step == 4)
+        x = scale * (system.positions + 0.05 * random_like([system.positions], step)[0])
+        q, cell = system.charges * (3.0 if step == 5 else 1.0), scale * system.cell
+        if step == 3:
+            x[1] = x[0] + 0.2  # large forces, so another alpha
+        near = {}
+        if "neighbors" in how:
+            with plans.off():
+                pairs = neighbors_of(system._replace(positions=x, cell=cell), CUTOFF)
+            near = on(gpu.device, in_form(pairs, n_atoms, how["neighbors"], "fill_value")) | {"cutoff": CUTOFF}
+        if name == "exclusions" and step == 2:
+            fixed["exclusions"][1] = 2
+        inputs = [t.to(gpu.device) for t in (x, q, cell)]
+
+        def call(inputs=inputs, near=near):
+            return function(*inputs, **near, **fixed)
+
+        found = call()
+        ways.append(plans.explain())
+        with plans.off():
+            expected = call()
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * float(b.abs().max()))
+    assert len(alphas) > 1
+    assert ("sum: plan (replayed" in ways[-1]) == (name != "exclusions")
 
 
 def test_garbage_waits_for_the_end_of_a_capture():
