@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nvalchemiops.torch import RecordingError, plans, record
-from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+from nvalchemiops.torch.interactions.electrostatics import driver, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list, search
 from nvalchemiops.torch.runtime import graphs, tables
@@ -229,8 +229,8 @@ def test_no_plan_where_memory_is_short(made, calls, gpu, monkeypatch):
 
 
 def _memory_of(bins):
-    """All that a search keeps for its end."""
-    values = [*bins.binned, bins.fault, *(bins.bounds or ())]
+    """All that these searches keep for their ends."""
+    values = [value for each in bins for value in (*each.binned, each.fault, *(each.bounds or ()))]
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
@@ -240,25 +240,23 @@ class _GraphOfSearch(StandInGraph):
     bins: list
 
     def captured(self, function, memory):
+        n_before = len(self.bins)
         results = super().captured(function, memory)
-        self.mine = self.bins[-1]
-        for t in (*results, *_memory_of(self.mine)):
+        self.mine = _memory_of(self.bins[n_before:])
+        for t in (*results, *self.mine):
             t.fill_(torch.nan) if t.is_floating_point() else t.fill_(-7 if t.dtype != torch.uint8 else 7)
         return results
 
     def replay(self):
+        n_before = len(self.bins)
         super().replay()
-        for mine, value in zip(_memory_of(self.mine), _memory_of(self.bins[-1]), strict=True):
+        for mine, value in zip(self.mine, _memory_of(self.bins[n_before:]), strict=True):
             mine.copy_(value)
 
 
-SEARCHES = [{}, {"half_fill": True}, {"nearest": 4}, {"nearest": 4, "ties": "index"}]
-
-
-# a matrix of exactly four neighbors has a known width, so nothing is read, and the engine has no part in it
-@pytest.mark.parametrize("options", [{"return_neighbor_list": True, **o} for o in SEARCHES] + SEARCHES[:3], ids=str)
-def test_searches(made, gpu, monkeypatch, options):
-    """A list has as many pairs as there are, read after the graph; positions and cells differ each time."""
+@pytest.fixture
+def with_searches(made, gpu, monkeypatch):
+    """Graphs as ``made``, of searches too: after a graph, a search ends with what it keeps."""
     if not gpu.is_real:
         bins = []
 
@@ -273,6 +271,16 @@ def test_searches(made, gpu, monkeypatch, options):
 
         monkeypatch.setattr(search, "_CellList", Noted)
         monkeypatch.setattr(graphs, "Graph", graph)
+    return made
+
+
+SEARCHES = [{}, {"half_fill": True}, {"nearest": 4}, {"nearest": 4, "ties": "index"}]
+
+
+# a matrix of exactly four neighbors has a known width, so nothing is read, and the engine has no part in it
+@pytest.mark.parametrize("options", [{"return_neighbor_list": True, **o} for o in SEARCHES] + SEARCHES[:3], ids=str)
+def test_searches(with_searches, gpu, options):
+    """A list has as many pairs as there are, read after the graph; positions and cells differ each time."""
     for step in range(5):
         x = (ONE.positions + 0.1 * random_like([ONE.positions], step)[0]).to(gpu.device)
         cell = ((1.0 + 0.01 * step) * ONE.cell).to(gpu.device)
@@ -284,7 +292,7 @@ def test_searches(made, gpu, monkeypatch, options):
         with plans.off():
             expected = call()
         assert all(map(torch.equal, found, expected))
-    assert len(made) == 1 and n_replays(made) == 3
+    assert len(with_searches) == 1 and n_replays(with_searches) == 3
 
 
 def test_a_matrix_in_place_is_filled_beside_its_graph(made, gpu):
@@ -304,6 +312,84 @@ def test_a_matrix_in_place_is_filled_beside_its_graph(made, gpu):
             kept.append((found, call()))
     assert all(torch.equal(a, b) for found, expected in kept for a, b in zip(found, expected, strict=True))
     assert len(made) == 1 and n_replays(made) == 2
+
+
+def test_neighbors_that_are_found(with_searches, gpu):
+    """A list of a search has no first atoms; beyond its end, its memory in a graph has no pairs either."""
+    calls, lengths = Calls(gpu.device), set()
+    for step in range(6):
+        x = (ONE.positions + 0.3 * random_like([ONE.positions], step)[0]).to(gpu.device)
+
+        def call(x=x):
+            return calls.potential(x, **calls.fixed)
+
+        found = call()
+        way = plans.explain()
+        with plans.off():
+            torch.testing.assert_close(found, call(), rtol=1e-12, atol=1e-12)
+            lengths.add(neighbor_list(x, CUTOFF, calls.fixed["cell"], return_neighbor_list=True)[0].shape[1])
+    assert len(lengths) > 1 and "pair potential: plan (replayed" in way
+
+
+# -- chosen parameters ------------------------------------------------------------------------------
+
+
+CHOSEN = {
+    "nothing given": {},
+    "a list": {"neighbors": "pointers"},
+    "wide numbers": {"neighbors": "int64"},
+    "a matrix": {"neighbors": "matrix"},
+    "k-vectors": {"function": ewald_summation},
+    "a batch": {"system": MIXED},
+    "exclusions": {"exclusions": True},
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_sums_with_chosen_parameters(name, with_searches, gpu, monkeypatch):
+    """One graph for any positions, charges and cells of a mesh, with the list and alpha of each call."""
+    how = dict(CHOSEN[name])
+    system, function = how.get("system", ONE), how.get("function", particle_mesh_ewald)
+    fixed = {"accuracy": 1e-3, "compute_forces": True, "compute_virial": True}
+    n_atoms = len(system.charges)
+    if system is MIXED:
+        fixed["batch_idx"] = system.batch_idx.to(gpu.device)
+    if name == "exclusions":
+        fixed["exclusions"] = torch.tensor([[0], [1]], dtype=torch.int32, device=gpu.device)
+    alphas, ways, choose = set(), [], driver.choose_splitting
+
+    def noted(*arguments):
+        found = choose(*arguments)
+        alphas.add(tuple(found.alpha.tolist()))
+        return found
+
+    monkeypatch.setattr(driver, "choose_splitting", noted)
+    for step in range(6):
+        scale = 1.0 + 0.01 * (step == 4)
+        x = scale * (system.positions + 0.05 * random_like([system.positions], step)[0])
+        q, cell = system.charges * (3.0 if step == 5 else 1.0), scale * system.cell
+        if step == 3:
+            x[1] = x[0] + 0.2  # large forces, so another alpha
+        near = {}
+        if "neighbors" in how:
+            with plans.off():
+                pairs = neighbors_of(system._replace(positions=x, cell=cell), CUTOFF)
+            near = on(gpu.device, in_form(pairs, n_atoms, how["neighbors"], "fill_value")) | {"cutoff": CUTOFF}
+        if name == "exclusions" and step == 2:
+            fixed["exclusions"][1] = 2
+        inputs = [t.to(gpu.device) for t in (x, q, cell)]
+
+        def call(inputs=inputs, near=near):
+            return function(*inputs, **near, **fixed)
+
+        found = call()
+        ways.append(plans.explain())
+        with plans.off():
+            expected = call()
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * float(b.abs().max()))
+    assert len(alphas) > 1
+    assert ("sum: plan (replayed" in ways[-1]) == (name != "exclusions")
 
 
 def test_garbage_waits_for_the_end_of_a_capture():

@@ -1,7 +1,5 @@
 """The estimate of forces by near neighbors, of a sample of the atoms of a large system."""
 
-import functools
-
 import pytest
 import torch
 
@@ -17,7 +15,8 @@ from tests.support.systems import batch, crystal, disordered
 REACH = 7.0
 
 
-by_sample = functools.partial(force_on_host, sampled=True)
+def by_sample(system, rows, reach, spacing):
+    return force_on_host(system, rows, reach, spacing.numpy(), sampled=True)
 
 
 def estimate(system, rows=None, measure=by_sample):

@@ -48,8 +48,11 @@ SKELETON = """
     if (begin < 0 || begin > end || end > neighbors.shape[0] || (i == 0 && begin > 0)
         || (first.shape[0] > 0 && first.shape[0] < end)) broken = 2;
     // a list in memory that has room for more says so by the entry after its last one
-    else if (i == n_atoms - 1 && end < neighbors.shape[0] && (first.shape[0] <= end
-        || first.data[end] != @no_padding@ || (end > 0 && first.data[end - 1] == @no_padding@))) broken = 2;
+    else if (i == n_atoms - 1 && end < neighbors.shape[0]) {
+        const int *entries = first.shape[0] > 0 ? first.data : neighbors.data;
+        if (first.shape[0] == end || entries[end] != @no_padding@
+            || (end > 0 && entries[end - 1] == @no_padding@)) broken = 2;
+    }
     @checks@
     // An infinite position is beyond every cutoff, and must give NaN all the same.
     const auto has_place = [&](int j) {

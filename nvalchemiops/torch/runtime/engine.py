@@ -373,13 +373,16 @@ def _planned(
         beside = f"; the call before had other {', other '.join(differing)}" if differing else ""
         return _noted(call, "once", why + beside, None)
     graph = None if kind.place is None else graphs.Graph(kind.place[0])
-    lists = kind.copied if graph is None else kind.used  # in memory of the plan
+    # in memory of the plan; a graph has its lists behind the prepared tensors
+    lists = kind.copied if graph is None else [*kind.copied, *kind.used]
+    n_before = 0 if graph is None else len(kind.copied)
     bodies: list[Body] = []
 
     def function(memory: Sequence[torch.Tensor]) -> Tensors:
         constants = [t.detach().clone() for t in tensors[n_moving:n_inputs]]
         here = [*memory[:n_moving], *constants, *memory[n_moving : len(memory) - len(lists)]]
-        near, waiting = call.near, iter(memory[len(memory) - len(lists) :])
+        listed = memory[len(memory) - len(lists) :]
+        near, waiting = call.near, iter([*listed[n_before:], *listed[:n_before]])
         if len(lists) > len(call.prepared):
             near = type(near)(*[next(waiting) if isinstance(value, torch.Tensor) else value for value in near])
         bodies.append(call.prepare(here[:n_inputs], near, *waiting))

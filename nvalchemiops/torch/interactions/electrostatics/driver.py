@@ -11,6 +11,7 @@ import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
+from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
@@ -62,7 +63,9 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
         return _sum("sum", _terms, asked, asked.is_constant)
     # neighbors and alpha first, since they depend on positions; then the plan of the rest
     terms, system, rows, long_range, alpha = _terms(asked)
-    known = ("chosen", long_range, alpha, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
+    known: Any = ("chosen", long_range, alpha, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
+    if _has_made_tensors(system, asked) and not layout(alpha.device.type).reads:
+        known = "it depends on tensors that were made for this call, whose values are not read"
     near = rows
     if is_listed(asked.neighbors) and rows.first is not None and parts_of(rows, asked.neighbors):
         # both rows of the list in one tensor, since lists of a plan share no memory; always as `Rows`, since the terms
@@ -70,6 +73,12 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
         near = rows._replace(neighbors=asked.neighbors.neighbor_list, first=None)
     chosen = (alpha, *long_range.tensors)
     return evaluate(terms, system, asked.request, asked.is_constant, near, known, chosen, long_range.is_for_cells)
+
+
+def _has_made_tensors(system: ChargedSystem, asked: EwaldSum) -> bool:
+    """Whether terms depend on more tensors than those given, the neighbors, and those of the long-range part."""
+    made = (system.exclusions, system.slab_axes, system.widths)
+    return any(part is not None for part in made) or system.batch_idx is not asked.atoms.batch_idx
 
 
 def is_listed(neighbors: GivenNeighbors) -> bool:

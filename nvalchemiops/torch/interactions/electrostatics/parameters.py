@@ -405,8 +405,8 @@ def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.
         return typical
     reach = np.minimum(real_space_cutoff, core.NEARBY * sizes.spacing)
     rows = build_rows(system.positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
-    known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=system.positions.device)
-    return typical._replace(force=force_on_host(system, rows, known, spacing))
+    known = torch.as_tensor(reach, device=system.positions.device)
+    return typical._replace(force=force_on_host(system, rows, known, sizes.spacing))
 
 
 def _mesh_cutoff(sizes: Sizes, target: core.Target, order: int, costs: core.Costs) -> np.ndarray:

@@ -18,6 +18,8 @@ from nvalchemiops.torch.interactions.electrostatics.results import (
 )
 from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
+from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.operators.lattice import lattice_of, nan_if_singular
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime import engine
@@ -30,7 +32,7 @@ def evaluate(
     system: ChargedSystem,
     request: SumRequest,
     is_constant: bool,
-    near: Sequence[Any] = (),
+    near: Rows | None = None,
     options: tuple[Any, ...] | str = engine.UNKNOWN,
     chosen: Sequence[torch.Tensor] = (),
     is_for_cells: bool = False,
@@ -45,23 +47,30 @@ def evaluate(
     request : SumRequest
     is_constant : bool
         Whether the terms are known to depend on no other tensors than their fields and those of the system.
-    near, options
+    near : Rows, optional
+        The list that the terms hold, for a plan. Its ``neighbors`` may be both rows (2, n_slots) of a list of pairs.
+    options
         As for `engine.Call`, for a plan.
     chosen : sequence of torch.Tensor
         Tensors among those of ``terms`` and ``options`` that follow from cells, positions and charges.
     is_for_cells : bool
         Whether a plan for any values of ``chosen`` is for these cells alone, as of `LongRange`.
     """
+    given: Any = () if near is None else near
+    fixed, listed = tuple(terms), [id(term.rows) for term in terms if isinstance(term, PairTerm)]
 
     def prepare(inputs: Sequence[torch.Tensor], near: Any, *others: torch.Tensor) -> engine.Body:
-        return body_of(_with(tuple(terms), dict(zip(map(id, chosen), others))), system, request)
+        changed: dict[int, Any] = dict(zip(map(id, chosen), others))
+        if near is not given:  # it is in the memory of a graph
+            both = near.neighbors.ndim > 1
+            rows = near._replace(first=near.neighbors[0], neighbors=near.neighbors[1]) if both else near
+            changed |= dict.fromkeys(listed, rows)
+        return body_of(_with(fixed, changed), system, request)
 
     def in_general(call: engine.Call) -> engine.Call:
         others = _with(options, dict.fromkeys(map(id, chosen)))
         return call._replace(options=others, prepared=tuple(chosen), n_moving=call.n_moving if is_for_cells else 3)
 
-    if near and not layout(system.positions.device.type).reads:
-        options = "its terms hold the lists, which a graph would copy"
     inputs = (system.positions, system.moments, system.cell)
     own = (*terms, system.widths)
     call = engine.Call(
@@ -69,7 +78,7 @@ def evaluate(
         prepare,
         inputs,
         2,
-        near,
+        given,
         (system.batch_idx, system.widths, system.slab_axes, system.has_channels),
         options if system.domain is None else "ranks share it",
         along=is_constant and request.has_first_derivatives,
@@ -80,13 +89,15 @@ def evaluate(
         by_system=request.energy_reduction == "system",
         domain=system.domain,
     )
+    if near is not None and not layout(system.positions.device.type).reads:
+        call = in_general(call)._replace(in_general=None)  # values of a GPU are no part of a key
     return complete(engine.run(call), system, request)
 
 
 def _with(value: Any, others: dict[int, Any]) -> Any:
-    """``value`` with ``others``, by the id of the tensors whose places they take in nested tuples."""
-    if isinstance(value, torch.Tensor):
-        return others.get(id(value), value)
+    """``value`` with ``others``, by the id of the tensors and tuples whose places they take in nested tuples."""
+    if id(value) in others:
+        return others[id(value)]
     if not isinstance(value, tuple):
         return value
     parts = [_with(part, others) for part in value]

@@ -31,14 +31,8 @@ from nvalchemiops.torch.interactions.electrostatics.results import Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh
-from nvalchemiops.torch.runtime.context import (
-    ValuesNeededError,
-    is_eager,
-    is_mapped,
-    may_keep,
-    may_read,
-    on_host,
-)
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, is_mapped, may_read, on_host
+from nvalchemiops.torch.runtime.graphs import place_of
 
 
 class LongRange(Protocol):
@@ -224,10 +218,9 @@ def _choose(
         rows = system.rows_within(longest)
     # values of tensors that vmap maps over cannot be read
     if compiling or may_read(system.positions, system.moments, wait=True):
-        near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
-        near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
+        near = torch.as_tensor(xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing), device=device)
         measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=True)
-        target = target._replace(force=measure(system, rows, near, d))
+        target = target._replace(force=measure(system, rows, near, spacing))
     if strengths is not None:
         strengths = strengths.with_force_of_charges(target.force, xp)
         charges_alone, alpha = model, optimal_alpha
@@ -300,16 +293,16 @@ MOST_SPLITTINGS = 16
 
 _Splittings = Kept[tuple[torch.Tensor, core.Target]]
 
-_choices: Kept[tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor, _Splittings]] = Kept(MOST_CHOICES)
-"""Choices that do not depend on positions, (n_systems,) each: the reach of the list, d, and the arguments of
-`force_on_host`. Last a mapping from the bytes of forces to alpha and target; one system has few entries, since its
-forces are rounded."""
+_choices: Kept[tuple[np.ndarray, np.ndarray, torch.Tensor, _Splittings]] = Kept(MOST_CHOICES)
+"""Choices that do not depend on positions, (n_systems,) each: the reach of the list, d, and the reach of the estimate
+of forces. Last a mapping from the bytes of forces to alpha and target; one system has few entries, since its forces are
+rounded."""
 
 
 def _may_keep_choices(system: ChargedSystem) -> bool:
-    """Whether choices for this system may be kept: only for charges alone, in plain eager mode on a CPU."""
-    is_known = system.of_points and may_keep(system.cell)
-    return is_known and is_eager(system.positions, system.moments, system.batch_idx)
+    """Whether choices for this system may be kept: only for charges alone, in plain eager mode."""
+    is_known = system.of_points and may_read(system.cell, system.batch_idx, wait=True)
+    return is_known and is_eager(system.positions, system.moments, system.cell, system.batch_idx)
 
 
 def _choose_by_sizes(
@@ -324,7 +317,8 @@ def _choose_by_sizes(
     device = system.positions.device
     costs = costs_of_call(system, rows, cutoff)
     order = getattr(long_range, "spline_order", 0)
-    key = (sizes_known, system.positions.dtype, accuracy, type(long_range), order, costs, cutoff)
+    # tensors that were made on another stream may not be there yet
+    key = (sizes_known, system.positions.dtype, accuracy, type(long_range), order, costs, cutoff, place_of(device))
     choice = _choices.get(key)
     if choice is None:
         sizes, target = sizes_of_system(system), core.Target(accuracy)
@@ -332,16 +326,15 @@ def _choose_by_sizes(
         optimal = long_range.optimal_alpha(sizes.n_atoms, sizes.volume, target, costs, np, lengths)
         reach = core.real_cutoff(optimal, sizes.spacing, target).clip(None, cutoff)
         with torch.inference_mode(False):
-            values = (np.minimum(reach, core.NEARBY * sizes.spacing), sizes.spacing)
-            near, distance = (torch.as_tensor(t, device=device) for t in values)
-        choice = (reach, sizes.spacing, near, distance, Kept(MOST_SPLITTINGS))
+            near = torch.as_tensor(np.minimum(reach, core.NEARBY * sizes.spacing), device=device)
+        choice = (reach, sizes.spacing, near, Kept(MOST_SPLITTINGS))
         _choices.keep(key, choice)
-    reach, spacing, near, distance, splittings = choice
+    reach, spacing, near, splittings = choice
     longest = None
     if rows is None:
         longest = float(reach.max()) if cutoff is None else cutoff
         rows = system.rows_within(longest)
-    force = force_on_host(system, rows, near, distance, sampled=True)
+    force = force_on_host(system, rows, near, spacing, sampled=True)
     found = splittings.get(force.tobytes())
     if found is None:
         target = core.Target(accuracy, force)

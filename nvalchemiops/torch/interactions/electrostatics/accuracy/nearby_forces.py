@@ -9,6 +9,7 @@ differ by a step from those of an eager call on a CPU; both meet the accuracy.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime.calls import MANY_ATOMS
 from nvalchemiops.torch.runtime.context import is_eager, on_host
 
 LEAST_SAMPLE, MOST_SAMPLE = 64, 256
@@ -50,39 +52,49 @@ def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, s
     ``spacing`` (n_systems,) is d. Nothing is read on the host, and all atoms are used.
     """
     with torch.no_grad():
-        forces, charges = _nearby_forces(system, rows, reach), system.charges.detach()
-        squares = [t.to(torch.float64).square().sum(1) for t in (forces, charges)]
-        ones = torch.ones(charges.shape[0], dtype=torch.float64, device=charges.device)
-        of_forces, of_charges, count = system.sums(torch.stack([*squares, ones], 1)).unbind(1)
-        # RMS of the forces / (mean square of the charges / d²)
-        nearby = (of_forces * count).sqrt() / of_charges * spacing.square()
-        return core.force_of(nearby, count, torch)
+        return _force_of(system.sums(_squares(system, rows, reach)), spacing, torch)
+
+
+def _squares(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
+    """The columns (n_atoms, n) whose sums over the atoms are the arguments of `_force_of`."""
+    forces, charges = _nearby_forces(system, rows, reach), system.moments[..., 0].detach()
+    return torch.cat([forces, charges, torch.ones_like(forces[:, :1])], 1).to(torch.float64).square()
+
+
+def _force_of(sums: Any, spacing: Any, xp: Any) -> Any:
+    """The estimate (n_systems,) from sums of the squares of components of forces, of charges, and of ones."""
+    of_forces, of_charges, count = sums[:, :3].sum(1), sums[:, 3:-1].sum(1), sums[:, -1]
+    # RMS of the forces / (mean square of the charges / d²)
+    return core.force_of(xp.sqrt(of_forces * count) / of_charges * xp.square(spacing), count, xp)
 
 
 def force_on_host(
-    system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor, sampled: bool = False
+    system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: np.ndarray, sampled: bool = False
 ) -> np.ndarray:
     """`force_of_neighbors` on the host; if ``sampled``, from a sample of the atoms of one large system.
 
     Must not be called while compiling.
     """
-    if system.domain is not None or not layout(system.positions.device.type).reads:
-        return on_host(force_of_neighbors(system, rows, reach, spacing))
+    if system.domain is not None:
+        return on_host(force_of_neighbors(system, rows, reach, torch.as_tensor(spacing, device=reach.device)))
+    if not layout(system.positions.device.type).reads:
+        with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):
+            return _force_of(on_host(_by_plan(_sums_of_system, system, rows, reach)), spacing, np)
     of_forces = None
     sample = _sample(system.n_atoms) if sampled and system.n_systems == 1 else None
     with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):  # without charges, for infinite positions
         in_sample = None if sample is None else _rows_of(sample, rows, system)
         if in_sample is not None:
-            of_forces = _by_sample(_by_plan(system, in_sample, reach), sample)
+            of_forces = _by_sample(_by_plan(_nearby_forces, system, in_sample, reach), sample)
         if of_forces is None:
-            forces = _by_plan(system, rows, reach)
+            forces = _by_plan(_nearby_forces, system, rows, reach)
             if in_sample is None:  # also without rows of a sample, so that the choice does not depend on them
                 of_forces = _by_sample(forces, sample)
             if of_forces is None:
                 of_forces = _sums_of_squares(forces, system)
         of_charges = _sums_of_squares(system.charges, system)
         count = counted(system.batch_idx, system.n_systems, system.n_atoms)
-        nearby = np.sqrt(of_forces * count) / of_charges * np.square(on_host(spacing))
+        nearby = np.sqrt(of_forces * count) / of_charges * np.square(spacing)
         return core.force_of(nearby, count)
 
 
@@ -96,19 +108,31 @@ def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> to
     return forces
 
 
-def _by_plan(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
-    """`_nearby_forces`, with a plan if there is one."""
-    if system.exclusions is not None or not system.of_points:
-        return _nearby_forces(system, rows, reach)
+def _sums_of_system(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
+    """The sums (n_systems, n) of `_squares`."""
+    return system.sums(_squares(system, rows, reach))
 
-    def evaluate(rows: Rows, /, **values: Any) -> tuple[torch.Tensor, ...]:
-        return (_nearby_forces(system._replace(**values), rows, reach),)
+
+def _by_plan(
+    function: Callable[[ChargedSystem, Rows, torch.Tensor], torch.Tensor],
+    system: ChargedSystem,
+    rows: Rows,
+    reach: torch.Tensor,
+) -> torch.Tensor:
+    """``function(system, rows, reach)``, with a plan if there is one."""
+    if system.exclusions is not None or not system.of_points:
+        return function(system, rows, reach)
+
+    def evaluate(rows: Rows, /, reach: torch.Tensor, **values: Any) -> tuple[torch.Tensor, ...]:
+        return (function(system._replace(**values), rows, reach),)
 
     rows = rows._replace(first=None)  # it shares memory with the neighbors, and the sum will check it
-    moving = {"positions": system.positions, "moments": system.moments}
+    moving = {"positions": system.positions, "moments": system.moments, "reach": reach}
     fixed = {"cell": system.cell, "batch_idx": system.batch_idx}
-    (forces,) = engine.run_function("forces nearby", evaluate, moving, rows, fixed, (reach,))
-    return forces
+    large = system.n_atoms > MANY_ATOMS and not layout(system.positions.device.type).reads
+    ways = "a graph would copy a long list for a single launch" if large else ()
+    (found,) = engine.run_function("forces nearby", evaluate, moving, rows, fixed, ways)
+    return found
 
 
 def _sums_of_squares(vectors: torch.Tensor, system: ChargedSystem) -> np.ndarray:

@@ -92,7 +92,7 @@ def key_of_sizes(system: ChargedSystem) -> Hashable:
     """The values on which `sizes_of_system` depends, read on the host; None if that costs more than it saves."""
     if system.domain is not None or system.n_systems > MOST_SYSTEMS:
         return None
-    if system.batch_idx is not None and not may_read(system.batch_idx):
+    if system.batch_idx is not None and not may_read(system.batch_idx, wait=True):
         return None
     cell, count = on_host(system.cell.detach()), counted(system.batch_idx, system.n_systems, system.n_atoms)
     return cell.tobytes(), cell.dtype, count.tobytes()
