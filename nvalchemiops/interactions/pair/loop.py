@@ -40,6 +40,13 @@ a neighbor search that failed to find the neighbors.
 
 SKELETON = """
     typedef @real@ real;
+#if defined(__CUDA_ARCH__)
+    const int lane = threadIdx.x & @last_thread@;
+    typedef unsigned place;
+#else
+    const int lane = 0;
+    typedef long long place;
+#endif
     const int n_atoms = positions.shape[0];
     const bool is_list = row_begin.shape[0] > 0;
     const long long begin = is_list ? row_begin.data[i] : static_cast<long long>(i) * width;
@@ -57,7 +64,7 @@ SKELETON = """
     // An infinite position is beyond every cutoff, and must give NaN all the same.
     const auto has_place = [&](int j) {
         const real *x = positions.data + 3LL * j;
-        return fabs(x[0]) < INFINITY && fabs(x[1]) < INFINITY && fabs(x[2]) < INFINITY;
+        return bool((fabs(x[0]) < INFINITY) & (fabs(x[1]) < INFINITY) & (fabs(x[2]) < INFINITY));
     };
     if (!has_place(i)) broken = @no_number@;
     if (broken) end = begin;
@@ -75,63 +82,82 @@ SKELETON = """
     const one cutoff = cutoff_distance, r_switch = switch_distance, cutoff_squared = cutoff * cutoff;
     @shared@
 
-    const auto displacement = [&](long long slot, one *result) {
-        const real *x_j = positions.data + 3LL * neighbors.data[slot];
+    const auto displacement = [&](int j, const int *shift, bool has_shift, one *result) {
+        const real *x_j = positions.data + 3LL * static_cast<place>(j);
         exact d[3];
         for (int a = 0; a < 3; ++a) d[a] = exact(x_j[a]) - x_i[a];
         @image@
         for (int a = 0; a < 3; ++a) result[a] = static_cast<one>(d[a]);
     };
     @is_nearest@
-    // The neighbor in a slot; false for padding, as which the atom itself counts, too. A distance that is NaN counts as
-    // close.
     struct Neighbor {
-        int j, shift[3];
+        int j, row, shift[3];
         one d[3], factor;
         bool close;
     };
-    const auto look_at = [&](long long slot, Neighbor &it) {
+    const auto read = [&](place slot, Neighbor &it) {
         it.j = neighbors.data[slot];
-        if (first.shape[0] > 0 && first.data[slot] != i) {
-            broken = 2;
-            return false;
-        }
-        if (it.j == padding && padding > @no_padding@) return false;
-        if (it.j < 0 || it.j >= n_atoms) {
-            broken = 1;
-            return false;
-        }
-        displacement(slot, it.d);
+        it.row = first.shape[0] > 0 ? first.data[slot] : i;
+        @shift@
+    };
+#if defined(__CUDA_ARCH__)
+    real zero = 0;  // NaN if a neighbor has no place
+#endif
+    // Looks at the neighbor that was read from a slot; false for padding, as which the atom itself counts, too. A
+    // distance that is NaN counts as close.
+    const auto look_at = [&](place slot, Neighbor &it) {
+        const bool is_padding = it.j == padding && padding > @no_padding@, is_ours = it.row == i;
+        const bool is_atom = is_ours && !is_padding && it.j >= 0 && it.j < n_atoms;
+        if (!is_atom && (!is_ours || !is_padding)) broken = is_ours ? 1 : 2;
+#if defined(__CUDA_ARCH__)
+        it.j = is_atom ? it.j : i;  // lanes stay together, and read what is not used
+#else
+        if (!is_atom) return false;
+#endif
+        displacement(it.j, it.shift, is_atom, it.d);
         @look@
         const one squared = it.d[0] * it.d[0] + it.d[1] * it.d[1] + it.d[2] * it.d[2];
-        if (it.j == i && squared == one(0)) return false;
+        const bool is_neighbor = it.j != i || squared != one(0);
         it.close = !(squared >= cutoff_squared);
+#if defined(__CUDA_ARCH__)
+        for (int a = 0; a < 3; ++a) zero += positions.data[3LL * static_cast<place>(it.j) + a] * real(0);
+#else
         if (!(squared < INFINITY) && !has_place(it.j)) broken = @no_number@;
-        return true;
+#endif
+        return is_atom && is_neighbor;
     };
 
 #if defined(__CUDA_ARCH__)
     @totals_gpu@
-    const int lane = threadIdx.x & @last_thread@;
-    const auto add_up = [](double sum) {
-        for (int step = @half_warp@; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-        return sum;
-    };
-    for (long long slot = begin + lane; slot < end; slot += @warp@) {
+    // All lanes make all turns; those beyond the end of the row read its last slot, and do not count. Compilers would
+    // move loads down to where values are used, to wait for one after the other; the fences keep them together.
+    const place last = end - 1;
+    for (place own = begin + lane; own < static_cast<place>(end + lane); own += @warp@) {
+        const place slot = own < last ? own : last;
         Neighbor it;
-        if (!look_at(slot, it) || !it.close) continue;
-        const auto take = [&](const real *from, long long stride) { return one(from[stride * it.j]); };
+        read(slot, it);
+        asm volatile("" ::: "memory");
+        const bool counts = look_at(slot, it) && it.close && own <= last;
+        const place j = it.j;
+        const auto take = [&](const real *from, long long stride) { return one(from[stride * j]); };
         const auto kept = [](one value) { return static_cast<double>(value); };
         @take_both_gpu@
         const one d0 = it.d[0], d1 = it.d[1], d2 = it.d[2];
         @data_gpu@
-        @evaluation@
-        @tables_gpu@
+        asm volatile("" ::: "memory");
+        if (counts) {
+            @evaluation@
+            @tables_gpu@
+        }
     }
-    for (int step = @half_warp@; step > 0; step /= 2) {
-        const int other = __shfl_xor_sync(0xffffffffu, broken, step);
-        broken = other > broken ? other : broken;
-    }
+    broken = __any_sync(0xffffffffu, broken || zero != zero);  // no number is reported
+    const auto add_lanes = [](double sum, int step) { return sum + __shfl_xor_sync(0xffffffffu, sum, step); };
+    // Half of the lanes goes on with one of two sums, the other half with the other.
+    const auto add_lanes_of_two = [=](double sum, double other, int step) {
+        const bool goes_on = threadIdx.x & step;
+        return (goes_on ? other : sum) + __shfl_xor_sync(0xffffffffu, goes_on ? sum : other, step);
+    };
+    @sums_gpu@
     @reduce_tables@
 #else
     @totals@
@@ -144,12 +170,12 @@ SKELETON = """
     const condition numbers = {@numbers@};
     const auto halve = [](auto values) { return values.lo + values.hi; };
     const auto add_up = [=](auto values) { return @total@; };
-    const int lane = 0;
     int m = 0, n = 0;
     for (long long slot = begin; slot < end;) {
         @fast@
         for (; slot < end && m < @block@; ++slot) {
             Neighbor it;
+            read(slot, it);
             if (!look_at(slot, it)) continue;
             block.j[m] = it.j;
             for (int a = 0; a < 3; ++a) block.d[a][m] = it.d[a];
@@ -202,9 +228,10 @@ SKELETON = """
         }
         n = m;
     }
-#endif
-    const double zero = 0.0, error = broken ? zero / zero : 0.0;
     @sums@
+#endif
+    const double error = broken ? INFINITY - INFINITY : 0.0;
+    @errors@
     if (lane > 0) return;
 #if !defined(__CUDA_ARCH__)
     // of the faults of all rows the highest number, whichever thread is first; on a GPU none is read
@@ -217,7 +244,8 @@ SKELETON = """
     @results@
 """
 
-CELL = f"""
+CELL = by_device(
+    f"""
 bool is_open[3], any_open = false;
 {{
     double sum = 0.0;
@@ -232,28 +260,37 @@ bool is_open[3], any_open = false;
 if (!broken && begin < end && neighbors.data[begin] == i && (shifts.data[3 * begin] == {NOWHERE}
     || shifts.data[3 * begin] == -{NOWHERE})) broken = {NO_NUMBER};
 const auto points_nowhere = [&](const int *shift) {{
-    return (is_open[0] && shift[0]) || (is_open[1] && shift[1]) || (is_open[2] && shift[2]);
+    return any_open && ((is_open[0] && shift[0]) || (is_open[1] && shift[1]) || (is_open[2] && shift[2]));
 }};
-"""
+""",
+    f"""
+// each of nine lanes looks at a component; the last check of those of a CPU is made where the image is read
+const real component = lane < 9 ? cell.data[9LL * system + lane] : real(0);
+const unsigned vectors = __ballot_sync(0xffffffffu, component != 0);
+if (__any_sync(0xffffffffu, component != component)) broken = {NO_NUMBER};
+const auto points_nowhere = [=](const int *shift) {{
+    const bool found_none = (shift[0] == {NOWHERE}) | (shift[0] == -{NOWHERE});
+    const bool open[3] = {{(vectors & 7) == 0, (vectors & 56) == 0, (vectors & 448) == 0}};
+    return bool(found_none | (open[0] & shift[0] != 0) | (open[1] & shift[1] != 0) | (open[2] & shift[2] != 0));
+}};
+""",
+)
 
 CELL_VECTORS = by_device(
     """
 double h[9];
 for (int c = 0; c < 9; ++c) h[c] = cell.data[9LL * system + c];
 """,
-    """
-const volatile real *const h = cell.data + 9LL * system;  // read for each image: 18 registers are worth more
-""",
+    "const real *const h = cell.data + 9LL * system;",  # read for each image: 18 registers are worth more
 )
 
 IMAGE = f"""
-const int *shift = shifts.data + 3 * slot;
-if (shift[0] | shift[1] | shift[2]) {{
+if (has_shift && (shift[0] | shift[1] | shift[2])) {{
     // The difference and the image may be long and cancel: a GPU, too, rounds only their sum to single precision.
     for (int a = 0; a < 3; ++a)
         d[a] = (double(x_j[a]) - double(x_i[a]))
             + (shift[0] * double(h[a]) + shift[1] * double(h[3 + a]) + shift[2] * double(h[6 + a]));
-    if (any_open && points_nowhere(shift)) broken = {NO_NUMBER};
+    if (points_nowhere(shift)) broken = {NO_NUMBER};
 }}
 """
 
@@ -262,7 +299,7 @@ IS_NEAREST = """
 const auto is_nearest = [&](long long slot) {
     const auto squared_at = [&](long long place) {
         one d[3];
-        displacement(place, d);
+        displacement(neighbors.data[place], shifts.data + 3 * place, true, d);
         return d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
     };
     const int j = neighbors.data[slot], *shift = shifts.data + 3 * slot;
@@ -461,6 +498,29 @@ def vector(name: str, values: Sequence[str], kind: str = "one") -> str:
     return f"const {kind} {name}[{len(values)}] = {{{', '.join(f'{kind}({value})' for value in values)}}};"
 
 
+def added_up(names: Sequence[str]) -> list[str]:
+    """Lines after which these float64 variables of lane 0 of a warp hold their sums over all lanes.
+
+    Lanes divide the sums among themselves while they add, so that each step halves the number of sums of a lane.
+    """
+    lines = []
+    held = [{name: 0} for name in names]  # the sums that a variable, the first of them, holds, and in which lanes
+    step = WARP // 2
+    while step:
+        half = len(held) - len(held) // 2
+        first = [next(iter(sums)) for sums in held]
+        for sums, name, others, other in zip(held, first, held[half:], first[half:]):
+            lines.append(f"{name} = add_lanes_of_two({name}, {other}, {step});")
+            sums |= {moved: lane + step for moved, lane in others.items()}
+        lines += [f"{name} = add_lanes({name}, {step});" for name in first[len(held) // 2 : half]]
+        held = held[:half]
+        step //= 2
+    for sums in held:
+        name = next(iter(sums))
+        lines += [f"{moved} = __shfl_sync(0xffffffffu, {name}, {lane});" for moved, lane in sums.items() if lane]
+    return lines
+
+
 def body(
     form: Form,
     precision: str,
@@ -521,12 +581,15 @@ def body(
         "evaluation": [*evaluation, *(f"total_{name} += kept({value});" for name, value in totals.items())],
         "totals": [*(f"doubles total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
-        "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
+        "sums": [f"double sum_{name} = add_up(total_{name});" for name in totals],
+        "sums_gpu": [f"double sum_{name} = total_{name};" for name in totals] + added_up([f"sum_{n}" for n in totals]),
+        "errors": [f"sum_{name} += error;" for name in totals],
         "results": results,
         "checks": _checks(form),
         "cell": CELL_VECTORS.strip().splitlines() * form.periodic,
         "image": IMAGE.strip().splitlines() * form.periodic,
         "is_nearest": is_nearest * form.excluding,
+        "shift": ["for (int a = 0; a < 3; ++a) it.shift[a] = shifts.data[3LL * slot + a];"] * form.periodic,
         "look": _look(form),
         "fast": filled_lines("\n".join(_fast(form)), {}, numbers),
         "collect": _collect(form, "[m]", "it.factor", "it.shift[a]"),
@@ -554,23 +617,26 @@ def _checks(form: Form) -> list[str]:
 
 
 def _look(form: Form) -> list[str]:
-    """Lines that load the shift and the factor of a pair, and check the species of the neighbor."""
+    """Lines that load the factor of a pair, and check the species of the neighbor."""
     lines = []
-    if form.keeps_shifts:
-        lines += ["for (int a = 0; a < 3; ++a) it.shift[a] = shifts.data[3 * slot + a];"]
     if form.excluding:
         lines += [
+            "if (!is_atom) return false;",
             "it.factor = one(1.0);",
             "for (int e = excluded_begin.data[i]; e < excluded_begin.data[i + 1]; ++e)",
             f"    if (excluded.data[e] < 0) broken = {NO_NUMBER};",
             "    else if (excluded.data[e] == it.j && is_nearest(slot)) it.factor = excluded_factors.data[e];",
-            "if (it.factor == one(0.0)) return false;",
+            "if (it.factor == one(0.0)) {",
+            "    it.j = i;",
+            "    return false;",
+            "}",
         ]
     if form.n_species:
         lines += [
             "const int its_species = species.data[it.j];",
             f"if (its_species < 0 || its_species >= {form.n_species}) {{",
             "    broken = 4;",
+            "    it.j = i;  // a GPU reads what depends on the species all the same",
             "    return false;",
             "}",
         ]

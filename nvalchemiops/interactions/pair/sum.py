@@ -185,7 +185,7 @@ def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str
             for column, value in columns
         ],
         "tables_gpu": [f"table_sums[{column} + species.data[it.j]] += {value};" for column, value in columns],
-        "reduce_tables": ["for (double &sum : table_sums) sum = add_up(sum);"] * bool(columns),
+        "reduce_tables": loop.added_up([f"table_sums[{t}]" for t in range(n_sums)]),
     }
 
 
