@@ -7,7 +7,7 @@ and 65 entries: fewer than a warp has lanes, as many, and more.
 import json
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ import warp as wp
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels.mesh import splines
-from nvalchemiops.kernels.mesh.stencils import spline_stencils
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.programs import program_kernel
 from nvalchemiops.kernels.simd import WARP
@@ -51,9 +50,8 @@ RADIUS = 1.2
 CUTOFF = 3.0
 """More than clusters are wide."""
 
-_STENCILS = [(order, n, of) for order, of in splines.COMMON for n in (0, 1) if of == "float32"]
-CPU_ONLY = (sort_atoms, end_rows, program_kernel, stale_kernel, *(partial(spline_stencils, *v) for v in _STENCILS))
-"""Factories of kernels that are launched on a CPU only. On a GPU weights of meshes are in float64."""
+CPU_ONLY = (sort_atoms, end_rows, program_kernel, stale_kernel)
+"""Factories of kernels that are launched on a CPU only."""
 
 
 def cluster(n_atoms: int, rng: np.random.Generator, nearest: float = 0.35) -> np.ndarray:

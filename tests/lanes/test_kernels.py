@@ -499,9 +499,7 @@ RUNS: dict[str, Callable[..., Problem]] = {
 
 
 def is_for_a_cpu(name):
-    """Tables of splines are in float64 on a GPU."""
-    base, _, arguments = name.partition("(")
-    return base in CPU_ONLY or (base == "spline_stencils" and "float32" in arguments)
+    return name.partition("(")[0] in CPU_ONLY
 
 
 FOR_A_CPU = [build for name, build in registered_kernels() if is_for_a_cpu(name)]

@@ -255,10 +255,9 @@ KERNELS = {
     **{f"Fourier spread {d}": functools.partial(spread.fourier_spread, d) for d in (0, 1, 3)},
     **{f"Fourier gather {d}": functools.partial(gather.fourier_gather, d) for d in (0, 1, 3)},
     **{f"columns {p}": functools.partial(bins.find_columns, p) for p in (1, 8)},
-    **{f"stencils {p} {d}": functools.partial(stencils.spline_stencils, p, d, "float64") for p, d in ((1, 0), (8, 3))},
     **{
         f"{name} {p} {d} {precision}": functools.partial(make, p, d, precision)
-        for name, make in (("spread", spline_spread), ("gather", spline_gather))
+        for name, make in (("stencils", stencils.spline_stencils), ("spread", spline_spread), ("gather", spline_gather))
         for p, d, precision in ((1, 0, "float32"), (5, 1, "float32"), (6, 2, "float64"), (10, 1, "float64"))
     },
 }

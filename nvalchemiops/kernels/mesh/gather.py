@@ -156,9 +156,7 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
             f"result[{n}] = lost + on_line(sum_{a}{b} + offset, w[1][{c}]);" for n, (a, b, c) in parts_of
         ),
     }
-    on_gpu = values(order, derivatives, warps=True, precision=precision)
-    on_gpu |= {
-        "number": f"typedef {on_gpu['real']} number, scalar;",  # single precision only where it was asked for
+    on_gpu = values(order, derivatives, warps=True, precision=precision) | {
         "share": lanes_of_atom(order),
         "sums": ", ".join(f"sum_{a}{b} = 0" for a, b in pairs),
         "add": "\n".join(f"sum_{a}{b} += along_x[{a}] * of_y[{b}];" for a, b in pairs),

@@ -96,7 +96,6 @@ _WINDOWS = """
 """
 
 _NUMBER_CPU = f"typedef double scalar, number __attribute__((ext_vector_type({LANES})));"
-_NUMBER_GPU = "typedef double scalar, number;"
 
 
 def window(order: int) -> int:
@@ -120,7 +119,7 @@ def first_point(u: np.ndarray, order: int) -> np.ndarray:
 def values(order: int, derivatives: int, warps: bool, precision: str) -> dict[str, object]:
     """Values of the placeholders that the text of all kernels has, for either type of device.
 
-    On a CPU, weights are computed in float64, and kept in this precision.
+    On a CPU, weights are computed in float64, and kept in this precision. On a GPU they are also computed in it.
     """
     width = window(order)
     numbers: dict[str, object] = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": width}
@@ -130,7 +129,7 @@ def values(order: int, derivatives: int, warps: bool, precision: str) -> dict[st
     numbers |= {"unrolled": "\n#pragma unroll\n" if warps and order > 8 else ""}
     numbers |= {axis: n * (derivatives + 1) * width for axis, n in PLACES.items()}
     return numbers | {
-        "number": _NUMBER_GPU if warps else _NUMBER_CPU,
+        "number": f"typedef {real} scalar, number;" if warps else _NUMBER_CPU,
         "place": place(order),
         "weights": filled(_WEIGHTS, **numbers),
         "stencils": filled(_STENCILS_OF_MANY, **numbers),

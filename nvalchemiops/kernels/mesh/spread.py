@@ -8,7 +8,7 @@ import warp as wp
 from nvalchemiops.kernels import moments
 from nvalchemiops.kernels.mesh.bins import TILE, bins_of_mesh
 from nvalchemiops.kernels.mesh.splines import COMMON, window
-from nvalchemiops.kernels.mesh.stencils import parts, table_values, width
+from nvalchemiops.kernels.mesh.stencils import parts, table_values, widths
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import kernel_variants
@@ -93,10 +93,12 @@ _SPREAD_GPU = """
         return along.from < from ? along.from - from + n : along.from - from;
     };
     const int n_bins = along_x.count * along_y.count * along_z.count;
+    const @real@ *const table = reinterpret_cast<const @real@ *>(weights.data);
+    const long long length = weights.shape[1] * 8 / sizeof(@real@);
     const int in_z = lane % @size_z@, in_y = lane / @size_z@ % @size_y@, in_x = lane / (@size_z@ * @size_y@) * @points@;
     const int x = along_x.from + in_x, y = along_y.from + in_y, z = along_z.from + in_z;
     for (int channel = 0; channel < n_channels; ++channel) {
-        double sum[@points@] = {};
+        @real@ sum[@points@] = {};
         for (int base = 0; base < n_bins; base += @warp@) {
             // each lane looks up a tile: its atoms, and how far it is, in bytes for x, y and z
             int from = 0, count = 0, away = 0;
@@ -141,14 +143,14 @@ _SPREAD_GPU = """
                 for (int other = 0; other < here; ++other) {
                     const int k = __shfl_sync(0xffffffffu, atom, other);
                     const int to = __shfl_sync(0xffffffffu, place, other) + (in_x | in_y << 8 | in_z << 16);
-                    const double *const w = weights.data + 1LL * k * weights.shape[1];
-                    const double *const w_x = w + (2 * @powers@ + channel * @tables@) * @width@ + (to & 0xff);
-                    const double *const w_y = w + (to >> 8 & 0xff), *const w_z = w + @powers@ * @width@ + (to >> 16);
-                    if (((to + 0x10101 * (0x80 - @width@)) & 0x808080) != 0) continue;  // all are below the width
+                    const @real@ *const w = table + k * length;
+                    const @real@ *const w_x = w + @x@ + channel * @tables@ * @width_x@ + (to & 0xff);
+                    const @real@ *const w_y = w + @y@ + (to >> 8 & 0xff), *const w_z = w + @z@ + (to >> 16);
+                    if (((to + @below@) & 0x808080) != 0) continue;  // all are below the widths
                     @products@
                     #pragma unroll
                     for (int p = 0; p < @points@; ++p)
-                        if ((to & 0xff) + p < @width@) sum[p] += @product@;
+                        if ((to & 0xff) + p < @width_x@) sum[p] += @product@;
                 }
             }
         }
@@ -171,8 +173,9 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
             if b == power
         )
 
-    table = width(order)
+    along_x, along_y, along_z = stored_on_gpu = widths(order, precision)
     common = table_values(order, derivatives, warps=False, precision=precision)
+    real = common["real"]
     on_cpu = common | {
         "rows": ROWS,
         "amplitudes": ", ".join(f"of_{power} = {amplitude(power)}" for power in range(powers)),
@@ -180,11 +183,12 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
     }
     on_gpu = table_values(order, derivatives, warps=True, precision=precision) | {
         "points": POINTS,
+        "below": sum((0x80 - width) << 8 * axis for axis, width in enumerate(stored_on_gpu)),
         "products": "\n".join(
-            f"const double along_{b}{c} = w_y[{b * table}] * w_z[{c * table}];" for b, c in parts(derivatives)
+            f"const {real} along_{b}{c} = w_y[{b * along_y}] * w_z[{c * along_z}];" for b, c in parts(derivatives)
         ),
         "product": " + ".join(
-            f"w_x[{part * table} + p] * along_{b}{c}" for part, (b, c) in enumerate(parts(derivatives))
+            f"w_x[{part * along_x} + p] * along_{b}{c}" for part, (b, c) in enumerate(parts(derivatives))
         ),
     }
     return by_device(filled(_SPREAD_CPU, **on_cpu), filled(_SPREAD_GPU, **on_gpu))
@@ -213,7 +217,7 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
         first_y: wp.array(dtype=wp.int32),  # as from `spline_stencils`
         first_z: wp.array(dtype=wp.int32),
         in_tile: wp.array(dtype=wp.int32),
-        weights: wp.array2d(dtype=wp.float64),  # on a CPU in the precision of the field
+        weights: wp.array2d(dtype=wp.float64),  # numbers in the precision of the field, in this memory
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
     ):
         """Fill some rows, or a tile."""

@@ -146,8 +146,8 @@ def mesh_spread(
     sorted_moments = moments.index_select(0, order)
     first_y, first_z = (None, None) if warps else (torch.empty_like(order), torch.empty_like(order))
     in_tile = torch.empty_like(order) if warps else None
-    inputs = [sorted_moments.double() if warps else None, coordinates, order, n_x, n_y, n_z]
-    tabulate = stencils.spline_stencils(spline_order, derivatives, "float64" if warps else precision)
+    inputs = [sorted_moments if warps else None, coordinates, order, n_x, n_y, n_z]
+    tabulate = stencils.spline_stencils(spline_order, derivatives, precision)
     launch(tabulate, _rows(moments, WARP), inputs, [first_y, first_z, in_tile, weights], lanes=WARP)
     kernel = spread.spline_spread(spline_order, derivatives, precision)
     threads = spread.threads_of_mesh(n_systems, n_x, n_y, n_z, warps)
