@@ -21,83 +21,8 @@ def rows_of_warp(n_rows: int, multiprocessors: int) -> int:
     return 1 << (rows.bit_length() - 1)
 
 
-_ONE_BY_ONE = """\
-                        const Four other = exists ? fours[k] : Four{};
-                        unsigned rest = members;
-#pragma unroll 1
-                        for (int g = 0; g < n_members; ++g, rest &= rest - 1) {
-                            const int member = __ffs(rest) - 1;
-                            bool hit = close >> 8 * g & 1;
-                            unsigned hits = __ballot_sync(all, hit);
-                            if (!hits) continue;
-                            const int i = __shfl_sync(all, mine_at, member);
-                            const Four own = fours[i];
-                            if (half) {
-                                hit = hit && other.of[0] >= own.of[0] + (sign <= 0);
-                                hits = __ballot_sync(all, hit);
-                            }@chosen@
-                            const int found = __shfl_sync(all, count_of_mine, member);
-                            const int slot = found + __popc(hits & ((1u << lane) - 1u));
-                            if (lane == member) count_of_mine += __popc(hits);
-                            const long long start = __shfl_sync(all, mine.start, member);
-                            const int room = __shfl_sync(all, mine.room, member);
-                            if (hit && slot < room) write(start + slot, own, other, image);
-                        }
-"""
-"""What is done with the hits of 32 candidates, row by row: the text that chooses may leave out a row's."""
-
-_ALL_AT_ONCE = """\
-                        if (half) {
-                            const int other = exists ? fours[k].of[0] + (sign > 0) : 0;
-                            unsigned rest = members;
-#pragma unroll 1
-                            for (int g = 0; g < n_members; ++g, rest &= rest - 1) {
-                                const int i = __shfl_sync(all, mine_at, __ffs(rest) - 1);
-                                if (other <= fours[i].of[0]) close &= ~(1u << 8 * g);
-                            }
-                        }
-                        unsigned hits[4];
-                        int end_of[4], n_hits = 0;
-                        for (int g = 0; g < 4; ++g) {
-                            hits[g] = __ballot_sync(all, close >> 8 * g & 1);
-                            end_of[g] = n_hits += __popc(hits[g]);
-                        }
-                        if (fill)
-                            for (int first_hit = 0; first_hit < n_hits; first_hit += 32) {
-                                // each lane writes a hit, whosever it is
-                                const int hit = first_hit + lane;
-                                const int g = (hit >= end_of[0]) + (hit >= end_of[1]) + (hit >= end_of[2]);
-                                const int before = g == 0 ? 0 : g == 1 ? end_of[0] : g == 2 ? end_of[1] : end_of[2];
-                                const unsigned mask = g == 0 ? hits[0] : g == 1 ? hits[1] : g == 2 ? hits[2] : hits[3];
-                                int source = 0;  // the lane that has tested it
-                                for (int step = 16; step > 0; step /= 2)
-                                    source += __popc(mask & ((1u << (source + step)) - 1u)) <= hit - before ? step : 0;
-                                const int member = lanes_of_members >> 8 * g & 255u;
-                                const int slot = __shfl_sync(all, count_of_mine, member) + hit - before;
-                                const long long start = __shfl_sync(all, mine.start, member);
-                                const int room = __shfl_sync(all, mine.room, member);
-                                const int i = __shfl_sync(all, mine_at, member), j = __shfl_sync(all, k, source);
-                                int of_hit[3] = {};
-                                if (moves)
-                                    for (int a = 0; a < 3; ++a) of_hit[a] = __shfl_sync(all, image[a], source);
-                                if (hit < n_hits && slot < room) {
-                                    const Four own = fours[i], other = fours[j];  // read before anything is written
-                                    write(start + slot, own, other, of_hit);
-                                }
-                            }
-                        for (int g = 0; g < 4; ++g)
-                            if (static_cast<unsigned>(lane) == (lanes_of_members >> 8 * g & 255u))
-                                count_of_mine += __popc(hits[g]);
-"""
-"""What is done with the hits of 32 candidates, of up to four rows: as many are written at once as there are lanes.
-
-Written row by row, few lanes would have a hit: seven of 32, for 50 neighbors of an atom.
-"""
-
-
 def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
     """The C++ text; its arguments are those of `nvalchemiops.neighbors.search.Addition`."""
-    of_hits = _ONE_BY_ONE.replace("@chosen@", chosen) if chosen else _ALL_AT_ONCE
     return f"""    struct alignas(16) Four {{
         int of[4];
     }};
@@ -111,14 +36,6 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
         for (int step = 16; step > 0; step /= 2) bits |= __shfl_xor_sync(all, bits, step);
         return bits;
 #endif
-    }};
-    const auto write = [&](long long place, const Four &own, const Four &other, const int *image) {{
-        index.data[place] = other.of[0];
-        if (first.shape[0] > 0) first.data[place] = own.of[0];
-        if (shifts.shape[0] > 0) {{
-            int *to = reinterpret_cast<int *>(shifts.data) + 3 * place;
-            for (int a = 0; a < 3; ++a) to[a] = (image[a] + own.of[1 + a]) - other.of[1 + a];
-        }}
     }};
     for (int task = first_task; task < last_task; task += 32) {{
         // Each lane looks up one row, and keeps its count. Rows with the same bins within reach share their candidates.
@@ -150,12 +67,11 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
             }}
             float at[{sharing}][3], apart = 0.0f;
             int n_members = 0;
-            unsigned members = 0, lanes_of_members = 0;  // bits of their lanes, and a byte for each
+            unsigned members = 0;  // bits of their lanes
             for (int g = 0; g < {sharing}; ++g) {{
                 const bool is_member = together != 0;
                 const int source = is_member ? __ffs(together) - 1 : leader;
                 members |= together & -together;
-                lanes_of_members |= (is_member ? source : 32) << 8 * g;
                 n_members += is_member;
                 together &= together - 1;
                 float from_first = 0.0f;
@@ -290,7 +206,35 @@ def text_of_lanes(sharing: int, chosen: str, row: str) -> str:
                                     count_of_mine += ((g & 1 ? odd : even) >> 8 * (g & 2)) & 0xffffu;
                             continue;
                         }}
-{of_hits}                    }}
+                        const Four other = exists ? fours[k] : Four{{}};
+                        unsigned rest = members;
+#pragma unroll 1
+                        for (int g = 0; g < n_members; ++g, rest &= rest - 1) {{
+                            const int member = __ffs(rest) - 1;
+                            bool hit = close >> 8 * g & 1;
+                            unsigned hits = __ballot_sync(all, hit);
+                            if (!hits) continue;
+                            const int i = __shfl_sync(all, mine_at, member);
+                            const Four own = fours[i];
+                            if (half) {{
+                                hit = hit && other.of[0] >= own.of[0] + (sign <= 0);
+                                hits = __ballot_sync(all, hit);
+                            }}{chosen}
+                            const int found = __shfl_sync(all, count_of_mine, member);
+                            const int slot = found + __popc(hits & ((1u << lane) - 1u));
+                            if (lane == member) count_of_mine += __popc(hits);
+                            const long long start = __shfl_sync(all, mine.start, member);
+                            const int room = __shfl_sync(all, mine.room, member);
+                            if (hit && slot < room) {{
+                                index.data[start + slot] = other.of[0];
+                                if (first.shape[0] > 0) first.data[start + slot] = own.of[0];
+                                if (shifts.shape[0] > 0) {{
+                                    int *to = reinterpret_cast<int *>(shifts.data) + 3 * (start + slot);
+                                    for (int a = 0; a < 3; ++a) to[a] = (image[a] + own.of[1 + a]) - other.of[1 + a];
+                                }}
+                            }}
+                        }}
+                    }}
                 }}
             }}
 #pragma unroll 1

@@ -43,7 +43,7 @@ EXCEPTIONS = {
     "prepare_search()": (Needs(254, 192), SERIAL),
     "describe_systems()": (Needs(254, 192), OF_SYSTEM),
     "shortest_vectors()": (Needs(72, 144), OF_SYSTEM),
-    "search_neighbors()": (Needs(96, 64), BOUNDED),
+    "search_neighbors()": (Needs(96, 24), BOUNDED),
     "search_nearest()": (Needs(128, 40), "registers are limited, so that 16 warps run: the search and the selection"),
     "normal_numbers()": (Needs(128, 40), SINE),
     "chi_square_numbers()": (Needs(128, 40), SINE),
@@ -63,7 +63,7 @@ EXCEPTIONS = {
 OF_OTHERS = {
     80: {
         "spline_gather(8, 1, float64)": (Needs(150, 0), "two weights of each of eight points, and four sums"),
-        "search_neighbors()": (Needs(96, 88), BOUNDED),
+        "search_neighbors()": (Needs(96, 56), BOUNDED),
     },
 }
 """Further exceptions of one architecture."""
