@@ -37,13 +37,15 @@ _INFLUENCE = """
             found = origin;
             slope = 0.0;
         } else {
-            const double inverse = 1.0 / k2, argument = k2 * per_square, decay = ::exp(-argument);
+            const double argument = k2 * per_square;
             if (exponent == 1) {
-                found = @four_pi@ * decay * inverse;
+                // in single precision where that was asked for: a GPU would take longer for these two than for all else
+                const @real@ inverse = 1 / static_cast<@real@>(k2), decay = ::exp(-static_cast<@real@>(argument));
+                found = @four_pi@ * (decay * inverse);
                 slope = -found * (per_square + inverse);
             } else {
                 // h of 2, 4, ..., the exponent less 2, and the exponent
-                const double root = ::sqrt(argument), pole = @root_pi@ * root * ::erfc(root);
+                const double decay = ::exp(-argument), root = ::sqrt(argument), pole = @root_pi@ * root * ::erfc(root);
                 double before = pole / argument, h = 2.0 * (decay - pole);
                 for (int p = 6; p <= exponent; p += 2) {
                     before = h;
@@ -58,6 +60,7 @@ _INFLUENCE = """
         const long long place = 1LL * row * length + k;
         if (value.shape[0] > 0) value.data[place] = found;
         if (derivative.shape[0] > 0) derivative.data[place] = slope;
+        if (n_channels == 0) continue;
         const @real@ factor = found;  // rounded, as it is in a table
         double square = 0.0;
         for (int channel = 0; channel < n_channels; ++channel) {

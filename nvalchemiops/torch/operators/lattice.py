@@ -45,19 +45,27 @@ class Lattice(NamedTuple):
         """Fractional coordinates (n_atoms, 3), in float64."""
         positions = positions.to(torch.float64)
         if self.frame.ndim == 2:
-            return positions @ self.frame
+            return _product(positions, self.frame)
         return (positions.unsqueeze(-1) * self.frame).sum(-2)
 
     def cartesian(self, derivatives: torch.Tensor) -> torch.Tensor:
         """Derivatives with respect to positions, from derivatives with respect to fractional coordinates."""
         derivatives = derivatives.to(torch.float64)
         if self.frame.ndim == 2:
-            return derivatives @ self.frame.mT
+            return _product(derivatives, self.frame.mT)
         return (derivatives.unsqueeze(-2) * self.frame).sum(-1)
 
     def dyadic(self, sums: torch.Tensor) -> torch.Tensor:
         """``Σ k k^T`` (n_systems, 3, 3) from sums over Miller indices ``Σ n n^T``."""
         return (2.0 * math.pi) ** 2 * (self.inverse @ sums @ self.inverse.mT)
+
+
+def _product(vectors: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``vectors @ matrix`` (n, 3); on a GPU by columns, since a product of matrices takes several times as long."""
+    if layout(vectors.device.type).reads:
+        return vectors @ matrix
+    x, y, z = (vectors[:, a : a + 1] for a in range(3))
+    return torch.addcmul(torch.addcmul(x * matrix[0], y, matrix[1]), z, matrix[2])
 
 
 def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
