@@ -9,7 +9,7 @@ from nvalchemiops.kernels.mesh.splines import ORDERS, place
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.launch import kernel_variants
 
-TILE = (4, 4, 4)
+TILE = (4, 4, 8)
 """Points of a tile along each axis."""
 
 TILES = f"""

@@ -8,16 +8,19 @@ import warp as wp
 from nvalchemiops.kernels import moments
 from nvalchemiops.kernels.mesh.bins import TILE, bins_of_mesh
 from nvalchemiops.kernels.mesh.splines import COMMON, window
-from nvalchemiops.kernels.mesh.stencils import parts, table_values, widths
+from nvalchemiops.kernels.mesh.stencils import SIZES, length_of_table, parts, table_values, widths
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import kernel_variants
 
 POINTS = math.prod(TILE) // WARP
-"""Points of a tile that a lane of a warp of a GPU has, next to each other along x.
+"""Points of a tile that a lane of a warp of a GPU has, next to each other along z.
 
-More of them share the look-ups of atoms and the products of weights along y and z, but leave fewer warps.
+More of them share the look-ups of atoms and the products of weights along x and y, but leave fewer warps.
 """
+
+AT_ONCE = 2
+"""Number of atoms whose weights a warp of a GPU reads at the same time; half as many if these take more registers."""
 
 ROWS = 64
 """Largest number of rows along z that a thread of a CPU owns."""
@@ -82,36 +85,51 @@ _SPREAD_GPU = """
         const int count = tile - first + 1 + (low < 0 ? n_tiles : 0);
         return axis{from, first, count < n_tiles ? count : n_tiles};
     };
-    const axis along_x = axis_of(n_x, @size_x@, tiles_x, row / (tiles_y * tiles_z) % tiles_x);
-    const axis along_y = axis_of(n_y, @size_y@, tiles_y, row / tiles_z % tiles_y);
-    const axis along_z = axis_of(n_z, @size_z@, tiles_z, row % tiles_z);
+    const axis axis_x = axis_of(n_x, @size_x@, tiles_x, row / (tiles_y * tiles_z) % tiles_x);
+    const axis axis_y = axis_of(n_y, @size_y@, tiles_y, row / tiles_z % tiles_y);
+    const axis axis_z = axis_of(n_z, @size_z@, tiles_z, row % tiles_z);
     const auto tile_of = [](const axis &along, int i, int n_tiles) {
         return along.first + i < n_tiles ? along.first + i : along.first + i - n_tiles;
     };
+    // The points of a lane; weights of them are one vector if all boundaries of tiles are at multiples of their number.
+    struct alignas(16) points {
+        @real@ of[@points@];
+    };
+    const auto at_once = [](const @real@ *from, int) { return *reinterpret_cast<const points *>(from); };
+    const auto one_by_one = [](const @real@ *from, int number) {
+        points found;
+        #pragma unroll
+        for (int p = 0; p < @points@; ++p) found.of[p] = p < number ? from[p] : 0;
+        return found;
+    };
+    const bool aligned = n_z % @points@ == 0;
     // from the first point of another tile to that of this one
     const auto away_from = [](int from, const axis &along, int n) {
         return along.from < from ? along.from - from + n : along.from - from;
     };
-    const int n_bins = along_x.count * along_y.count * along_z.count;
+    const int n_bins = axis_x.count * axis_y.count * axis_z.count;
     const @real@ *const table = reinterpret_cast<const @real@ *>(weights.data);
     const long long length = weights.shape[1] * 8 / sizeof(@real@);
-    const int in_z = lane % @size_z@, in_y = lane / @size_z@ % @size_y@, in_x = lane / (@size_z@ * @size_y@) * @points@;
-    const int x = along_x.from + in_x, y = along_y.from + in_y, z = along_z.from + in_z;
+    const int in_z = lane % (@size_z@ / @points@) * @points@, in_y = lane / (@size_z@ / @points@) % @size_y@;
+    const int in_x = lane / (@size_z@ / @points@ * @size_y@);
+    const int here_in = in_x | in_y << 8 | in_z << 16;
+    const int x = axis_x.from + in_x, y = axis_y.from + in_y, z = axis_z.from + in_z;
     for (int channel = 0; channel < n_channels; ++channel) {
-        @real@ sum[@points@] = {};
+        points sum = {};
+        const int along_x = channel * (@tables@ * @width_x@);
         for (int base = 0; base < n_bins; base += @warp@) {
             // each lane looks up a tile: its atoms, and how far it is, in bytes for x, y and z
             int from = 0, count = 0, away = 0;
             if (base + lane < n_bins) {
-                const int i = base + lane, tile_z = tile_of(along_z, i % along_z.count, tiles_z);
-                const int tile_y = tile_of(along_y, i / along_z.count % along_y.count, tiles_y);
-                const int tile_x = tile_of(along_x, i / (along_z.count * along_y.count), tiles_x);
+                const int i = base + lane, tile_z = tile_of(axis_z, i % axis_z.count, tiles_z);
+                const int tile_y = tile_of(axis_y, i / axis_z.count % axis_y.count, tiles_y);
+                const int tile_x = tile_of(axis_x, i / (axis_z.count * axis_y.count), tiles_x);
                 const int *const begin =
                     column_begin.data + ((system * tiles_x + tile_x) * tiles_y + tile_y) * tiles_z + tile_z;
                 from = begin[0];
                 count = begin[1] - from;
-                away = away_from(tile_x * @size_x@, along_x, n_x) | away_from(tile_y * @size_y@, along_y, n_y) << 8
-                    | away_from(tile_z * @size_z@, along_z, n_z) << 16;
+                away = away_from(tile_x * @size_x@, axis_x, n_x) | away_from(tile_y * @size_y@, axis_y, n_y) << 8
+                    | away_from(tile_z * @size_z@, axis_z, n_z) << 16;
             }
             int up_to = count;  // number of atoms of these tiles up to this one
             #pragma unroll
@@ -136,28 +154,67 @@ _SPREAD_GPU = """
                 #pragma unroll
                 for (int step = @warp@ / 2; step > 0; step /= 2)
                     chosen += __popc(votes & ((1u << (chosen + step)) - 1u)) <= lane ? step : 0;
-                atom = __shfl_sync(0xffffffffu, atom, chosen);
-                place = __shfl_sync(0xffffffffu, place, chosen);
                 const int here = __popc(votes);
-                #pragma unroll 4
-                for (int other = 0; other < here; ++other) {
-                    const int k = __shfl_sync(0xffffffffu, atom, other);
-                    const int to = __shfl_sync(0xffffffffu, place, other) + (in_x | in_y << 8 | in_z << 16);
-                    const @real@ *const w = table + k * length;
-                    const @real@ *const w_x = w + @x@ + channel * @tables@ * @width_x@ + (to & 0xff);
-                    const @real@ *const w_y = w + @y@ + (to >> 8 & 0xff), *const w_z = w + @z@ + (to >> 16);
-                    if (((to + @below@) & 0x808080) != 0) continue;  // all are below the widths
-                    @products@
-                    #pragma unroll
-                    for (int p = 0; p < @points@; ++p)
-                        if ((to & 0xff) + p < @width_x@) sum[p] += @product@;
-                }
+                atom = __shfl_sync(0xffffffffu, atom, lane < here ? chosen : 0);
+                place = __shfl_sync(0xffffffffu, place, chosen);
+                if (lane >= here) place = 0x40;  // beyond the table
+                // Weights of several atoms are read at the same time, without branches.
+                const auto add_atoms = [&](auto quad_at, auto length, int along_x) {
+                    #pragma unroll 1
+                    for (int other = 0; other < here; other += @at_once@) {
+                        int to[@at_once@];
+                        const @real@ *w[@at_once@];
+                        @real@ w_x[@at_once@][@tables@], w_y[@at_once@][@powers@];
+                        points w_z[@at_once@][@powers@];
+                        #pragma unroll
+                        for (int i = 0; i < @at_once@; ++i) {
+                            to[i] = __shfl_sync(0xffffffffu, place, other + i) + here_in;
+                            w[i] = table + 1LL * __shfl_sync(0xffffffffu, atom, other + i) * length;
+                        }
+                        #pragma unroll
+                        for (int i = 0; i < @at_once@; ++i) {
+                            const bool stored = ((to[i] + @below@) & 0x808080) == 0;  // all are below the widths
+                            const unsigned at = stored ? to[i] : 0, at_z = at >> 16;
+                            const @real@ *const from_x = w[i] + ((at & 0xff) + along_x);
+                            const @real@ *const from_y = w[i] + (at >> 8 & 0xff);
+                            #pragma unroll
+                            for (int n = 0; n < @tables@; ++n) w_x[i][n] = from_x[@x@ + n * @width_x@];
+                            #pragma unroll
+                            for (int d = 0; d < @powers@; ++d) w_y[i][d] = from_y[@y@ + d * @width_y@];
+                            #pragma unroll
+                            for (int d = 0; d < @powers@; ++d)
+                                w_z[i][d] = quad_at(w[i] + at_z + @z@ + d * @width_z@, @width_z@ - at_z);
+                        }
+                        #pragma unroll
+                        for (int i = 0; i < @at_once@; ++i) {
+                            const bool stored = ((to[i] + @below@) & 0x808080) == 0;
+                            const @real@ @products@;
+                            #pragma unroll
+                            for (int p = 0; p < @points@; ++p) {
+                                const @real@ product = @product@;
+                                sum.of[p] = stored ? sum.of[p] + product : sum.of[p];
+                            }
+                        }
+                    }
+                };
+                if (!aligned)
+                    add_atoms(one_by_one, length, along_x);
+                else if (n_channels > 1)
+                    add_atoms(at_once, length, along_x);
+                else
+                    add_atoms(at_once, @row_of_one@, 0);
             }
         }
-        @real@ *const to = field.data + (1LL * system * n_channels + channel) * n_x * n_y * n_z;
-        #pragma unroll
-        for (int p = 0; p < @points@; ++p)
-            if (x + p < n_x && y < n_y && z < n_z) to[(1LL * (x + p) * n_y + y) * n_z + z] = sum[p];
+        if (x < n_x && y < n_y && z < n_z) {
+            @real@ *const to =
+                field.data + (((1LL * system * n_channels + channel) * n_x + x) * n_y + y) * n_z + z;
+            if (aligned)
+                *reinterpret_cast<points *>(to) = sum;
+            else
+                #pragma unroll
+                for (int p = 0; p < @points@; ++p)
+                    if (z + p < n_z) to[p] = sum.of[p];
+        }
     }
 """
 
@@ -173,9 +230,11 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
             if b == power
         )
 
-    along_x, along_y, along_z = stored_on_gpu = widths(order, precision)
+    def in_plane(power: int) -> str:
+        """What a derivative along z is multiplied by on a GPU."""
+        return " + ".join(f"w_x[i][{n}] * w_y[i][{b}]" for n, (b, c) in enumerate(parts(derivatives)) if c == power)
+
     common = table_values(order, derivatives, warps=False, precision=precision)
-    real = common["real"]
     on_cpu = common | {
         "rows": ROWS,
         "amplitudes": ", ".join(f"of_{power} = {amplitude(power)}" for power in range(powers)),
@@ -183,13 +242,11 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
     }
     on_gpu = table_values(order, derivatives, warps=True, precision=precision) | {
         "points": POINTS,
-        "below": sum((0x80 - width) << 8 * axis for axis, width in enumerate(stored_on_gpu)),
-        "products": "\n".join(
-            f"const {real} along_{b}{c} = w_y[{b * along_y}] * w_z[{c * along_z}];" for b, c in parts(derivatives)
-        ),
-        "product": " + ".join(
-            f"w_x[{part * along_x} + p] * along_{b}{c}" for part, (b, c) in enumerate(parts(derivatives))
-        ),
+        "row_of_one": length_of_table(order, derivatives, 1, True, precision) * 8 // SIZES[precision],
+        "at_once": AT_ONCE if precision == "float32" and not derivatives else AT_ONCE // 2,
+        "below": sum((0x80 - width) << 8 * axis for axis, width in enumerate(widths(order, precision))),
+        "products": ", ".join(f"along_{c} = {in_plane(c)}" for c in range(powers)),
+        "product": " + ".join(f"along_{c} * w_z[i][{c}].of[p]" for c in range(powers)),
     }
     return by_device(filled(_SPREAD_CPU, **on_cpu), filled(_SPREAD_GPU, **on_gpu))
 
@@ -207,8 +264,12 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
     """The kernel that computes some rows of the mesh, or a tile of it (`threads_of_mesh`)."""
     real = getattr(wp, precision)
 
+    # 16 blocks leave 64 registers: without a bound the compiler takes fewer, and reads weights one atom after another
     @native_kernel(
-        f"spline_spread_{order}_{derivatives}_{precision}", _spread_body(order, derivatives, precision), lanes=True
+        f"spline_spread_{order}_{derivatives}_{precision}",
+        _spread_body(order, derivatives, precision),
+        lanes=True,
+        blocks=16,
     )
     def kernel(
         row: wp.int32,
