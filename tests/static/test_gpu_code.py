@@ -39,6 +39,7 @@ SERIAL = "one thread of a CPU; a GPU never runs it"
 OF_SYSTEM = "a thread has a system, so few run, once for a list"
 SINE = "sine and cosine of float64, whose branch for huge angles has a table on the stack and is never taken"
 BOUNDED = "registers are limited, so that 20 warps run; what is kept in memory instead is read once for a group of rows"
+SPREAD = "registers are limited, so that 32 warps run"
 EXCEPTIONS = {
     "prepare_search()": (Needs(254, 192), SERIAL),
     "describe_systems()": (Needs(254, 192), OF_SYSTEM),
@@ -47,6 +48,10 @@ EXCEPTIONS = {
     "search_nearest()": (Needs(128, 40), "registers are limited, so that 16 warps run: the search and the selection"),
     "normal_numbers()": (Needs(128, 40), SINE),
     "chi_square_numbers()": (Needs(128, 40), SINE),
+    "spline_stencils(10, 1, float64)": (
+        Needs(168, 0),
+        "two weights of each of ten points, of 64 bits, along each axis",
+    ),
     "spline_gather(8, 2, float64)": (Needs(168, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
     "spline_gather(10, 1, float64)": (Needs(166, 0), "two weights of each of ten points, and four sums, of 64 bits"),
     "spline_gather(10, 2, float64)": (Needs(194, 0), "three weights of each of ten points, and ten sums, of 64 bits"),
@@ -62,6 +67,7 @@ EXCEPTIONS = {
 
 OF_OTHERS = {
     80: {
+        **{f"spline_spread({order}, 1, float64)": (Needs(64, 16), SPREAD) for order in (4, 5, 8, 10)},
         "spline_gather(8, 1, float64)": (Needs(150, 0), "two weights of each of eight points, and four sums"),
         "search_neighbors()": (Needs(96, 56), BOUNDED),
     },
