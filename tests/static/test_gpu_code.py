@@ -50,7 +50,7 @@ EXCEPTIONS = {
     "chi_square_numbers()": (Needs(128, 40), SINE),
     "spline_stencils(10, 1, float64)": (
         Needs(168, 0),
-        "two weights of each of ten points, of 64 bits, along each axis",
+        "two weights of ten points along each axis, of 64 bits",
     ),
     "spline_gather(8, 2, float64)": (Needs(168, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
     "spline_gather(10, 1, float64)": (Needs(166, 0), "two weights of each of ten points, and four sums, of 64 bits"),
