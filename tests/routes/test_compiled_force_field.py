@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import neighbor_list, search
-from nvalchemiops.torch.operators import mesh, mesh_transform, segments
+from nvalchemiops.torch.operators import lattice, mesh, mesh_transform, segments
 from tests.support.examples import example, said_by
 from tests.support.processes import python_says, run_python
 
@@ -130,6 +130,7 @@ SIZED_BY_VALUES = {"nonzero", "masked_select", "bincount", "repeat_interleave", 
 WARP_OPS = (
     search.neighbor_matrix,
     pair_sum,
+    lattice.usable_cells,
     segments.system_sums,
     segments.spread_systems,
     mesh.mesh_columns,

@@ -22,7 +22,8 @@ from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import pairs as geometry
 from nvalchemiops.torch.neighbors import rows, search
 from nvalchemiops.torch.operators import chains, fourier, mesh, mesh_transform, noise, segments
-from nvalchemiops.torch.operators.lattice import shortest_vectors
+from nvalchemiops.torch.operators.influence import mesh_influence, multiply_by_influence
+from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors, usable_cells
 from tests.support.processes import python_says
 from tests.support.systems import ALL, SYSTEMS, System, batch, crystal, triclinic
 
@@ -58,6 +59,11 @@ def op_calls(system: System):
     structure = fourier.fourier_spread(moments, x, *plan, 1)
     sizes = (system_of, n_systems)
     columns = mesh.mesh_columns(x, *sizes, (6, 5, 7), 5)
+    lattice, factors = (
+        lattice_of(cell, None, 0),
+        [torch.rand(shape, dtype=torch.float64) for shape in ((6, 5, 1), (1, 1, 4))],
+    )
+    influence = (lattice.metric, lattice.volume, alpha, *factors, (6, 5, 7), (0, 0), 1)
     stencils = (*sizes, *columns, (6, 5, 7), 5)
     seeds = (torch.arange(n_systems), 3 * torch.arange(n_systems), torch.tensor(7))
     return {
@@ -82,6 +88,9 @@ def op_calls(system: System):
             *(None, None, alpha.unsqueeze(1), None, *given[:-2], *none, *distances),
         ),
         shortest_vectors: (cell,),
+        usable_cells: (cell, True),
+        mesh_influence: (*influence, True, True),
+        multiply_by_influence: (torch.randn(n_systems, 2, 6, 5, 4, 2, dtype=torch.float64), *influence, True),
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),
         three_body_energies: triples,
         three_body_derivatives: (*triples, torch.randn_like(q)),

@@ -101,7 +101,7 @@ def write(costs: dict[str, Costs]) -> Path:
 
 BUILT_IN = {
     "cpu": Costs(5.8, 5.0, 1.1, 10.5, 5.9, 7.2, 1.3e5, 1.9e5),
-    "cuda": Costs(0.016, 0.08, 0.03, 0.07, 0.07, math.inf, 3e5, 3e5),
+    "cuda": Costs(0.013, 0.05, 0.03, 0.032, 0.033, math.inf, 3e5, 3e5),
 }
 """Default costs by type of device.
 

@@ -1,4 +1,4 @@
-"""The influence function of a mesh without derivatives (`nvalchemiops.kernels.mesh.influence`)."""
+"""The influence function of a mesh (`nvalchemiops.kernels.mesh.influence`), as torch ops whose results have no graph."""
 
 import math
 from collections.abc import Sequence
@@ -15,24 +15,17 @@ from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.memory import new_empty
 
 
-def _shape(volume: torch.Tensor, b_xy: torch.Tensor, b_z: torch.Tensor) -> tuple[int, ...]:
+def _shape(metric: Any, volume: torch.Tensor, alpha: Any, b_xy: torch.Tensor, b_z: torch.Tensor) -> tuple[int, ...]:
     return (volume.shape[0], 1, b_xy.shape[0], b_xy.shape[1], b_z.shape[-1], 1)
-
-
-def _value_shape(metric: Any, volume: torch.Tensor, alpha: Any, *rest: Any) -> tuple[int, ...]:
-    return _shape(volume, rest[0], rest[1])
-
-
-def _derivative_shape(metric: Any, volume: torch.Tensor, alpha: Any, *rest: Any) -> tuple[int, ...]:
-    return _shape(volume, rest[0], rest[1]) if rest[-2] else (0,)
 
 
 @warp_custom_op(
     "nvalchemiops::mesh_influence",
     outputs=[
-        OutputSpec("value", lambda *inputs: wp.float32 if inputs[-1] else wp.float64, _value_shape),
-        OutputSpec("derivative", wp.float64, _derivative_shape),
+        OutputSpec("value", lambda *inputs: wp.float32 if inputs[-1] else wp.float64, lambda *i: _shape(*i[:5])),
+        OutputSpec("derivative", wp.float64, lambda *i: _shape(*i[:5]) if i[-2] else (0,)),
     ],
+    grad_arrays=(),
     backward="none",
     trusted=True,
 )
@@ -74,33 +67,52 @@ def mesh_influence(
         As of `nvalchemiops.torch.interactions.electrostatics.terms.mesh.Influence`; without ``with_derivative`` the
         second one is empty.
     """
-    shape = _shape(volume, b_xy, b_z)
+    shape = _shape(metric, volume, alpha, b_xy, b_z)
     value = new_empty(shape, torch.float32 if single else torch.float64, volume.device)
     derivative = new_empty(shape if with_derivative else (0,), torch.float64, volume.device)
     given = (metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent)
-    _launch(given, 0, value, derivative.view(-1), None, None)
+    _launch(given, 0, value, derivative, None, None)
     return value, derivative
 
 
-def multiply_by_influence(density: torch.Tensor, with_powers: bool, *given: Any) -> torch.Tensor | None:
-    """Multiply the transform of meshes by the influence function in place, where no graph is recorded.
+@warp_custom_op(
+    "nvalchemiops::multiply_by_influence",
+    outputs=[OutputSpec("powers", wp.float64, lambda *i: (i[0].shape[0], *i[0].shape[2:4], 3) if i[-1] else (0,))],
+    grad_arrays=(),
+    mutates_args=["density"],
+    backward="none",
+    trusted=True,
+)
+def multiply_by_influence(
+    density: torch.Tensor,
+    metric: torch.Tensor,
+    volume: torch.Tensor,
+    alpha: torch.Tensor,
+    b_xy: torch.Tensor,
+    b_z: torch.Tensor,
+    mesh_dimensions: Sequence[int],
+    first_planes: Sequence[int],
+    exponent: int,
+    with_powers: bool,
+) -> torch.Tensor:
+    """Multiply the transform of meshes by the influence function in place.
 
     Parameters
     ----------
     density : (n_systems, n_channels, n_x, n_y, n_z, 2) tensor
+    metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent
+        As for `mesh_influence`.
     with_powers : bool
-    *given
-        The arguments of `mesh_influence` from ``metric`` to ``exponent``.
 
     Returns
     -------
-    (n_systems, n_x, n_y, 3) float64 tensor, or None
-        With ``with_powers``: for each row the sums over z and channels of ``|density|²`` before the product, times the
-        derivative of `mesh_influence`, times 1, z and z².
+    (n_systems, n_x, n_y, 3) float64 tensor, empty without ``with_powers``
+        For each row the sums over z and channels of ``|density|²`` before the product, times the derivative of
+        `mesh_influence`, times 1, z and z².
     """
-    powers = None
-    if with_powers:
-        powers = torch.empty((density.shape[0], *density.shape[2:4], 3), dtype=torch.float64, device=density.device)
+    shape = (density.shape[0], *density.shape[2:4], 3) if with_powers else (0,)
+    powers = torch.empty(shape, dtype=torch.float64, device=density.device)
+    given = (metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent)
     _launch(given, density.shape[1], None, None, density, powers)
     return powers
 

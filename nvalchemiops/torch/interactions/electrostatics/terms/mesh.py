@@ -340,10 +340,11 @@ class MeshTerm(NamedTuple):
         frames = frames_of(system, in_spacings, dtype, n)
         spread = mesh_spread(frames.moments.to(dtype), coordinates, *plan, frames.highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
-        of_rows = None
+        of_rows: torch.Tensor | None = None
         tables = _tables_of(potential, lattice, alpha, mesh, spline_order, planes) if prepared is None else None
         if tables is not None and not density.requires_grad:
-            product, of_rows = density, multiply_by_influence(density, with_virial, *tables)
+            powers = multiply_by_influence(density, *tables, with_virial)
+            product, of_rows = density, powers if with_virial else None
         else:
             if prepared is None or division is not None:
                 value, derivative = cached_by_value(
