@@ -1,4 +1,4 @@
-"""The influence function of a mesh (`nvalchemiops.kernels.mesh.influence`) as torch ops. Their results have no graph."""
+"""The influence function of a mesh as torch ops. Their results have no graph."""
 
 import math
 from collections.abc import Sequence
