@@ -15,9 +15,9 @@ constant.
 neighboring bins of mesh cells, by which atoms are sorted. Only one thread adds to a point, so results are reproducible.
 On a CPU, bins are columns along z, and a thread owns rows along z of a plane; weights are computed for `LANES` atoms at
 a time in float64, and kept in the precision of the mesh; the points of a stencil along z form a vector, or two if a row
-ends among them. On a GPU, bins are tiles (`TILE`), and a warp owns the points of a tile, each lane two. It visits the
-atoms of its own tile and of the tiles before it: a stencil of order 5 meets eight tiles, in each of which it has a
-quarter of the points. Weights are stored by their distance from the first point of the atom's tile, which is the same
+ends among them. On a GPU, bins are tiles (`TILE`), and a warp owns the points of a tile, each lane four. It visits the
+atoms of its own tile and of the tiles before it: a stencil of order 5 meets six tiles, in each of which it has a sixth
+of the points. Weights are stored by their distance from the first point of the atom's tile, which is the same
 for all atoms of a tile.
 
 **Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, 4, 8 or 16 lanes of a warp share an atom, and each
