@@ -10,5 +10,5 @@ from nvalchemiops.torch.interactions.dispersion import coefficients, three_body 
 from nvalchemiops.torch.interactions.electrostatics import k_vectors  # noqa: F401
 from nvalchemiops.torch.interactions.pair import moments, op  # noqa: F401
 from nvalchemiops.torch.neighbors import pairs, rows, search  # noqa: F401
-from nvalchemiops.torch.operators import chains, fourier, influence, lattice, mesh, mesh_transform, noise, segments  # noqa: F401  # noqa: F401
+from nvalchemiops.torch.operators import chains, fourier, influence, lattice, mesh, mesh_transform, noise, segments  # noqa: F401
 from nvalchemiops.torch.runtime import compiled  # noqa: F401

@@ -57,7 +57,7 @@ SKELETON = """
     // a list in memory that has room for more says so by the entry after its last one
     else if (i == n_atoms - 1 && end < neighbors.shape[0]) {
         const int *entries = first.shape[0] > 0 ? first.data : neighbors.data;
-        if (first.shape[0] == end || entries[end] != @no_padding@
+        if ((first.shape[0] > 0 && first.shape[0] == end) || entries[end] != @no_padding@
             || (end > 0 && entries[end - 1] == @no_padding@)) broken = 2;
     }
     @checks@
@@ -271,7 +271,7 @@ if (__any_sync(0xffffffffu, component != component)) broken = {NO_NUMBER};
 const auto points_nowhere = [=](const int *shift) {{
     const bool found_none = (shift[0] == {NOWHERE}) | (shift[0] == -{NOWHERE});
     const bool open[3] = {{(vectors & 7) == 0, (vectors & 56) == 0, (vectors & 448) == 0}};
-    return bool(found_none | (open[0] & shift[0] != 0) | (open[1] & shift[1] != 0) | (open[2] & shift[2] != 0));
+    return bool(found_none | (open[0] & (shift[0] != 0)) | (open[1] & (shift[1] != 0)) | (open[2] & (shift[2] != 0)));
 }};
 """,
 )
@@ -570,7 +570,6 @@ def body(
         "all": (1 << lanes) - 1,
         "bits": {8: "unsigned char", 16: "unsigned short", 32: "unsigned"}[lanes],
         "warp": WARP,
-        "half_warp": WARP // 2,
         "last_thread": WARP - 1,
         "numbers": ", ".join(map(str, range(lanes))),
         "total": "halve(" * (lanes.bit_length() - 1) + "values" + ")" * (lanes.bit_length() - 1),

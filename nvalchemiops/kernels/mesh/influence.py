@@ -60,7 +60,7 @@ _INFLUENCE = """
         const long long place = 1LL * row * length + k;
         if (value.shape[0] > 0) value.data[place] = found;
         if (derivative.shape[0] > 0) derivative.data[place] = slope;
-        if (n_channels == 0) continue;
+        if (field.shape[0] == 0) continue;
         const @real@ factor = found;  // rounded, as it is in a table
         double square = 0.0;
         for (int channel = 0; channel < n_channels; ++channel) {
@@ -124,10 +124,10 @@ def tabulate_influence(precision: str) -> Any:
         exponent: wp.int32,
         scale: wp.float64,  # π^(3/2) / Γ(exponent / 2)
         n_channels: wp.int32,  # of the field, 0 without one
-        value: wp.array(dtype=real),  # (n_systems * n_rows * length,), or none
-        derivative: wp.array(dtype=wp.float64),  # the same length, or none
-        field: wp.array(dtype=real),  # flat (n_systems, n_channels, n_x, n_planes, length, 2), multiplied in place
-        powers: wp.array(dtype=wp.float64),  # flat (n_systems, n_x, n_planes, 3), of z⁰, z¹, z²; or none
+        value: wp.array2d(dtype=real),  # (n_systems * n_x * n_planes, length), or none
+        derivative: wp.array2d(dtype=wp.float64),  # the same shape, or none
+        field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_planes, 2 * length), multiplied; or none
+        powers: wp.array2d(dtype=wp.float64),  # (n_systems * n_x * n_planes, 3), of z⁰, z¹, z²; or none
     ):
         """A row along z."""
 

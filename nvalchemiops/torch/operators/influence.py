@@ -122,6 +122,8 @@ def _launch(given: Sequence[Any], n_channels: int, *results: torch.Tensor | None
     numbers = (*mesh, b_xy.shape[1], *first_planes, exponent, math.pi**1.5 / math.gamma(exponent / 2), n_channels)
     dtype = next(t.dtype for t in (results[0], results[2]) if t is not None)
     inputs = [metric, alpha, volume, b_xy.flatten(), b_z.flatten(), *numbers]
-    flat = [None if t is None else t.view(-1) for t in results]
     n_rows, length = volume.shape[0] * b_xy.numel(), b_z.numel()
-    launch(tabulate_influence(PRECISIONS[dtype].__name__), n_rows, inputs, flat, lanes=WARP, kind=length)
+    # no axis of 2^31 elements, which kernels do not take
+    shapes = ((n_rows, length), (n_rows, length), (-1, *b_xy.shape[:2], 2 * length), (n_rows, 3))
+    there = [None if t is None or t.numel() == 0 else t.view(shape) for t, shape in zip(results, shapes)]
+    launch(tabulate_influence(PRECISIONS[dtype].__name__), n_rows, inputs, there, lanes=WARP, kind=length)

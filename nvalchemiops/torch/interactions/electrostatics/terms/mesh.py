@@ -46,6 +46,7 @@ from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_valu
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.cache import cached_by_value, cached_on_device
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, values_of
+from nvalchemiops.torch.runtime.graphs import place_of
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -80,7 +81,7 @@ class PreparedMesh(NamedTuple):
     spline_order : int
     potential : LongRangePotential
     influence : Influence
-        Factors in Fourier space, float64: two numbers for each point of half the mesh.
+        Factors in Fourier space, float64, for each point of half the mesh; as of `Influence`.
     """
 
     cell: torch.Tensor
@@ -282,7 +283,8 @@ class MeshSum(NamedTuple):
         if sizes_known is not None:
             force = np.asarray(target.force)
             options = self.spline_order, self.precomputed.are_none
-            key = (sizes_known, values.tobytes(), target.accuracy, force.tobytes(), options)
+            # the basis is a tensor, which on another stream may not be there yet
+            key = (sizes_known, values.tobytes(), target.accuracy, force.tobytes(), options, place_of(alpha.device))
             if (kept := _meshes.get(key)) is not None:
                 return self._replace(mesh=kept[0], basis=kept[1])
         sizes, basis, notes = sizes_of_system(system), None, notices.count()
