@@ -89,7 +89,7 @@ def evaluate(
         by_system=request.energy_reduction == "system",
         domain=system.domain,
     )
-    if near is not None and not layout(system.positions.device.type).reads:
+    if near is not None and system.domain is None and not layout(system.positions.device.type).reads:
         call = in_general(call)._replace(in_general=None)  # values of a GPU are no part of a key
     return complete(engine.run(call), system, request)
 
