@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # `gpu.py` on a GPU machine that reaches no network, keeps its files while it is warm, and takes 64 MiB with each command.
 #
-#   gpu_session.sh stage          here, once: Warp in two parts, 0.5.0, what tests need, results of the CPU, in .gpu
+#   gpu_session.sh stage          here, once: Warp in two parts, 0.5.0, what tests need, compiled kernels, results of
+#                                 the CPU, in .gpu
 #   gpu_session.sh part N         there, with .gpu/pN alone (N = 0), without long pauses: keep it
-#   gpu_session.sh go [OPTION..]  there, with the last part, .gpu/wheels, .gpu/peer and .gpu/references: install, run
+#   gpu_session.sh go [OPTION..]  there, with the last part, .gpu/wheels, .gpu/peer, .gpu/cache and .gpu/references:
+#                                 install, run
 #
-# Results go to the folder $OUT (gpu-results), with the kernels that were compiled (kernels.tar.gz): unpacked here as
-# .gpu/cache they save another machine of the kind their compilation. PYTHON (python3) has torch with CUDA there, and may
-# be another one here.
+# Results go to the folder $OUT (gpu-results). PYTHON (python3) has torch with CUDA there, and may be another one here.
+# The kernels are compiled for an H100, or for CAPABILITY. Two calls do: the first with part 0, the second, within half a
+# minute, with all else.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -27,6 +29,9 @@ stage)
   fetch .gpu/peer nvalchemi-toolkit-ops==0.5.0
   fetch .gpu/wheels -c constraints.txt ase tad-dftd3 tad-mctc
   export PYTHONPATH=$PWD
+  rm -rf .gpu/cache
+  WARP_CACHE_PATH=$PWD/.gpu/cache "$python" -m nvalchemiops warmup --compute-capability "${CAPABILITY:-9.0}"
+  find .gpu/cache -name '*.cu' -delete
   "$python" benchmarks/gpu.py --stand-in --minutes 60 --only checks --references .gpu/references --json .gpu/checks.json
   du -sh .gpu/*
   ;;
@@ -45,12 +50,10 @@ go)
   for wheel in .gpu/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$kept/site"; done
   for wheel in .gpu/peer/*.whl; do "$python" -m zipfile -e "$wheel" "$kept/peer"; done
   export PYTHONPATH="$kept/site:$PWD" WARP_CACHE_PATH="$kept/cache"
-  "$python" benchmarks/gpu.py --peer "$kept/peer" --references .gpu/references --json "$OUT/gpu.json" "$@" || status=$?
-  tar -C "$kept" --exclude='*.cu' -czf "$OUT/kernels.tar.gz" cache  # also of a run that was interrupted
-  exit "${status:-0}"
+  "$python" benchmarks/gpu.py --peer "$kept/peer" --references .gpu/references --json "$OUT/gpu.json" "$@"
   ;;
 *)
-  sed -n '2,10p' "$0"
+  sed -n '2,13p' "$0"
   exit 2
   ;;
 esac

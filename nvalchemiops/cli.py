@@ -8,6 +8,7 @@ import math
 import os
 import pkgutil
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,13 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         choices=["cpu", "cuda"],
         help="compile for the CPU or for every CUDA device; by default for all devices",
+    )
+    warmup.add_argument(
+        "--compute-capability",
+        action="append",
+        type=_capability,
+        metavar="X.Y",
+        help="compile for GPUs of this kind, as 9.0, which need not be here; may be given several times",
     )
     warmup.add_argument("name", nargs="*", help="only kernels whose name contains one of these, as in: neighbor spline")
     warmup.set_defaults(run=_warmup)
@@ -276,31 +284,48 @@ def _device_line(device: dict[str, Any]) -> str:
 # -- warmup ---------------------------------------------------------------------------------------
 
 
+def _capability(text: str) -> int:
+    """A compute capability times ten."""
+    if not re.fullmatch(r"\d+\.\d", text):
+        raise argparse.ArgumentTypeError(f"a compute capability is a number such as 9.0, got {text!r}")
+    return int(text.replace(".", ""))
+
+
+def _job(name: str, target: str | int) -> str:
+    return f"{name} [{target if isinstance(target, str) else f'sm_{target}'}]"
+
+
 def _warmup(options: argparse.Namespace) -> int:
     from nvalchemiops._warp import quiet_warp
 
     quiet_warp()
     import warp as wp
 
-    from nvalchemiops.launch import load
+    from nvalchemiops.loading import compile_for, load
 
+    if options.device and options.compute_capability:
+        return _fail("warmup", "give --device or --compute-capability, not both")
     cards = [str(device) for device in wp.get_cuda_devices()]
     if options.device == "cuda" and not cards:
         return _fail("warmup", "there is no CUDA device that Warp can use")
     devices = {"cpu": ["cpu"], "cuda": cards, None: ["cpu", *cards]}[options.device]
+    targets: Sequence[str | int] = options.compute_capability or devices
     known = all_kernels()
     unknown = [part for part in options.name if not any(part in name for name, _ in known)]
     if unknown:
         names = ", ".join(dict.fromkeys(name.partition("(")[0] for name, _ in known))
         return _fail("warmup", f"no kernel is called {' or '.join(unknown)}; there are {names}")
     kernels = [(n, build) for n, build in known if not options.name or any(part in n for part in options.name)]
-    jobs = [(name, build, device) for device in devices for name, build in kernels]
+    jobs = [(name, build, target) for target in targets for name, build in kernels]
     failures = []
-    for name, build, device in _with_progress(jobs, [f"{name} [{device}]" for name, _, device in jobs]):
+    for name, build, target in _with_progress(jobs, [_job(name, target) for name, _, target in jobs]):
         try:
-            load(build(), wp.get_device(device))
+            if isinstance(target, int):
+                compile_for(build(), target)
+            else:
+                load(build(), wp.get_device(target))
         except Exception as error:  # one broken kernel must not hide the others
-            failures.append(f"{name} [{device}]: {error}")
+            failures.append(f"{_job(name, target)}: {error}")
     for failure in failures:
         _fail("warmup", failure)
     print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels ready in {wp.config.kernel_cache_dir}")

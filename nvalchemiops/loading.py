@@ -3,10 +3,12 @@
 import functools
 import os
 import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import warp as wp
@@ -26,6 +28,9 @@ from nvalchemiops.locks import fork_safe
 
 OFFSET = "offset"
 """Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
+
+DEFAULT_BLOCK = 256
+"""Threads per block in Warp's launches."""
 
 _registered: list[tuple[str, Callable[[], wp.Kernel]]] = []
 
@@ -148,7 +153,7 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None, stream:
     """
     if block is None:
         block = layout("cpu" if device.is_cpu else "cuda").block
-    block_dim = block or 256  # the default of a launch
+    block_dim = block or DEFAULT_BLOCK
     if device.is_cpu and not (block and wp.config.enable_cpu_blocks):
         block_dim = 1
     with loading():
@@ -182,6 +187,40 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None, stream:
         )
         unload_module(kernel)
         find_kernel(kernel, device, block_dim)
+
+
+def compile_for(kernel: wp.Kernel, capability: int, folder: Path | None = None) -> Path:
+    """Compile a kernel for GPUs of this compute capability, times ten. No GPU is needed.
+
+    Parameters
+    ----------
+    kernel : wp.Kernel
+        Must not be generic.
+    capability : int
+        90 for an H100.
+    folder : Path, optional
+        By default the one in Warp's cache in which a launch looks for the kernel.
+
+    Returns
+    -------
+    Path
+        The compiled file.
+    """
+    block = layout("cuda").block or DEFAULT_BLOCK
+    with loading():
+        folder = compiled_folder(kernel, block) if folder is None else folder
+        folder.mkdir(parents=True, exist_ok=True)
+        before = wp.get_module_options(kernel.module)["block_dim"]
+        wp.set_module_options({"block_dim": block}, kernel.module)
+        try:
+            # files are moved when they are whole, since other processes may look for them
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}_p{os.getpid()}_") as aside:
+                (compiled,) = wp.compile_aot_module(kernel.module, arch=capability, module_dir=aside)
+                for made in Path(aside).iterdir():
+                    made.replace(folder / made.name)
+        finally:
+            wp.set_module_options({"block_dim": before}, kernel.module)
+    return folder / compiled.name
 
 
 def _refuse_in_capture(kernel: wp.Kernel, device: wp.Device, stream: wp.Stream) -> None:

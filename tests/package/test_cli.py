@@ -120,7 +120,8 @@ cli.all_kernels = lambda: [(name, lambda name=name: kernels[name]) for name in s
 if "no-bar" in sys.argv:
     sys.modules["tqdm"] = None
     cli.importlib.util.find_spec = lambda name: None
-sys.exit(cli.main(["warmup", "--device", "cpu", *[a[1:] for a in sys.argv if a.startswith("=")]]))
+target = sys.argv[sys.argv.index("for") + 1 :] if "for" in sys.argv else ["--device", "cpu"]
+sys.exit(cli.main(["warmup", *target, *[a[1:] for a in sys.argv if a.startswith("=")]]))
 """
 
 
@@ -144,6 +145,16 @@ def test_warmup_compiles_into_the_cache(warmup):
     assert "100%" in finished.stderr
     assert "driver" not in finished.stderr
     assert list(warmup.cache.rglob("wp_*/*.o"))
+
+
+def test_warmup_for_another_gpu(warmup):
+    """The compiled kernel is where a launch on such a GPU looks for it, and nothing else stays."""
+    finished = warmup("good", "no-bar", "for", "--compute-capability", "9.0", "--compute-capability", "10.0")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == "[1/2] good [sm_90]\n[2/2] good [sm_100]\n"
+    (folder,) = (path for path in warmup.cache.rglob("wp_*") if path.is_dir())
+    assert {path.name for path in folder.glob("*.cubin")} == {f"{folder.name}.sm{n}.cubin" for n in (90, 100)}
+    assert not [path for path in folder.parent.iterdir() if path != folder]
 
 
 @pytest.mark.later

@@ -19,6 +19,7 @@ from nvalchemiops._warp_internals import compiled_folder
 from nvalchemiops.interactions.pair.potentials import moment_interaction
 from nvalchemiops.launch import lanes_of
 from nvalchemiops.layout import layout
+from nvalchemiops.loading import compile_for
 from nvalchemiops.neighbors import nearest
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
@@ -101,21 +102,15 @@ def registered():
 def needs_of(tmp_path_factory):
     """What a thread of a kernel needs, compiled for blocks as a launch has them. A module is compiled once."""
 
-    @functools.cache
-    def needs_of_module(module, block, architecture):
-        folder = tmp_path_factory.mktemp("cubin")
-        before = wp.get_module_options(module)["block_dim"]
-        wp.set_module_options({"block_dim": block}, module)
-        try:
-            (path,) = wp.compile_aot_module(module, arch=architecture, module_dir=folder)
-        finally:
-            wp.set_module_options({"block_dim": before}, module)
-        return needs(path), path.name
+    of_modules = {}
 
     def find(name, architecture=ARCHITECTURE):
         kernel = registered()[name]()
         block = block_of_launch(kernel)
-        found, file = needs_of_module(kernel.module, block, architecture)
+        if (kernel.module, architecture) not in of_modules:
+            path = compile_for(kernel, architecture, tmp_path_factory.mktemp("cubin"))
+            of_modules[kernel.module, architecture] = needs(path), path.name
+        found, file = of_modules[kernel.module, architecture]
         assert file.startswith(variant(kernel, block)), "another variant than the one that is launched"
         (mine,) = (value for symbol, value in found.items() if re.match(rf"{kernel.key}_[0-9a-f]+_cuda_", symbol))
         return mine
