@@ -16,10 +16,12 @@ from nvalchemiops.torch import RecordingError, plans, record
 from nvalchemiops.torch.interactions.electrostatics import driver, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list, search
-from nvalchemiops.torch.runtime import graphs, tables
+from nvalchemiops.torch.runtime import engine, graphs, tables
+from nvalchemiops.torch.runtime import plans as plans_in_runtime
+from nvalchemiops.torch.runtime.recorder import storage_of
 from tests.support.cases import BOUNDS, MIXED, ONE
 from tests.support.comparing import close, random_like
-from tests.support.plans import CountedGraph, StandInGraph, counted_graphs, forget, n_replays
+from tests.support.plans import CountedGraph, StandInGraph, counted_graphs, forget, n_replays, plans_of_calls
 from tests.support.systems import in_form, neighbors_of
 
 CUTOFF = 3.0
@@ -121,6 +123,64 @@ def test_a_list_that_gets_shorter(made, calls, gpu):
     assert len(made) == 1
 
 
+@pytest.fixture
+def long_lists(monkeypatch):
+    """All lists are long ones, which graphs read in place if they stay where they are."""
+    monkeypatch.setattr(engine, "LONG_LISTS", 1)
+
+
+@pytest.mark.parametrize("form", ["pointers", "matrix"])
+def test_long_lists_in_place(made, calls, gpu, long_lists, form):
+    """A graph reads them where they are, with the values that they have then, and holds no reference to them."""
+    near = on(gpu.device, in_form(neighbors_of(ONE, CUTOFF), len(ONE.charges), form, "fill_value"))
+    before = calls.check(near, 4)
+    assert len(made) == 1 and n_replays(made) == 2
+    lists = [t for t in near.values() if isinstance(t, torch.Tensor)]
+    (plan,) = plans_of_calls(calls.potential)
+    assert {storage_of(t) for t in (*plan.external, *plan.copied)}.isdisjoint(map(storage_of, lists))
+    near[next(name for name in near if name.endswith("shifts"))] += 50  # beyond the cutoff
+    calls.count -= 1
+    assert (before - calls.check(near)).abs().max() > 1e-3
+    assert n_replays(made) == 3
+
+
+def test_long_lists_elsewhere(made, calls, gpu, long_lists):
+    """Lists at other addresses, or of other lengths there, are copied; those that come back are read in place."""
+    several = [pointers(gpu.device, n_fewer=n) for n in (0, 7)]
+    for near in several:
+        calls.check(near)
+    assert len(made) == 1  # which copies
+    calls.check(several[0], 3)
+    assert len(made) == 2 and [graph.n_replays for graph in made] == [0, 2]
+    shorter = {k: v if k == "neighbor_ptr" else v[..., :-2] for k, v in several[0].items() if k != "neighbor_shifts"}
+    shorter["neighbor_shifts"] = several[0]["neighbor_shifts"][:-2]
+    shorter["neighbor_ptr"] = several[0]["neighbor_ptr"].clamp(max=shorter["neighbor_list"].shape[-1])
+    calls.check(shorter)
+    assert [graph.n_replays for graph in made] == [1, 2]
+
+
+def test_derivatives_of_sums_over_long_lists(made, gpu, long_lists):
+    """Those of any order have graphs that read the list in place, too, and notice its changes before they run."""
+    x, q, cell = (t.to(gpu.device) for t in (ONE.positions, ONE.charges, ONE.cell))
+    near = pointers(gpu.device)
+
+    def second(x):
+        energies = ewald_summation(x, q, cell, 0.6, miller_bounds=BOUNDS, **near)
+        (first,) = torch.autograd.grad(energies.sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)
+
+    for step in range(5):
+        at = (x + 0.01 * step).requires_grad_()
+        found = second(at)
+        with plans.off():
+            close(found, second(at), 1e-10)
+    assert len(made) == 3 and n_replays(made) >= 6
+    energies = ewald_summation(at, q, cell, 0.6, miller_bounds=BOUNDS, **near)
+    near["neighbor_list"].add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        energies.sum().backward()
+
+
 POINTERS = {
     "too early": lambda p: p - 1,
     "too late": lambda p: p + 1,
@@ -212,17 +272,23 @@ def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
 
 def test_no_plan_where_memory_is_short(made, calls, gpu, monkeypatch):
     """Lists that are too large are not copied; and the ordinary call follows where copies do not fit."""
-    near, places = pointers(gpu.device), "nvalchemiops.torch.runtime"
+    near = pointers(gpu.device)
     with monkeypatch.context() as few:
-        few.setattr(f"{places}.calls.MANY_ATOMS", 1)
-        few.setattr(f"{places}.plans.MOST_BYTES_ON_GPU", 1000)
+        few.setattr(engine, "LONG_LISTS", 1)
+        few.setattr(graphs, "most_bytes", lambda device: 7 * sum(t.numel() for t in near.values()))
+        for others in [{k: v.clone() for k, v in near.items()} for _ in range(3)]:
+            calls.potential(calls.positions(), **calls.fixed, **others)
+        assert not made and "had other neighbors" in plans.explain()
         calls.check(near, 3)
-        calls.potential(calls.positions(), **calls.fixed, **near)
-        assert "copy lists of more bytes" in plans.explain() and not made
-    monkeypatch.setattr(f"{places}.plans.follow", mock.Mock(side_effect=torch.OutOfMemoryError("none left")))
+        assert n_replays(made) == 1
+        few.setattr(graphs, "most_bytes", lambda device: 1)
+        calls.check(pointers(gpu.device, n_fewer=7), 3)
+        assert n_replays(made) == 1 and "its memory is more than 1 bytes" in plans.explain(calls.potential)
+    monkeypatch.setattr(plans_in_runtime, "follow", mock.Mock(side_effect=torch.OutOfMemoryError("none left")))
+    near = pointers(gpu.device, n_fewer=3)
     calls.check(near, 3)
     calls.potential(calls.positions(), **calls.fixed, **near)
-    assert "not enough memory" in plans.explain() and not n_replays(made)
+    assert "not enough memory" in plans.explain() and n_replays(made) == 1
 
 
 # -- searches -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ The key holds the shapes of moving tensors, and the values of fixed arguments.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from nvalchemiops.launch import active_tape
 from nvalchemiops.layout import layout
-from nvalchemiops.torch.runtime import graphs, plans, tables
+from nvalchemiops.torch.runtime import graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import (
     PLAIN_TYPES,
     has_function_modes,
@@ -33,8 +33,9 @@ MOST_ATOMS_ON_GPU = 2**20
 """The same on a GPU, where a launch takes as long for many atoms as for few. A call of 262,144 ions that starts on an
 idle device waits 1.6 ms for its launches, beside 2.3 ms of kernels (measured on an H100)."""
 
-MANY_ATOMS = 2**17
-"""From this number on the size of a plan on a GPU is estimated before its inputs and lists are copied."""
+LONG_LISTS = 2**24
+"""Size of lists, in bytes, from which on a graph reads them in place if they stay where they are. To copy them takes
+longer than a launch."""
 
 SMALL = 256
 """Largest number of elements of a tensor whose values are part of a key. Larger tensors, which hold prepared data, are
@@ -135,8 +136,10 @@ class Kind(NamedTuple):
         How many inputs a plan copies: on a CPU only the moving ones, since values of the others are part of the key; on
         a GPU all.
     used, copied : list of torch.Tensor
-        Neighbor lists that only kernels read, so a plan uses them in place; and neighbor lists that a plan copies, then
-        `Call.prepared`.
+        Neighbor lists that only kernels read, so a plan on a CPU uses them in place; and neighbor lists that a plan
+        copies, then `Call.prepared`.
+    in_place : list of torch.Tensor
+        Neighbor lists that a graph reads where they are: their addresses are part of the key.
     length : int
         Number of pairs in the lists, if the plan works for lists of any length; otherwise 0.
     small, large : list of torch.Tensor
@@ -155,6 +158,7 @@ class Kind(NamedTuple):
     n_copied: int
     used: list[torch.Tensor]
     copied: list[torch.Tensor]
+    in_place: list[torch.Tensor]
     length: int
     small: list[torch.Tensor]
     large: list[torch.Tensor]
@@ -162,9 +166,21 @@ class Kind(NamedTuple):
     contents: list[bytes]
     table: tables.Plans
 
+    def bytes_of_lists(self) -> int:
+        """Memory of the lists that only kernels read."""
+        return sum([t.numel() * t.element_size() for t in self.used])
+
+    def with_lists_in_place(self) -> "Kind":
+        """The kind of calls whose lists have these addresses and lengths. The graph holds no reference to them."""
+        parts = list(self.key)
+        parts[OF_LISTS] = (*parts[OF_LISTS], *[(t.data_ptr(), t.shape) for t in self.used])
+        return self._replace(key=tuple(parts), used=[], in_place=self.used, length=0)
+
 
 PARTS = ("name", "layout", "device or stream", "tensors", "neighbors", "cells or systems of atoms", "options")
 """Names of the parts of a key."""
+
+OF_LISTS = PARTS.index("neighbors")
 
 
 def kind_of(call: Call, tracked: bool) -> Kind | str:
@@ -183,8 +199,6 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         return f"there are more than {most} atoms" if n_atoms else "there are no atoms"
     if current_recorder() is not None or is_capturing() or active_tape() is not None:
         return "it is part of a recording"
-    if n_atoms > MANY_ATOMS and 2 * _bytes_of_all((*inputs, *near)) > plans.MOST_BYTES_ON_GPU:
-        return "a plan would copy lists of more bytes than it may have"
     if has_function_modes() or has_other_modes():
         return "a mode, such as a default device, sees the operations"
     listed: list[torch.Tensor] = []
@@ -230,11 +244,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     copied = [*copied, *call.prepared]
     table = tables.current()
     key = (call.name, how, place, *map(tuple, parts))
-    return Kind(key, place, n_copied, used, copied, length, small, large, n_small, contents, table)
-
-
-def _bytes_of_all(values: Iterable[Any]) -> int:
-    return sum([value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor)])
+    return Kind(key, place, n_copied, used, copied, [], length, small, large, n_small, contents, table)
 
 
 def kind_here(kind: Kind | str, incoming: Sequence[torch.Tensor]) -> Kind | str:

@@ -27,7 +27,7 @@ from nvalchemiops import notices
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime import graphs, plans, tables
 from nvalchemiops.torch.runtime._torch_internals import no_view
-from nvalchemiops.torch.runtime.calls import PARTS, Body, Call, Kind, Tensors, form_of, kind_here, kind_of
+from nvalchemiops.torch.runtime.calls import LONG_LISTS, PARTS, Body, Call, Kind, Tensors, form_of, kind_here, kind_of
 from nvalchemiops.torch.runtime.calls import UNKNOWN as UNKNOWN
 from nvalchemiops.torch.runtime.calls import immutable as immutable
 from nvalchemiops.torch.runtime.context import is_eager, is_mapped
@@ -328,16 +328,22 @@ def _planned(
     """Run `full` with a plan, which may be recorded first; None if there is no plan. For ``tensors`` see `_value`.
 
     A value of the cells, or chosen parameters, that have no plan of their own share one with other values. Such a plan
-    computes in each replay what depends on the cells, or on the parameters alone.
+    computes in each replay what depends on the cells, or on the parameters alone. In the same way, long lists on a GPU
+    that have not been at their addresses before share a plan with others, which copies them.
     """
     if isinstance(kind, str):
         return _noted(call, "once", kind, None)
+    if kind.place is not None and (n_bytes := kind.bytes_of_lists()) >= LONG_LISTS:
+        found = _planned(call, kind.with_lists_in_place(), levels, needed, tensors)
+        if found is not None or 2 * n_bytes > graphs.most_bytes(kind.place[0]):
+            return found
     n_moving, n_inputs = kind.n_copied, len(call.inputs)
     moving = (*tensors[:n_moving], *tensors[n_inputs:], *kind.copied)
     table = kind.table
     key = (kind.key, levels, needed, *map(form_of, tensors[n_inputs:]))
-    before = _keys.get(call.name, kind.key)
-    _keys[call.name] = kind.key
+    last = call.name, bool(kind.in_place)
+    before = _keys.get(last, kind.key)
+    _keys[last] = kind.key
     entry = table.entries.find(key)
     if entry is not None and entry.plan is not None and not entry.plan.takes(kind.length):
         table.entries.pop(key, None)
@@ -393,7 +399,7 @@ def _planned(
     detached = [t.detach() for t in moving]
     with notices.unsaid() if levels else contextlib.nullcontext():  # the call has warned
         made, found, reason = plans.record(
-            function, detached, kind.used, kind.small, kind.length, raises=not levels, graph=graph
+            function, detached, kind.used, kind.in_place or kind.small, kind.length, raises=not levels, graph=graph
         )
     try:
         if found is not None:
@@ -410,8 +416,8 @@ def _planned(
 
 _last: dict[str, tuple[str, str]] = {}
 
-_keys: dict[str, tuple[Any, ...]] = {}
-"""For each operation, the key of the last call for which a plan was looked up."""
+_keys: dict[tuple[str, bool], tuple[Any, ...]] = {}
+"""For each operation, with lists in place or not, the key of the last call for which a plan was looked up."""
 
 
 def _noted(call: Call, way: str, reason: str, results: Any) -> Any:

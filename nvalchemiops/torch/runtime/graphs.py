@@ -1,6 +1,7 @@
 """CUDA graphs of calls: the work that a call enqueues on a GPU, captured once, with separate memory."""
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,6 +10,9 @@ import torch
 from nvalchemiops.torch.runtime.cache import stream_of
 
 Tensors = Sequence[torch.Tensor]
+
+LEAST_LIMIT = 2**30
+"""Largest memory of a plan on a small GPU, in bytes. A larger one keeps up to a part of 32 of its memory."""
 
 _failed: dict[torch.device, str] = {}
 """Why a capture has failed, for each device on which even an addition could not be captured afterwards."""
@@ -105,6 +109,13 @@ def place_of(device: torch.device) -> tuple[torch.device, int]:
     Replays of a graph share memory, so they must run in order, as they do on one stream.
     """
     return device, stream_of(device)
+
+
+@functools.cache
+def most_bytes(device: torch.device) -> int:
+    """Largest memory of a plan on this GPU."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return max(LEAST_LIMIT, total // 32)
 
 
 def obstacle(device: torch.device) -> str:

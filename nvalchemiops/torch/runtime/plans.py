@@ -22,8 +22,8 @@ from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all, is_zero_tensor
 from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, refuse, storage_of
 
-MOST_BYTES, MOST_BYTES_ON_GPU = 2**27, 2**30
-"""Largest memory of a plan of an operation, in bytes."""
+MOST_BYTES = 2**27
+"""Largest memory of a plan of an operation on a CPU, in bytes."""
 
 
 class Plan:
@@ -51,7 +51,8 @@ class Plan:
         Whether it acts on other ranks. It then raises if the normal call would raise for these values.
     """
 
-    is_graph = False
+    place: torch.device | None = None
+    """The GPU of a graph."""
 
     def __init__(
         self, recorder: Recorder, copied: Sequence[torch.Tensor], results: Sequence[torch.Tensor], raises: bool
@@ -136,8 +137,6 @@ class GraphPlan(Plan):
         Present and largest length of the lists; 0 if their length is fixed.
     """
 
-    is_graph = True
-
     def __init__(
         self,
         graph: graphs.Graph,
@@ -149,6 +148,7 @@ class GraphPlan(Plan):
         room: int,
     ) -> None:
         self._graph, self._length, self._room = graph, length, room
+        self.place = graph.device
         super().__init__(recorder, memory, results, False)
         self._lists = memory[len(memory) - n_lists :] if room > length else ()
         self.n_bytes += graph.n_bytes
@@ -209,7 +209,8 @@ def follow(
     used : sequence of torch.Tensor
         Arguments whose values only kernels use.
     borrowed : sequence of torch.Tensor
-        Arguments whose values never change, though their memory may.
+        Arguments whose values never change, though their memory may. With ``graph``: arguments whose values may
+        change, but whose memory may not.
     length : int, optional
         Length of the lists among ``used``, which may have any other length when the plan runs. No other axis of an
         argument may have this length by chance. By default shapes never change.
@@ -223,7 +224,7 @@ def follow(
         Captures the call on a GPU. ``function`` then gets copies of ``used`` after those of ``copied``.
     """
     if graph is not None:
-        return _captured(function, copied, used, length, graph)
+        return _captured(function, copied, used, borrowed, length, graph)
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         # tensors made in inference mode could not be changed outside of it
@@ -244,6 +245,7 @@ def _captured(
     function: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     copied: Sequence[torch.Tensor],
     used: Sequence[torch.Tensor],
+    borrowed: Sequence[torch.Tensor],
     length: int,
     graph: graphs.Graph,
 ) -> Followed:
@@ -254,7 +256,7 @@ def _captured(
     """
     with torch.inference_mode(False):
         memory = [t.detach().clone().requires_grad_(t.requires_grad) for t in (*copied, *used)]
-        seen = Recorder(memory, (), (), length, (), memory[len(copied) :] if length else (), makes_steps=False)
+        seen = Recorder(memory, (), borrowed, length, (), memory[len(copied) :] if length else (), makes_steps=False)
         with recording(seen):
             results = tuple([_in_memory(t).detach() for t in function(memory)])
         if seen.reason:
@@ -263,7 +265,7 @@ def _captured(
         if length and not seen.needs_length and not any(length in t.shape for t in seen.kept.values()):
             room = (length + length // 4) // 64 * 64 + 64
             memory[len(copied) :] = [_with_room(t, length, room) for t in memory[len(copied) :]]
-        recorder = Recorder(memory, (), (), 0, (), makes_steps=False)  # notes external tensors, which must be kept
+        recorder = Recorder(memory, (), borrowed, 0, (), makes_steps=False)  # notes other tensors, which must be kept
         recorder.captures = True
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -317,8 +319,9 @@ def record(*arguments: Any, **options: Any) -> Followed:
             plan, results, reason = follow(*arguments, most_bytes=MOST_BYTES, **options)
     except torch.OutOfMemoryError:  # there may be enough for the call without copies of its lists
         return Followed(None, None, "there is not enough memory for a plan")
-    if plan is not None and plan.is_graph and plan.n_bytes > MOST_BYTES_ON_GPU:
-        plan, reason = None, f"its memory is more than {MOST_BYTES_ON_GPU} bytes"
+    graph = options.get("graph")
+    if plan is not None and graph is not None and plan.n_bytes > (most := graphs.most_bytes(graph.device)):
+        plan, reason = None, f"its memory is more than {most} bytes"
     if notices.count() != notes:
         plan, reason = None, "the call has warned"
     return Followed(plan, results, reason)

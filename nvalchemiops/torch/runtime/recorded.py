@@ -125,7 +125,7 @@ class Recorded:
             return self._ordinary(self._not_captured[key], args, kwargs)
         if found is None:
             return self._record(key, form, moving)
-        if not (found.plan.acts and found.plan.is_graph) and found.is_new(moving):
+        if not (found.plan.acts and found.plan.place) and found.is_new(moving):
             return self._checked(found.plan, moving, args, kwargs)
         results = _replayed(found.plan, moving)
         if results is None:

@@ -11,10 +11,12 @@ import torch
 
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept, set_within
-from nvalchemiops.torch.runtime import plans
+from nvalchemiops.torch.runtime import graphs, plans
 
-MOST_BYTES, MOST_BYTES_ON_GPU = 2**28, 2**31
-"""Largest memory of all plans of a table, on a CPU and on a GPU. The least recently used plans are dropped first."""
+MOST_BYTES = 2**28
+"""Largest memory of all plans of a table on a CPU; on GPUs it is twice that of one plan (`graphs.most_bytes`).
+
+The least recently used plans are dropped first."""
 
 MOST_KINDS = 256
 """Largest number of kinds of calls that a table counts."""
@@ -39,7 +41,7 @@ class Entry:
         self.compared = [t for t in prepared if layout(t.device.type).reads]
         self.values = [t.detach().clone() for t in self.compared]
         self.n_bytes = 0
-        self.is_graph = plan is not None and plan.is_graph
+        self.place = None if plan is None else plan.place
         if plan is not None:
             beside = [t.untyped_storage().nbytes() for t in (*prepared, *self.values, *plan.external)]
             self.n_bytes = plan.n_bytes + sum(beside)
@@ -60,7 +62,7 @@ class Plans:
     most_bytes, most_bytes_on_gpu : int, optional
     """
 
-    def __init__(self, most_bytes: int = MOST_BYTES, most_bytes_on_gpu: int = MOST_BYTES_ON_GPU) -> None:
+    def __init__(self, most_bytes: int = MOST_BYTES, most_bytes_on_gpu: int | None = None) -> None:
         self.most_bytes, self.most_bytes_on_gpu = most_bytes, most_bytes_on_gpu
         self.entries: Kept[Entry] = Kept(MOST_KINDS)
         self.counts: dict[Hashable, int] = {}
@@ -99,13 +101,17 @@ class Plans:
 
     def fit(self) -> None:
         """Delete plans until their memory is within the limits."""
-        most = {False: self.most_bytes, True: self.most_bytes_on_gpu}
-        while len(self.entries) > 1 and any([self.n_bytes(on_gpu) > limit for on_gpu, limit in most.items()]):
+        on_gpu = self.most_bytes_on_gpu
+        if on_gpu is None:
+            places = {entry.place for entry in list(self.entries.values())}
+            on_gpu = 2 * max([graphs.most_bytes(place) for place in places if place], default=0)
+        most = {False: self.most_bytes, True: on_gpu}
+        while len(self.entries) > 1 and any([self.n_bytes(of_gpu) > limit for of_gpu, limit in most.items()]):
             self.entries.drop(1)
 
     def n_bytes(self, on_gpu: bool) -> int:
         """Memory of all plans on a GPU, or of all plans on a CPU."""
-        return sum([entry.n_bytes for entry in list(self.entries.values()) if entry.is_graph is on_gpu])
+        return sum([entry.n_bytes for entry in list(self.entries.values()) if bool(entry.place) is on_gpu])
 
     def clear(self) -> None:
         """Delete all plans."""

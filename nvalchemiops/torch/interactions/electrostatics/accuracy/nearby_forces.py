@@ -25,12 +25,14 @@ from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime.calls import MANY_ATOMS
 from nvalchemiops.torch.runtime.context import is_eager, on_host
 
 LEAST_SAMPLE, MOST_SAMPLE = 64, 256
 """Smallest and largest number of atoms in a sample. For independent forces with normal components the RMS then has a
 standard error of 5 % and 2.5 %. Estimates are rounded by up to 19 % (`error_models.force_of`)."""
+
+MOST_ATOMS_ON_GPU = 2**17
+"""Largest number of atoms for which the estimate on a GPU is a graph."""
 
 SAMPLED = 8
 """One of this many atoms is in a sample between these sizes."""
@@ -129,7 +131,7 @@ def _by_plan(
     rows = rows._replace(first=None)  # it shares memory with the neighbors, and the sum will check it
     moving = {"positions": system.positions, "moments": system.moments, "reach": reach}
     fixed = {"cell": system.cell, "batch_idx": system.batch_idx}
-    large = system.n_atoms > MANY_ATOMS and not layout(system.positions.device.type).reads
+    large = system.n_atoms > MOST_ATOMS_ON_GPU and not layout(system.positions.device.type).reads
     ways = "a graph would copy a long list for a single launch" if large else ()
     (found,) = engine.run_function("forces nearby", evaluate, moving, rows, fixed, ways)
     return found
