@@ -16,7 +16,9 @@ from tests.support.processes import output_of, run_python
 
 
 def test_every_name_is_there():
-    missing = [name for name, value in vars(internals).items() if value is None and not name.startswith("__")]
+    without_cuda = {"_raw_stream"} if torch.version.cuda is None else set()
+    found = [(name, value) for name, value in vars(internals).items() if name not in without_cuda]
+    missing = [name for name, value in found if value is None and not name.startswith("__")]
     assert not missing and internals.EAGER_SHORTCUT and internals.CAN_REDISPATCH and internals.BACKWARD_KNOWN
 
 
@@ -49,6 +51,15 @@ def test_wrappers_are_told_apart():
     torch.func.grad(lambda x: (look(x), look(internals.unwrapped(x)))[0])(plain)
     torch.func.vmap(look)(plain)
     assert seen == [(False,) * 3, (True, True, False), (False,) * 3, (True, False, True)]
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_that_of_torch():
+    device, side = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), side):
+        with torch.cuda.stream(stream):
+            assert internals.stream_handle(device) == stream.cuda_stream
+            assert internals.stream_handle(torch.device("cuda")) == stream.cuda_stream
 
 
 def test_transforms_are_counted():

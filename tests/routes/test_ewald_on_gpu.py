@@ -1,6 +1,7 @@
 """Ewald sums, Fourier sums and splines on a GPU, or on a CPU with the layout of one."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from nvalchemiops.kernels.mesh import bins, stencils
 from nvalchemiops.kernels.mesh.gather import spline_gather
 from nvalchemiops.kernels.mesh.spread import spline_spread
 from nvalchemiops.kernels.moments import count
+from nvalchemiops.torch import launch as tensors
 from nvalchemiops.torch import plans, spline
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics.potentials import power_law
@@ -322,3 +324,17 @@ def test_an_open_graph_does_not_change_a_mesh_sum(exponent, gpu):
     expected = gpu(lambda device: results(device, None))
     for tracked in range(3):
         assert_equal(gpu(lambda device, n=tracked: results(device, n)), expected, 1e-12)
+
+
+def test_an_array_of_meshes_has_no_axis_of_all_points(gpu, monkeypatch):
+    """Kernels count along an axis with 32 bits: so 1,024 meshes of 128 x 128 x 128 points have sums as well."""
+    x, q, cell, near = TWO.positions, TWO.charges, TWO.cell, pairs_of_two() | {"batch_idx": TWO.batch_idx}
+    mesh = (20, 22, 26)  # that no other test has, whose arrays are known
+    monkeypatch.setattr(tensors, "MOST_ELEMENTS", math.prod(mesh) - 1)
+
+    def results(device):
+        given = [t.to(device) for t in (x, q, cell)]
+        options = {"mesh_dimensions": mesh, "compute_forces": True, "compute_virial": True}
+        return electrostatics.particle_mesh_ewald(*given, 0.7, **options, **{k: t.to(device) for k, t in near.items()})
+
+    assert all(t.isfinite().all() for t in gpu(results))

@@ -437,6 +437,7 @@ def _patched() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", _captures)
         patch.setattr(torch.cuda, "current_stream", _current_stream)
+        patch.setattr(internals, "_raw_stream", None)
         patch.setattr(tensors, "describe", _describe)
         for name in ("Stream", "synchronize"):
             patch.setattr(torch.cuda, name, lambda *_, **__: _refuse("a new stream, or waiting for one"))

@@ -12,7 +12,7 @@ import warp as wp
 
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
-from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
+from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor, stream_handle
 from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 
 _TENSOR = "_nvalchemiops_tensor"
@@ -171,9 +171,9 @@ def _warp_stream(device_index: int, handle: int) -> wp.Stream:
 
 def current_stream(device: torch.device) -> wp.Stream:
     """Torch's current CUDA stream on ``device`` as a Warp stream."""
-    stream = torch.cuda.current_stream(device)
     warp_device(device)
-    return _warp_stream(stream.device.index, stream.cuda_stream)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _warp_stream(index, stream_handle(device))
 
 
 @contextmanager

@@ -43,6 +43,20 @@ def _impossible(what: str) -> RuntimeError:
     return RuntimeError(f"{what} needs private parts of torch that torch {torch.__version__} does not have")
 
 
+# -- streams --------------------------------------------------------------------------------------
+
+# torch.cuda.current_stream makes an object, which takes 8 us; builds without CUDA lack the other way
+_raw_stream = _find("reading streams without objects", "_C._cuda_getCurrentRawStream") if torch.version.cuda else None
+
+
+def stream_handle(device: torch.device) -> int:
+    """The address of torch's current stream on a GPU."""
+    if _raw_stream is None or device.index is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    handle: int = _raw_stream[0](device.index)
+    return handle
+
+
 # -- which derivatives are taken ------------------------------------------------------------------
 
 _derivatives = _find(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvalchemiops.locks import Kept
-from nvalchemiops.torch.runtime._torch_internals import version_of
+from nvalchemiops.torch.runtime._torch_internals import stream_handle, version_of
 from nvalchemiops.torch.runtime.context import is_capturing, may_keep, may_recognize
 from nvalchemiops.torch.runtime.recorder import differ_in_replays
 
@@ -68,7 +68,7 @@ def cached_on_device(name: str, device: torch.device, others: Hashable, compute:
 
 def stream_of(device: torch.device) -> int:
     """The number of torch's current stream on this device, 0 on a CPU. It is part of each cache key."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return stream_handle(device) if device.type == "cuda" else 0
 
 
 def _found_or_kept(
