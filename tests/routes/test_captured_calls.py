@@ -157,6 +157,9 @@ def test_long_lists_elsewhere(made, calls, gpu, long_lists):
     shorter["neighbor_ptr"] = several[0]["neighbor_ptr"].clamp(max=shorter["neighbor_list"].shape[-1])
     calls.check(shorter)
     assert [graph.n_replays for graph in made] == [1, 2]
+    shifts = several[0]["neighbor_shifts"]
+    calls.check(several[0] | {"neighbor_shifts": shifts.as_strided(shifts.shape, (1, 3))})
+    assert [graph.n_replays for graph in made] == [2, 2]
 
 
 def test_derivatives_of_sums_over_long_lists(made, gpu, long_lists):

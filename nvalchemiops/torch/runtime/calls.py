@@ -171,9 +171,9 @@ class Kind(NamedTuple):
         return sum([t.numel() * t.element_size() for t in self.used])
 
     def with_lists_in_place(self) -> "Kind":
-        """The kind of calls whose lists have these addresses and lengths. The graph holds no reference to them."""
+        """The kind of calls whose lists are in the same memory. The graph holds no reference to them."""
         parts = list(self.key)
-        parts[OF_LISTS] = (*parts[OF_LISTS], *[(t.data_ptr(), t.shape) for t in self.used])
+        parts[OF_LISTS] = (*parts[OF_LISTS], *[(t.data_ptr(), t.shape, t.stride()) for t in self.used])
         return self._replace(key=tuple(parts), used=[], in_place=self.used, length=0)
 
 
