@@ -7,7 +7,7 @@ import ase.cluster
 import pytest
 import torch
 
-from nvalchemiops.interactions.pair.loop import BLOCK
+from nvalchemiops.interactions.pair.loop_in_vectors import BLOCK
 from nvalchemiops.layout import CPU, layout
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial

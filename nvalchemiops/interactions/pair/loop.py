@@ -1,7 +1,8 @@
 """The C++ template of the loop over an atom's row of neighbors.
 
 The kernels of `nvalchemiops.interactions.pair.sum` and `nvalchemiops.interactions.pair.moments` are made from it. These
-modules supply the text for the placeholders ``@name@`` that differ between kernels; `body` fills in the others.
+modules supply the text for the placeholders ``@name@`` that differ between kernels; `body` fills in the others. What a
+CPU does with several neighbors at once is in `loop_in_vectors`, what the lanes of a GPU do in `loop_in_warps`.
 """
 
 import hashlib
@@ -12,13 +13,11 @@ from typing import Any, NamedTuple
 
 import warp as wp
 
+from nvalchemiops.interactions.pair import loop_in_vectors, loop_in_warps
 from nvalchemiops.kernels.native import by_device, native_kernel, signature
-from nvalchemiops.kernels.simd import LANES, WARP, lanes_of, lanes_of_masks
+from nvalchemiops.kernels.simd import WARP, lanes_of
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
 from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
-
-BLOCK = 64
-"""Largest number of neighbors that are collected before they are evaluated; a multiple of the lanes of a vector."""
 
 FAULTS = {
     1: "`neighbor_list` or `neighbor_matrix` holds an atom that does not exist",
@@ -128,108 +127,8 @@ SKELETON = """
     };
 
 #if defined(__CUDA_ARCH__)
-    @totals_gpu@
-    // All lanes make all turns; those beyond the end of the row read its last slot, and do not count. Compilers would
-    // move loads down to where values are used, to wait for one after the other; the fences keep them together.
-    const place last = end - 1;
-    for (place own = begin + lane; own < static_cast<place>(end + lane); own += @warp@) {
-        const place slot = own < last ? own : last;
-        Neighbor it;
-        read(slot, it);
-        asm volatile("" ::: "memory");
-        const bool counts = look_at(slot, it) && it.close && own <= last;
-        const place j = it.j;
-        const auto take = [&](const real *from, long long stride) { return one(from[stride * j]); };
-        const auto kept = [](one value) { return static_cast<double>(value); };
-        @take_both_gpu@
-        const one d0 = it.d[0], d1 = it.d[1], d2 = it.d[2];
-        @data_gpu@
-        asm volatile("" ::: "memory");
-        if (counts) {
-            @evaluation@
-            @tables_gpu@
-        }
-    }
-    broken = __any_sync(0xffffffffu, broken || zero != zero);  // no number is reported
-    const auto add_lanes = [](double sum, int step) { return sum + __shfl_xor_sync(0xffffffffu, sum, step); };
-    // Half of the lanes goes on with one of two sums, the other half with the other.
-    const auto add_lanes_of_two = [=](double sum, double other, int step) {
-        const bool goes_on = threadIdx.x & step;
-        return (goes_on ? other : sum) + __shfl_xor_sync(0xffffffffu, goes_on ? sum : other, step);
-    };
-    @sums_gpu@
-    @reduce_tables@
-#else
-    @totals@
-    // Neighbors collected so far, and the numbers of those that are close. The last vector is filled up with harmless
-    // entries, whose values are dropped.
-    struct alignas(64) Block {
-        one d[3][@room@], factor[@room@];
-        int shift[3][@room@], j[@room@], close[@room@];
-    } block;
-    const condition numbers = {@numbers@};
-    const auto halve = [](auto values) { return values.lo + values.hi; };
-    const auto add_up = [=](auto values) { return @total@; };
-    int m = 0, n = 0;
-    for (long long slot = begin; slot < end;) {
-        @fast@
-        for (; slot < end && m < @block@; ++slot) {
-            Neighbor it;
-            read(slot, it);
-            if (!look_at(slot, it)) continue;
-            block.j[m] = it.j;
-            for (int a = 0; a < 3; ++a) block.d[a][m] = it.d[a];
-            @collect@
-            block.close[n] = m++;
-            n += it.close;
-        }
-        const bool all = m == n;
-        const int whole = slot < end ? n - n % @lanes@ : n;
-        for (int rest = 0; rest < @lanes@; ++rest) {
-            block.close[n + rest] = m;
-            block.j[m + rest] = i;
-            for (int a = 0; a < 3; ++a) block.d[a][m + rest] = 1.0;
-            @fill@
-        }
-        for (int at = 0; at < whole; at += @lanes@) {
-            const int *close = block.close + at;
-            const condition live = numbers < n - at;
-            int j[@lanes@];
-            for (int l = 0; l < @lanes@; ++l) j[l] = block.j[close[l]];
-            const auto load = [=](const auto *from) {
-                lanes values;
-                if (all)
-                    for (int l = 0; l < @lanes@; ++l) values[l] = from[at + l];
-                else
-                    for (int l = 0; l < @lanes@; ++l) values[l] = from[close[l]];
-                return values;
-            };
-            const auto take = [&](const real *from, long long stride) {
-                lanes values;
-                for (int l = 0; l < @lanes@; ++l) values[l] = from[stride * j[l]];
-                return values;
-            };
-            const auto kept = [live](lanes values) {
-                return __builtin_convertvector(live ? values : lanes(0.0), doubles);
-            };
-            @take_both@
-            const lanes d0 = load(block.d[0]), d1 = load(block.d[1]), d2 = load(block.d[2]);
-            @data@
-            @evaluation@
-            @tables@
-        }
-        // Neighbors left over are kept for the next block: vectors hold the same pairs, with or without distant ones.
-        for (m = 0; whole + m < n; ++m) {
-            const int from = block.close[whole + m];
-            block.close[m] = m;
-            block.j[m] = block.j[from];
-            for (int a = 0; a < 3; ++a) block.d[a][m] = block.d[a][from];
-            @keep@
-        }
-        n = m;
-    }
-    @sums@
-#endif
+@turns_of_warps@#else
+@turns_of_vectors@#endif
     const double error = broken ? INFINITY - INFINITY : 0.0;
     @errors@
     if (lane > 0) return;
@@ -242,7 +141,7 @@ SKELETON = """
     }
 #endif
     @results@
-"""
+""".replace("@turns_of_warps@", loop_in_warps.TURNS).replace("@turns_of_vectors@", loop_in_vectors.TURNS)
 
 CELL = by_device(
     f"""
@@ -317,88 +216,6 @@ const auto is_nearest = [&](long long slot) {
 """
 
 ALWAYS_NEAREST = "const auto is_nearest = [](long long) { return true; };"
-
-FAST = f"""
-// a vector of slots at a time, as long as all that are in use hold neighbors; of the rest nothing is close
-static const unsigned long long lanes_of[256] = {{{lanes_of_masks()}}};
-typedef int ints __attribute__((ext_vector_type(@lanes@), aligned(4)));
-typedef real reals __attribute__((ext_vector_type(@lanes@)));
-typedef int eight __attribute__((ext_vector_type({LANES}), aligned(4)));
-typedef one ones __attribute__((ext_vector_type(@lanes@), aligned(sizeof(one))));
-typedef bool bools __attribute__((ext_vector_type(@lanes@)));
-typedef unsigned char bytes __attribute__((ext_vector_type({LANES})));
-const auto as_bits = [](bools values) {{ return *reinterpret_cast<const @bits@ *>(&values); }};
-const long long from_here = slot, n_slots = neighbors.shape[0];
-lanes all_squared = 0.0;
-int in_place[@lanes@];
-while (slot < end && slot + @lanes@ <= n_slots && m < @block@) {{
-    const int here = end - slot < @lanes@ ? static_cast<int>(end - slot) : @lanes@;
-    const int *j = neighbors.data + slot;
-    ints places = *reinterpret_cast<const ints *>(j);
-    ints in_use = ints{{@numbers@}} < here;
-    auto unusual = (places < 0) | (places >= n_atoms);
-    if (first.shape[0] > 0) unusual |= *reinterpret_cast<const ints *>(first.data + slot) != i;
-    if (padding > @no_padding@) in_use &= places != padding;
-    if (as_bits(__builtin_convertvector(unusual & in_use, bools))) break;
-    const unsigned used = as_bits(__builtin_convertvector(in_use, bools));
-    if (used != @all@) {{
-        places = in_use ? places : ints(i);
-        *reinterpret_cast<ints *>(in_place) = places;
-        j = in_place;
-    }}
-    asm("" : "+r"(j));  // loading a number again is faster than taking it out of a vector
-    reals x[3];
-    #pragma unroll
-    for (int l = 0; l < @lanes@; ++l) {{
-        const real *const x_j = positions.data + 3LL * j[l];
-        for (int a = 0; a < 3; ++a) x[a][l] = x_j[a];
-    }}
-    lanes d[3];
-    for (int a = 0; a < 3; ++a) d[a] = __builtin_convertvector(x[a], lanes) - one(x_i[a]);
-    @image@
-    const lanes squared = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
-    all_squared += squared;
-    unsigned mask = used & as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
-    if (const unsigned at_once = mask & as_bits(__builtin_convertvector(squared == 0, bools)))
-        mask &= ~(at_once & as_bits(__builtin_convertvector(places == i, bools)));  // the atom itself is no neighbor
-    *reinterpret_cast<ints *>(block.j + m) = places;
-    for (int a = 0; a < 3; ++a) *reinterpret_cast<ones *>(block.d[a] + m) = d[a];
-    @collect_all@
-    for (int part = 0; part < @lanes@; part += {LANES}, mask >>= {LANES}) {{
-        const auto hits = *reinterpret_cast<const bytes *>(&lanes_of[mask & 255]);
-        *reinterpret_cast<eight *>(block.close + n) = __builtin_convertvector(hits, eight) + (m + part);
-        n += __builtin_popcount(mask & 255);
-    }}
-    slot += here;
-    m += here;
-}}
-if (!(add_up(all_squared) < INFINITY))
-    for (long long place = from_here; place < slot; ++place) {{
-        const int j = neighbors.data[place];
-        if ((j != padding || padding == @no_padding@) && !has_place(j)) broken = {NO_NUMBER};
-    }}
-@open_axes@
-"""
-
-IMAGE_OF_ALL = """
-const int *shift = shifts.data + 3 * slot;
-ints some = *reinterpret_cast<const ints *>(shift) | *reinterpret_cast<const ints *>(shift + @lanes@)
-    | *reinterpret_cast<const ints *>(shift + 2 * @lanes@);
-if (as_bits(__builtin_convertvector(some != 0, bools))) {
-    doubles image[3];
-    for (int a = 0; a < 3; ++a)
-        for (int l = 0; l < @lanes@; ++l) image[a][l] = shift[3 * l + a];
-    for (int a = 0; a < 3; ++a)
-        d[a] = __builtin_convertvector((__builtin_convertvector(x[a], doubles) - x_i[a])
-            + (image[0] * h[a] + image[1] * h[3 + a] + image[2] * h[6 + a]), lanes);
-}
-"""
-
-OPEN_AXES = f"""
-for (long long place = from_here; place < slot && any_open; ++place)
-    if ((neighbors.data[place] != padding || padding == @no_padding@) && points_nowhere(shifts.data + 3 * place))
-        broken = {NO_NUMBER};
-"""
 
 
 def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any]) -> list[str]:
@@ -498,29 +315,6 @@ def vector(name: str, values: Sequence[str], kind: str = "one") -> str:
     return f"const {kind} {name}[{len(values)}] = {{{', '.join(f'{kind}({value})' for value in values)}}};"
 
 
-def added_up(names: Sequence[str]) -> list[str]:
-    """Lines after which these float64 variables of lane 0 of a warp hold their sums over all lanes.
-
-    Lanes divide the sums among themselves while they add, so that each step halves the number of sums of a lane.
-    """
-    lines = []
-    held = [{name: 0} for name in names]  # the sums that a variable, the first of them, holds, and in which lanes
-    step = WARP // 2
-    while step:
-        half = len(held) - len(held) // 2
-        first = [next(iter(sums)) for sums in held]
-        for sums, name, others, other in zip(held, first, held[half:], first[half:]):
-            lines.append(f"{name} = add_lanes_of_two({name}, {other}, {step});")
-            sums |= {moved: lane + step for moved, lane in others.items()}
-        lines += [f"{name} = add_lanes({name}, {step});" for name in first[len(held) // 2 : half]]
-        held = held[:half]
-        step //= 2
-    for sums in held:
-        name = next(iter(sums))
-        lines += [f"{moved} = __shfl_sync(0xffffffffu, {name}, {lane});" for moved, lane in sums.items() if lane]
-    return lines
-
-
 def body(
     form: Form,
     precision: str,
@@ -564,15 +358,9 @@ def body(
         "real": real,
         "no_padding": f"({NO_PADDING + 1} - 1)",  # C++ has no literal for the lowest int32
         "no_number": NO_NUMBER,
-        "block": BLOCK,
-        "room": BLOCK + 2 * lanes,
-        "lanes": lanes,
-        "all": (1 << lanes) - 1,
-        "bits": {8: "unsigned char", 16: "unsigned short", 32: "unsigned"}[lanes],
         "warp": WARP,
         "last_thread": WARP - 1,
-        "numbers": ", ".join(map(str, range(lanes))),
-        "total": "halve(" * (lanes.bit_length() - 1) + "values" + ")" * (lanes.bit_length() - 1),
+        **loop_in_vectors.numbers_of(lanes),
     }
     lines: dict[str, list[str]] = {
         **tables,
@@ -581,7 +369,8 @@ def body(
         "totals": [*(f"doubles total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
         "sums": [f"double sum_{name} = add_up(total_{name});" for name in totals],
-        "sums_gpu": [f"double sum_{name} = total_{name};" for name in totals] + added_up([f"sum_{n}" for n in totals]),
+        "sums_gpu": [f"double sum_{name} = total_{name};" for name in totals]
+        + loop_in_warps.added_up([f"sum_{n}" for n in totals]),
         "errors": [f"sum_{name} += error;" for name in totals],
         "results": results,
         "checks": _checks(form),
@@ -590,10 +379,10 @@ def body(
         "is_nearest": is_nearest * form.excluding,
         "shift": ["for (int a = 0; a < 3; ++a) it.shift[a] = shifts.data[3LL * slot + a];"] * form.periodic,
         "look": _look(form),
-        "fast": filled_lines("\n".join(_fast(form)), {}, numbers),
-        "collect": _collect(form, "[m]", "it.factor", "it.shift[a]"),
-        "keep": _collect(form, "[m]", "block.factor[from]", "block.shift[a][from]"),
-        "fill": _collect(form, "[m + rest]", "1.0", "0"),
+        "fast": filled_lines("\n".join(loop_in_vectors.fast(form)), {}, numbers),
+        "collect": loop_in_vectors.stored(form, "[m]", "it.factor", "it.shift[a]"),
+        "keep": loop_in_vectors.stored(form, "[m]", "block.factor[from]", "block.shift[a][from]"),
+        "fill": loop_in_vectors.stored(form, "[m + rest]", "1.0", "0"),
         "data": [*(f"const lanes {name} = load(block.{place});" for name, place in stored), *data],
         "data_gpu": [*(f"const one {name} = it.{place};" for name, place in stored), *data],
         "scalar_functions": textwrap.dedent(scalar_functions(functions, "real")).strip().splitlines(),
@@ -640,28 +429,3 @@ def _look(form: Form) -> list[str]:
             "}",
         ]
     return lines
-
-
-def _fast(form: Form) -> list[str]:
-    """Lines that collect a vector of neighbors at a time, for rows without exclusions and tables."""
-    if form.excluding or form.n_species:
-        return []
-    keep = [
-        "for (int l = 0; l < @lanes@; ++l)",
-        "    for (int a = 0; a < 3; ++a) block.shift[a][m + l] = shift[3 * l + a];",
-    ]
-    pieces = {
-        "image": IMAGE_OF_ALL.strip().splitlines() * form.periodic,
-        "open_axes": OPEN_AXES.strip().splitlines() * form.periodic,
-        "collect_all": keep * form.keeps_shifts,
-    }
-    text = FAST.strip()
-    for name, lines in pieces.items():
-        text = text.replace(f"@{name}@", "\n".join(lines))
-    return text.splitlines()
-
-
-def _collect(form: Form, place: str, factor: str, shift: str) -> list[str]:
-    """Lines that store the factor and the shift of a neighbor in the block."""
-    lines = [f"block.factor{place} = {factor};"] * form.excluding
-    return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a]{place} = {shift};"] * form.keeps_shifts

@@ -13,7 +13,7 @@ CPU in float64 where float32 might not do, see `Variant.arithmetic`), and sum in
 import re
 from typing import Any, NamedTuple
 
-from nvalchemiops.interactions.pair import derivatives, loop, potentials
+from nvalchemiops.interactions.pair import derivatives, loop, loop_in_warps, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula, has_high_powers
 from nvalchemiops.interactions.pair.loop import Array
@@ -185,7 +185,7 @@ def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str
             for column, value in columns
         ],
         "tables_gpu": [f"table_sums[{column} + species.data[it.j]] += {value};" for column, value in columns],
-        "reduce_tables": loop.added_up([f"table_sums[{t}]" for t in range(n_sums)]),
+        "reduce_tables": loop_in_warps.added_up([f"table_sums[{t}]" for t in range(n_sums)]),
     }
 
 
