@@ -17,6 +17,7 @@ from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS
 from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
+from nvalchemiops.kernels.sorting import ROWS
 from nvalchemiops.launch import registered_kernels
 from nvalchemiops.neighbors import nearest
 from nvalchemiops.neighbors.rows import NO_PADDING
@@ -33,6 +34,7 @@ from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors, u
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.operators.sorting import counted_rows, pointers_of_sorted, sort_rows
 from tests.lanes.fibers import ORDERS, gpu_layout
 from tests.routes.test_pair_on_gpu import VARIANTS
 
@@ -451,6 +453,28 @@ def influences(precision) -> Problem:
     return problem
 
 
+def sorted_rows() -> Problem:
+    """Rows without entries, at both ends too; entries of one row and of none; rows that are not in order."""
+    rows = [integers(n, low=2, high=9, seed=n) for n in LENGTHS]
+
+    def problem():
+        found = [t for row in rows for t in sort_rows(row, 12)]
+        return [*found, *(pointers_of_sorted(row.sort().values, 12) for row in rows), pointers_of_sorted(rows[-1], 12)]
+
+    return problem
+
+
+def row_counts() -> Problem:
+    """As many rows as a warp adds up, one more, and many; faults in several places."""
+    counts = [integers(n, low=0, high=2**20, seed=n) for n in (*LENGTHS, ROWS, ROWS + 1, 5 * ROWS + 7)]
+    fault = integers(40, low=0, high=9)
+
+    def problem():
+        return [t for count in counts for t in counted_rows(count, fault)]
+
+    return problem
+
+
 def system_totals(precision) -> Problem:
     real = getattr(torch, precision)
     many = torch.cat([IN_SYSTEMS, torch.full((20_000,), 7, dtype=torch.int32)])
@@ -490,6 +514,8 @@ RUNS: dict[str, Callable[..., Problem]] = {
     "spline_stencils": splines,
     "spline_spread": splines,
     "spline_gather": splines,
+    "begin_rows": sorted_rows,
+    "add_counts": row_counts,
     "sum_rows": system_totals,
     "chain_kernel": chains,
     "normal_numbers": noise,

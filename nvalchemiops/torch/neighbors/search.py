@@ -22,7 +22,8 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch, multiprocessors
 from nvalchemiops.torch.neighbors import faults
-from nvalchemiops.torch.operators.segments import batch_idx_of, row_pointers
+from nvalchemiops.torch.operators.segments import batch_idx_of
+from nvalchemiops.torch.operators.sorting import counted_rows, pointers_of_sorted, sort_rows
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import tracing_state
 from nvalchemiops.torch.runtime.context import eager, is_eager
@@ -144,7 +145,7 @@ class _CellList:
                 launch(number_systems(), n_atoms, [given, falls], [system])
         # if the atoms are not sorted, the pointers still rise from 0 to the number of atoms. Each system then has
         # separate bins, but their number does not fit its atoms
-        return system, row_pointers(system, n_systems)
+        return system, pointers_of_sorted(system, n_systems)
 
     def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> list[Any]:
         """Arguments of the search kernel, up to those for the rows."""
@@ -162,22 +163,15 @@ class _CellList:
         slot = self._new(n_atoms)
         coordinates = self._new(3, n_atoms + LANES, dtype=torch.float64)
         entry = self._new(n_atoms, 4)
-        if self.layout.serial:
-            order = self._new(n_atoms)
-            begin = torch.zeros(n_slots + 2, dtype=torch.int32, device=self.device)
         if self.layout.serial and n_atoms <= grid.SERIAL:
+            order, begin = self._new(n_atoms), torch.zeros(n_slots + 2, dtype=torch.int32, device=self.device)
             inputs = [positions, cell, pbc, system, first_atom, search.cutoff, method, self.rebuild_flags]
             launch(grid.prepare_search(), 1, inputs, [grids, slot, begin, order, coordinates, entry, self.fault])
         else:
             described = [cell, pbc, first_atom, n_atoms, search.cutoff, method, self.rebuild_flags]
             launch(grid.describe_systems(), n_systems, described, [grids, self.fault])
             launch(grid.locate_atoms(), n_atoms, [positions, system, first_atom, grids], [slot, self.fault])
-            if self.layout.serial:
-                launch(grid.sort_atoms(), 1, [slot], [begin, order])
-            else:
-                slot, order = torch.sort(slot, stable=True)
-                order = order.to(torch.int32)
-                begin = row_pointers(slot, n_slots)
+            order, begin = sort_rows(slot, n_slots)
             launch(grid.place_atoms(), n_atoms, [positions, system, grids, order], [coordinates, entry])
         target = None if search.target_indices is None else self._places(search.target_indices, order)
         half = int(search.half)
@@ -254,13 +248,7 @@ class _CellList:
             self.run(count, _Destination(index, None if self.search.cell is None else shifts, None, begin))
         else:
             self.run(count)
-        if self.layout.serial:
-            pointers, found = self._new(self.n_rows + 1), self._new(3, dtype=torch.int64)
-            launch(grid.end_rows(), 1, [count, self.fault], [pointers, found])
-            return count, pointers, found
-        pointers = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
-        most = torch.cat([count, count.new_zeros(1)]).max()
-        return count, pointers, torch.stack([most.long(), count.sum(), self.fault.max()])
+        return count, *counted_rows(count, self.fault)
 
     def prepared(self) -> Tensors:
         """All that depends on positions and that a search needs: first the faults."""

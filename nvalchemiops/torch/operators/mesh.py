@@ -11,13 +11,12 @@ from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.layout import layout
-from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.lattice import mesh_frequencies
 from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
-from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.operators.sorting import sort_rows
 from nvalchemiops.torch.runtime.memory import new_empty
 
 
@@ -66,14 +65,8 @@ def mesh_columns(
         raise ValueError(f"`mesh_dimensions` = {(n_x, n_y, n_z)} must not be smaller than the order, {spline_order}")
     n_atoms, device = coordinates.shape[0], coordinates.device
     column = torch.empty(n_atoms, dtype=torch.int32, device=device)
-    begin = torch.zeros(_n_bins(device, n_systems, mesh_dimensions) + 2, dtype=torch.int32, device=device)
     launch(bins.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y, n_z], [column])
-    if not layout(device.type).serial:
-        sorted_columns, order = torch.sort(column, stable=True)
-        return order.to(torch.int32), row_pointers(sorted_columns, begin.shape[0] - 1)
-    order = torch.empty_like(column)
-    launch(sort_atoms(), 1, [column], [begin, order])
-    return order, begin
+    return sort_rows(column, _n_bins(device, n_systems, mesh_dimensions))
 
 
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
