@@ -175,19 +175,24 @@ def shortest_vectors() -> Any:
     return gather_only(kernel)
 
 
-@kernel_variants(())
-def usable_cells() -> Any:
-    """The kernel that tells whether cells are regular: finite, and their vectors independent."""
+_MATRICES = {"float64": wp.mat33d, "float32": wp.mat33f}
+_VECTORS = {"float64": wp.vec3d, "float32": wp.vec3f}
 
-    @wp.kernel(module=kernel_module("usable_cells"), enable_backward=False)
+
+@kernel_variants(("float64",), ("float32",))
+def usable_cells(precision: str) -> Any:
+    """The kernel that tells whether cells are regular: finite, and their vectors independent."""
+    real, matrix = getattr(wp, precision), _MATRICES[precision]
+
+    @wp.kernel(module=kernel_module(f"usable_cells_{precision}"), enable_backward=False)
     def kernel(
         offset: wp.int32,
-        cell: wp.array(dtype=wp.mat33d),  # (n_systems,)
+        cell: wp.array(dtype=matrix),  # (n_systems,)
         may_be_open: wp.int32,  # whether vectors of zeros are open axes
-        usable: wp.array(dtype=wp.bool),  # (n_systems,)
+        usable: wp.array(dtype=real),  # (n_systems,), one, or NaN
     ):
         n = offset + wp.tid()
-        h = cell[n]
+        h = wp.mat33d(cell[n])
         smallest = wp.float64(wp.static(SMALLEST_VOLUME_RATIO**2))
         none = wp.float64(0.0)
         aa = wp.dot(h[0], h[0])
@@ -205,7 +210,57 @@ def usable_cells() -> Any:
             found = found and wp.dot(ca, ca) >= smallest * (cc * aa)
         else:
             found = found and aa > none and bb > none and cc > none
-        usable[n] = found
+        usable[n] = wp.where(found, real(1.0), real(wp.nan))
+
+    return gather_only(kernel)
+
+
+@kernel_variants(())
+def lattice_geometry() -> Any:
+    """The kernel that inverts cells. For a singular cell its results are infinite or NaN."""
+
+    @wp.kernel(module=kernel_module("lattice_geometry"), enable_backward=False)
+    def kernel(
+        offset: wp.int32,
+        cell: wp.array(dtype=wp.mat33d),  # (n_systems,)
+        inverse: wp.array(dtype=wp.mat33d),  # (n_systems,)
+        volume: wp.array(dtype=wp.float64),  # (n_systems,)
+        metric: wp.array(dtype=wp.mat33d),  # (n_systems,), the products of vectors of the reciprocal lattice
+    ):
+        n = offset + wp.tid()
+        h = cell[n]
+        bc = wp.cross(h[1], h[2])
+        determinant = wp.dot(h[0], bc)
+        dual = wp.matrix_from_rows(bc, wp.cross(h[2], h[0]), wp.cross(h[0], h[1])) / determinant
+        inverse[n] = wp.transpose(dual)
+        volume[n] = wp.abs(determinant)
+        metric[n] = (dual @ wp.transpose(dual)) * wp.float64(wp.static((2.0 * math.pi) ** 2))
+
+    return gather_only(kernel)
+
+
+@kernel_variants(("float64",), ("float32",))
+def transform_vectors(precision: str) -> Any:
+    """The kernel that multiplies vectors by matrices, in float64."""
+    vector = _VECTORS[precision]
+
+    @wp.kernel(module=kernel_module(f"transform_vectors_{precision}"), enable_backward=False)
+    def kernel(
+        offset: wp.int32,
+        vectors: wp.array(dtype=vector),  # (n,)
+        matrices: wp.array(dtype=wp.mat33d),  # (n,), or one for all
+        transposed: wp.int32,  # whether to multiply by the transposed matrices
+        products: wp.array(dtype=wp.vec3d),  # (n,)
+    ):
+        n = offset + wp.tid()
+        number = n
+        if matrices.shape[0] == 1:
+            number = 0
+        x = wp.vec3d(vectors[n])
+        m = matrices[number]
+        if transposed != 0:
+            m = wp.transpose(m)
+        products[n] = x[0] * m[0] + x[1] * m[1] + x[2] * m[2]
 
     return gather_only(kernel)
 

@@ -15,8 +15,8 @@ MOST = 8.0
 MOST_ACCESSES = 4096
 """Accesses to arrays of one lane, at most: a launch of few lanes may be even, and slow."""
 
-OF_SYSTEM = "a thread for each system, with 12 accesses: one of them alone is a warp of one lane"
-UNEVEN = {"describe_systems": OF_SYSTEM, "usable_cells": OF_SYSTEM}
+OF_SYSTEM = "a thread for each system, with at most 28 accesses: one of them alone is a warp of one lane"
+UNEVEN = {"describe_systems": OF_SYSTEM, "usable_cells": OF_SYSTEM, "lattice_geometry": OF_SYSTEM}
 """Kernels that may have more, and why."""
 
 

@@ -360,11 +360,28 @@ def lattices() -> Problem:
     return lambda: [shortest_vectors(cells).to(F64)]
 
 
-def judged_cells() -> Problem:
+def judged_cells(precision) -> Problem:
     """Regular, with open axes, with dependent vectors, and not finite."""
+    cells = 5.0 * random(130, 3, 3, dtype=getattr(torch, precision))
+    cells[::5, 1], cells[1::5, 2], cells[2::10, 0, 1] = 0.0, 4.0 * cells[1::5, 0], torch.inf
+    return lambda: [usable_cells(cells, may_be_open) for may_be_open in (False, True)]
+
+
+def inverted_cells() -> Problem:
     cells = 5.0 * random(130, 3, 3)
-    cells[::5, 1], cells[1::5, 2], cells[2::10, 0, 1] = 0.0, 3.0 * cells[1::5, 0], torch.inf
-    return lambda: [usable_cells(cells, may_be_open).to(F64) for may_be_open in (False, True)]
+    return lambda: [*lattice_of(cells, None, 0)[:3]]
+
+
+def coordinates(precision) -> Problem:
+    """For one cell, and for one of each atom; and back."""
+    x, cells = random(130, 3, dtype=getattr(torch, precision)), 5.0 * random(6, 3, 3)
+    system_of = integers(130, low=0, high=6)
+
+    def problem():
+        lattices = [lattice_of(cells[:1], None, 130), lattice_of(cells, system_of, 130)]
+        return [way(x) for lattice in lattices for way in (lattice.fractional, lattice.cartesian)]
+
+    return problem
 
 
 # -- dynamics -------------------------------------------------------------------------------------
@@ -505,6 +522,8 @@ RUNS: dict[str, Callable[..., Problem]] = {
     "number_systems": uncounted_systems,
     "shortest_vectors": lattices,
     "usable_cells": judged_cells,
+    "lattice_geometry": inverted_cells,
+    "transform_vectors": coordinates,
     "tabulate_influence": influences,
     "phase_tables": lambda: fourier(fourier_spread, 1),
     "fourier_coefficients": lambda: fourier(fourier_gather, 1),
@@ -554,7 +573,12 @@ def assert_same(found, expected, accuracy):
 def test_lanes_compute_what_a_cpu_does(name):
     build = KERNELS[name]
     problem = RUNS[name.partition("(")[0]](*build.args)
-    check(problem, build(), "float32" if "float32" in name else "float64", has_nan=name.startswith("measure_pairs"))
+    check(
+        problem,
+        build(),
+        "float32" if "float32" in name else "float64",
+        has_nan=name.startswith(("measure_pairs", "usable_cells")),
+    )
 
 
 def test_a_warp_selects_the_nearest_neighbors_of_several_rows(monkeypatch):

@@ -23,7 +23,13 @@ from nvalchemiops.torch.neighbors import pairs as geometry
 from nvalchemiops.torch.neighbors import rows, search
 from nvalchemiops.torch.operators import chains, fourier, mesh, mesh_transform, noise, segments
 from nvalchemiops.torch.operators.influence import mesh_influence, multiply_by_influence
-from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors, usable_cells
+from nvalchemiops.torch.operators.lattice import (
+    lattice_geometry,
+    lattice_of,
+    shortest_vectors,
+    transform_vectors,
+    usable_cells,
+)
 from tests.support.processes import python_says
 from tests.support.systems import ALL, SYSTEMS, System, batch, crystal, triclinic
 
@@ -89,6 +95,8 @@ def op_calls(system: System):
         ),
         shortest_vectors: (cell,),
         usable_cells: (cell, True),
+        lattice_geometry: (cell,),
+        transform_vectors: (x, cell[system_of.long()], True),
         mesh_influence: (*influence, True, True),
         multiply_by_influence: (torch.randn(n_systems, 2, 6, 5, 4, 2, dtype=torch.float64), *influence, True),
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),

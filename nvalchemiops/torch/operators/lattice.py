@@ -15,6 +15,7 @@ from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.functorch import is_differentiated
+from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime.cache import cached_by_value
@@ -43,29 +44,39 @@ class Lattice(NamedTuple):
 
     def fractional(self, positions: torch.Tensor) -> torch.Tensor:
         """Fractional coordinates (n_atoms, 3), in float64."""
-        positions = positions.to(torch.float64)
-        if self.frame.ndim == 2:
-            return _product(positions, self.frame)
-        return (positions.unsqueeze(-1) * self.frame).sum(-2)
+        return _product(positions, self.frame, False)
 
     def cartesian(self, derivatives: torch.Tensor) -> torch.Tensor:
         """Derivatives with respect to positions, from derivatives with respect to fractional coordinates."""
-        derivatives = derivatives.to(torch.float64)
-        if self.frame.ndim == 2:
-            return _product(derivatives, self.frame.mT)
-        return (derivatives.unsqueeze(-2) * self.frame).sum(-1)
+        return _product(derivatives, self.frame, True)
 
     def dyadic(self, sums: torch.Tensor) -> torch.Tensor:
         """``Σ k k^T`` (n_systems, 3, 3) from sums over Miller indices ``Σ n n^T``."""
         return (2.0 * math.pi) ** 2 * (self.inverse @ sums @ self.inverse.mT)
 
 
-def _product(vectors: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``vectors @ matrix`` (n, 3); on a GPU by columns, since a product of matrices takes several times as long."""
+def _product(vectors: torch.Tensor, frame: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """``vectors @ matrix`` (n, 3), in float64, for one matrix (3, 3) or one for each vector."""
+    if _has_kernel(vectors, frame):
+        return transform_vectors(vectors.contiguous(), frame.reshape(-1, 3, 3).contiguous(), transposed)
+    vectors, matrix = vectors.to(torch.float64), frame.mT if transposed else frame
+    if frame.ndim == 3:
+        return (vectors.unsqueeze(-1) * matrix).sum(-2)
     if layout(vectors.device.type).reads:
         return vectors @ matrix
+    # a product of matrices takes several times as long on a GPU
     x, y, z = (vectors[:, a : a + 1] for a in range(3))
     return torch.addcmul(torch.addcmul(x * matrix[0], y, matrix[1]), z, matrix[2])
+
+
+def _has_kernel(*tensors: torch.Tensor) -> bool:
+    """Whether a kernel without derivatives takes the place of operations of torch, each of which is a launch.
+
+    It does so on a GPU, in eager mode, if none of these tensors takes part in a derivative.
+    """
+    if layout(tensors[0].device.type).reads or not is_eager(*tensors):
+        return False
+    return not any(map(is_differentiated, tensors))
 
 
 def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
@@ -76,6 +87,8 @@ def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int)
 
 
 def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if _has_kernel(cell):
+        return lattice_geometry(cell.contiguous())
     # torch rounds determinants of several cells depending on their strides, which are not part of the keys of results
     cell = cell.contiguous()
     # without a wait for a GPU: for a singular cell results are infinite or NaN
@@ -131,7 +144,8 @@ def shortest_vectors(cell: torch.Tensor) -> torch.Tensor:
 
 @warp_custom_op(
     "nvalchemiops::usable_cells",
-    outputs=[OutputSpec("usable", wp.bool, lambda cell, _: (cell.shape[0],))],
+    outputs=[OutputSpec("usable", real_of, lambda cell, _: (cell.shape[0],))],
+    grad_arrays=(),
     backward="none",
     trusted=True,
 )
@@ -140,28 +154,70 @@ def usable_cells(cell: torch.Tensor, may_be_open: bool) -> torch.Tensor:
 
     Parameters
     ----------
-    cell : (n_systems, 3, 3) float64 tensor
+    cell : (n_systems, 3, 3) tensor, float32 or float64
     may_be_open : bool
         Whether vectors of zeros are open axes. The others must be finite and independent.
 
     Returns
     -------
-    (n_systems,) bool tensor
+    (n_systems,) tensor of the same dtype
+        One, or NaN if the cell is singular.
     """
-    usable = torch.empty(cell.shape[0], dtype=torch.bool, device=cell.device)
-    launch(kernels.usable_cells(), cell.shape[0], [cell, int(may_be_open)], [usable])
+    usable = torch.empty(cell.shape[0], dtype=cell.dtype, device=cell.device)
+    launch(kernels.usable_cells(precision_of(cell)), cell.shape[0], [cell, int(may_be_open)], [usable])
     return usable
 
 
-def _is_usable(cell: torch.Tensor, may_be_open: bool) -> torch.Tensor:
-    return usable_cells(cell.detach().to(torch.float64), may_be_open)
+@warp_custom_op(
+    "nvalchemiops::lattice_geometry",
+    outputs=[
+        OutputSpec("inverse", wp.float64, lambda cell: tuple(cell.shape)),
+        OutputSpec("volume", wp.float64, lambda cell: (cell.shape[0],)),
+        OutputSpec("metric", wp.float64, lambda cell: tuple(cell.shape)),
+    ],
+    grad_arrays=(),
+    backward="none",
+    trusted=True,
+)
+def lattice_geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inverse, volume and metric of cells (n_systems, 3, 3), in float64; see `Lattice`."""
+    inverse, volume, metric = torch.empty_like(cell), cell.new_empty(cell.shape[0]), torch.empty_like(cell)
+    launch(kernels.lattice_geometry(), cell.shape[0], [cell], [inverse, volume, metric])
+    return inverse, volume, metric
+
+
+@warp_custom_op(
+    "nvalchemiops::transform_vectors",
+    outputs=[OutputSpec("products", wp.float64, lambda vectors, *_: tuple(vectors.shape))],
+    grad_arrays=(),
+    backward="none",
+    trusted=True,
+)
+def transform_vectors(vectors: torch.Tensor, matrices: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Vectors times matrices.
+
+    Parameters
+    ----------
+    vectors : (n, 3) tensor, float32 or float64
+    matrices : (n, 3, 3) or (1, 3, 3) float64 tensor
+    transposed : bool
+        Whether to multiply by the transposed matrices.
+
+    Returns
+    -------
+    (n, 3) float64 tensor
+    """
+    products = torch.empty(vectors.shape, dtype=torch.float64, device=vectors.device)
+    kernel = kernels.transform_vectors(precision_of(vectors))
+    launch(kernel, vectors.shape[0], [vectors, matrices, int(transposed)], [products])
+    return products
 
 
 def check_cells(cell: torch.Tensor) -> None:
     """Raise for a singular cell, if its values can be read. A replay looks for one, too, and then leaves the call."""
     if not may_read(cell):
         return
-    if differ_in_replays(cell) and not read_fault((~_is_usable(cell, False)).any().to(torch.int32)):
+    if differ_in_replays(cell) and not read_fault(usable_cells(cell.detach(), False).isnan().any().to(torch.int32)):
         return
     check_vectors(cell, False)
 
@@ -198,7 +254,7 @@ def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tens
     """
     if may_read(cell):
         return cell
-    return cell * one_or_nan(_is_usable(cell, may_be_open)).to(cell.dtype)[:, None, None]
+    return cell * usable_cells(cell.detach(), may_be_open)[:, None, None]
 
 
 def one_or_nan(usable: torch.Tensor) -> torch.Tensor:
