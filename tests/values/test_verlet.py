@@ -584,6 +584,21 @@ def test_systems_with_axes_of_their_own_follow_one_cell(n_systems):
     assert verlet.num_builds == 25 and len(pairs_within(1.5, x, result, box, batch_idx)) == 6 * (n_systems - 1)
 
 
+def test_a_cell_for_all_is_one_cell_in_memory():
+    """A cell (1, 3, 3) with axes for each system: the numbers behind it in memory are no cells of other systems."""
+    x, pbc = torch.zeros(3, 3, dtype=FLOAT64), torch.ones(3, 3, dtype=torch.bool)
+    batch_idx, verlet = torch.arange(3, dtype=torch.int32), VerletList(1.5, 0.2)
+    memory = torch.full((3, 3, 3), math.nan, dtype=FLOAT64)
+    memory[0] = 1.8 * torch.eye(3, dtype=FLOAT64)
+    for _ in range(3):
+        verlet(x, memory[:1], pbc, batch_idx)
+    assert verlet.num_builds == 1
+    memory[0, 0] += memory[0, 1]  # the same lattice, whose images have other numbers
+    result, box = verlet(x, memory[:1], pbc, batch_idx), memory[:1].expand(3, 3, 3)
+    assert verlet.rebuilt.all()
+    assert pairs_within(1.5, x, result, box, batch_idx) == fresh(1.5, x, box, pbc, batch_idx)
+
+
 def test_a_call_in_between_does_not_change_the_result():
     """As of another thread, right after the list is kept."""
     positions, others = 3.0 * torch.rand(2, 20, 3, generator=torch.Generator().manual_seed(1), dtype=FLOAT64)

@@ -255,7 +255,7 @@ class _Look:
         n_cells = n_pbc = 1
         if cell is not None and inverse is not None:
             cell, inverse = cell.to(torch.float64), inverse.contiguous()  # an inverse of torch may be transposed
-            n_cells = inverse.shape[0] if cell.ndim == 3 else 1
+            n_cells = cell.shape[0] if cell.ndim == 3 else 1
         if pbc is not None:
             n_pbc = pbc.shape[0] if pbc.ndim == 2 else 1
         self.fits = {n_cells, n_pbc} <= {1, n_systems} and (inverse is None or n_cells == inverse.shape[0])
