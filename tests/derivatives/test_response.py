@@ -396,7 +396,7 @@ def test_bad_input_is_named(name):
 @pytest.mark.parametrize("numbers", [(1, 0, 2), (0, 2, 2)])
 def test_energies_of_as_many_systems_as_atoms(numbers):
     """Which of the two they are is not guessed; with one more system, without atoms, their shape says it."""
-    batch_idx, field, alpha = torch.tensor(numbers, dtype=torch.int32), random(3, 3), torch.ones(3).double()
+    batch_idx, field, alpha = torch.tensor(numbers, dtype=torch.int32), random(3), torch.ones(3).double()
     strength = torch.tensor([1.5, 2.0, 2.5, 0.0], dtype=torch.float64)
 
     def solve(of, n_systems, batch_idx=batch_idx):
@@ -413,6 +413,34 @@ def test_energies_of_as_many_systems_as_atoms(numbers):
             solve(of, 3)
         close([solve(of, 4).dipoles], [expected])
         close([solve(of, 3, torch.arange(3, dtype=torch.int32)).dipoles], [field / (1.0 + strength[:3]).unsqueeze(1)])
+
+
+def test_fields_of_as_many_systems_as_atoms():
+    """Which of the two they belong to is not guessed either."""
+    field, alpha = random(2, 3), torch.tensor([1.0, 2.0], dtype=torch.float64)
+
+    def solve(numbers, n_systems):
+        batch_idx = torch.tensor(numbers, dtype=torch.int32)
+        options = {"polarizabilities": alpha, "external_field": field, "batch_idx": batch_idx}
+        return induced_moments(lambda dipoles: 0.0 * dipoles.sum(1), **options, num_systems=n_systems).dipoles
+
+    for numbers in ((1, 0), (1, 1)):
+        with pytest.raises(ValueError, match="`external_field` has 2 rows"):
+            solve(numbers, 2)
+        close([solve(numbers, 3)], [alpha.unsqueeze(1) * field])
+    close([solve((0, 1), 2)], [alpha.unsqueeze(1) * field])
+
+
+def test_gradients_beside_a_system_without_atoms():
+    """It has no charge, whatever its total is."""
+    hardness, total = torch.tensor([1.0, 3.0, 3.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    for given in (total, total[0]):
+        given = given.clone().requires_grad_()
+        options = {"hardness": hardness, "total_charge": given, "batch_idx": torch.zeros(3, dtype=torch.int32)}
+        found = induced_moments(lambda charges: 0.0 * charges, **options, num_systems=2)
+        close([found.charges], [torch.tensor([0.6, 0.2, 0.2], dtype=torch.float64)])
+        (slope,) = torch.autograd.grad(found.charges[0] + found.energies.sum(), given)
+        close([slope.reshape(-1)], [torch.tensor([1.2, 0.0], dtype=torch.float64)[: slope.numel()]])
 
 
 def test_compiled_code_leaves_the_graph():

@@ -32,6 +32,7 @@ from nvalchemiops.torch.interactions.electrostatics.response.solver import (
     Problem,
     Tensors,
     check_dependence,
+    check_order,
     check_quadratic,
     returns_atoms,
     solve,
@@ -471,6 +472,8 @@ def _field_of_atoms(field: torch.Tensor, batch: _Batch, batch_idx: Any, n_atoms:
     of_systems = batch.has_field_of_systems
     if of_systems is None:
         of_systems = field.shape[0] == batch.n_systems
+        if field.ndim == 2 and n_atoms == batch.n_systems:
+            check_order(f"`external_field` has {n_atoms} rows", batch_idx, n_atoms)
     if field.ndim == 2 and not of_systems:
         return field
     field = shares.replicated(batch.domain, field)

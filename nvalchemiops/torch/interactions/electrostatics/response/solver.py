@@ -84,7 +84,8 @@ class Problem(NamedTuple):
     def mean_charges(self, tensors: Tensors) -> torch.Tensor:
         """The share (n_atoms,) of each atom in the total charge."""
         total = self.own(tensors)["total_charge"]
-        return self.spread(total / self.counts(total))
+        # a division by zero for a system without atoms would make gradients NaN
+        return self.spread(total / self.counts(total).clamp(min=1.0))
 
     def split(self, columns: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The parts (n_atoms,) of charges and (n_atoms, 3) of dipoles or fields."""
@@ -139,15 +140,7 @@ class Problem(NamedTuple):
 
     def check_order(self) -> None:
         """Raise if there are as many systems as atoms, and energies per atom and per system differ in order."""
-        numbers = self.batch_idx
-        if numbers is None:
-            return
-        if not bool((numbers == torch.arange(self.n_atoms, device=numbers.device)).all()):
-            raise ValueError(
-                f"`energy` returns {self.n_atoms} numbers, which may belong to the {self.n_atoms} atoms or to the "
-                f"{self.n_systems} systems: number the systems so that `batch_idx` is 0, 1, 2, ... if each has one "
-                "atom; otherwise add an empty system at the end (`n_systems` + 1)"
-            )
+        check_order(f"`energy` returns {self.n_atoms} numbers", self.batch_idx, self.n_atoms)
 
     def wrong_shape(self, found: torch.Tensor) -> ValueError:
         """The error about energies of neither shape."""
@@ -340,6 +333,15 @@ def with_fields(problem: Problem, v: torch.Tensor, slopes: torch.Tensor) -> torc
 
 
 # -- checks ----------------------------------------------------------------------------------------
+
+
+def check_order(what: str, batch_idx: torch.Tensor | None, n: int) -> None:
+    """Raise if values of as many atoms as systems (n,) would differ in order, since they could belong to either."""
+    if batch_idx is not None and not bool((batch_idx == torch.arange(n, device=batch_idx.device)).all()):
+        raise ValueError(
+            f"{what}, which may belong to the {n} atoms or to the {n} systems: number the systems so that `batch_idx` "
+            "is 0, 1, 2, ... if each has one atom; otherwise add an empty system at the end (`n_systems` + 1)"
+        )
 
 
 def check_dependence(operator: Operator) -> None:
