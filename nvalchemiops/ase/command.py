@@ -168,6 +168,7 @@ def _evaluate(
     frames: list[tuple[int, ase.Atoms]], calculator: Calculator, with_forces: bool
 ) -> Iterator[dict[str, Any]]:
     for number, atoms in frames:
+        atoms.set_constraint()  # with constraints of the file ASE would change forces and energies
         atoms.calc = calculator
         yield result_of(number, atoms, with_forces, atoms.cell.rank == 3)
 

@@ -229,7 +229,8 @@ def _relax(options: argparse.Namespace) -> int:
     cell: bool | CellFilter = False
     if options.cell is not None:
         pressure = (options.pressure or 0.0) * GIGAPASCAL
-        cell = CellFilter.of(options.cell, command.axes_of("--mask", options.mask or "xyz"), scalar_pressure=pressure)
+        axes = command.axes_of("--mask", "xyz" if options.mask is None else options.mask)
+        cell = CellFilter.of(options.cell, axes, scalar_pressure=pressure)
     fixed = torch.as_tensor(np.concatenate([_fixed(atoms) for atoms in frames]), device=calculator.device)
     relaxed = dynamics.relax(
         System.from_ase(frames, device=calculator.device),

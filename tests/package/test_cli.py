@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ase.build import bulk, molecule
-from ase.constraints import FixAtoms, FixCartesian
+from ase.constraints import FixAtoms, FixCartesian, Hookean
 from ase.md.verlet import VelocityVerlet
 
 import nvalchemiops
@@ -600,6 +600,19 @@ def test_fixed_atoms_stay(crystals, capsys):
         assert (moved[[0, 3]] == 0.0).all() and (moved[[1, 2, 4, 5, 6, 7]] > 1e-3).all()
 
 
+@pytest.mark.parametrize("name", ["held.traj", "sliding.traj", "hooked.traj"])
+def test_energies_and_forces_are_those_without_constraints(name, crystals, capsys):
+    """Fixed atoms have a force, too; ASE would print zeros, and add the energies of constraints."""
+    hooked = crystals[0].copy()
+    hooked.set_constraint(Hookean(0, 1, 5.0, rt=1.0))
+    ase.io.write("hooked.traj", hooked)
+    (found,) = json.loads(said(capsys, "energy", name, *ARGON, "--json", "--forces"))["frames"]
+    free = crystals[0].copy()
+    free.calc = argon()
+    np.testing.assert_allclose(found["forces"], free.get_forces(), rtol=0.0, atol=1e-10)
+    assert found["energy"] == pytest.approx(free.get_potential_energy(), abs=1e-10)
+
+
 @pytest.mark.parametrize("cell", ["isotropic", "axes", "full", None])
 def test_relaxed_structures_are_minima_of_the_calculator(cell, crystals, capsys):
     options = [] if cell is None else ["--cell", cell, "--pressure", 0.2]
@@ -678,6 +691,7 @@ MOTION_MISTAKES = {
         "--mask: 'ab' does not name",
     ),
     "overlap": (["md", "overlap.traj"], "not finite at step 0: do atoms overlap?"),
+    "empty mask": (["relax", "argon.xyz", "--cell", "full", "--mask", ""], "--mask: '' does not name axes"),
     "mask without cell": (["relax", "argon.xyz", "--mask", "xy"], "--mask is given without --cell"),
     "no cell": (["relax", "argon.xyz", "--pressure", "1"], "--pressure is given without --cell"),
     "fmax": (["relax", "argon.xyz", "--fmax", "-1"], "`fmax` must be"),
