@@ -63,7 +63,8 @@ _DECLARATIONS = f"""
     // no neighbor beyond it is chosen by the atom of a row alone
     const auto reach_of = [&](int i) {{
         if (nearest > 0 || symmetric) return cutoff_squared;
-        const double bound = steps > 0.0 ? (bound_level.data[i] + 1.0) / steps : bound_level.data[i] * (1.0 + 1e-15);
+        const double last = bound_level.data[i];
+        const double bound = steps > 0.0 ? (last + 1.0) / steps : last * (1.0 + 1e-15) + 1e-300;
         return bound < cutoff_squared ? bound : cutoff_squared;
     }};
     const auto is_chosen = [&](int i, double level, const int *key) {{

@@ -210,6 +210,13 @@ def test_an_atom_without_a_position_has_no_neighbors_and_is_none():
         assert (count[torch.arange(12) != 4] >= 3).all()
 
 
+def test_the_nearest_may_be_at_the_same_place():
+    """Rows are full, too, if the distance of the last neighbor in them is zero."""
+    x = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0]], dtype=F64)
+    pairs = neighbor_list(x, 1.0, nearest=1, tie_tolerance=0.0, return_neighbor_list=True)[0]
+    assert pairs.T.tolist() == [[0, 1], [1, 0], [2, 0], [2, 1]]
+
+
 def test_no_atoms_and_no_neighbors():
     for n_atoms in (0, 1, 2):
         x = 9.0 * torch.arange(n_atoms, dtype=F64).unsqueeze(1).expand(n_atoms, 3).contiguous()
