@@ -81,6 +81,22 @@ def test_one_list_serves_all_terms_and_is_kept_while_atoms_move_little():
     assert model.neighbors.cutoff == 6.0 and (model.neighbors.num_calls, model.neighbors.num_builds) == (4, 1)
 
 
+def test_the_list_reaches_as_far_as_triples():
+    """Whose cutoff may be the largest one; without them it does not count."""
+    system = ions()
+    dispersion = DFTD3(
+        "pbe", [11, 17], cutoff=7.0, coordination_cutoff=7.0, s9=1.0, three_body_cutoff=11.0, smoothing=1.0
+    )
+    bohr = system._replace(positions=system.positions / BOHR_IN_ANGSTROM, cell=system.cell / BOHR_IN_ANGSTROM)
+    expected = dispersion(bohr, energy_reduction="system", compute_forces=True)
+    found = SumOfTerms(dispersion, skin=0.0)(system)
+    torch.testing.assert_close(found.energies, expected.energies * HARTREE_IN_EV, rtol=1e-12, atol=0.0)
+    with pytest.raises(ValueError, match=r"`neighbors` reach to 8.0, but the cutoff of this interaction is 11.0"):
+        dispersion(bohr, bohr.neighbors(8.0))
+    dispersion.s9 = 0.0
+    dispersion(bohr, bohr.neighbors(8.0))
+
+
 @pytest.mark.parametrize("cell_moves", [True, False])
 def test_pair_terms_are_one_call_whose_plan_follows_positions_cells_and_parameters(cell_moves):
     """At each step the results are those of the terms alone, without a list: also where parameters change in place."""

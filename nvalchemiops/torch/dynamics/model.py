@@ -160,7 +160,7 @@ class SumOfTerms:
     def _reach(self, interaction: Any) -> float | None:
         """The distance up to which the shared list must be complete for this interaction; None if it takes no list."""
         if isinstance(interaction, DFTD3):
-            return max(interaction.cutoff, interaction.coordination_cutoff) * self.bohr
+            return interaction.reach * self.bohr
         if isinstance(interaction, PairPotential | ConfiguredSum):
             return interaction.cutoff
         return None

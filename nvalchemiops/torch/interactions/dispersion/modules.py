@@ -99,6 +99,12 @@ class DFTD3(ExactModule):
         self.cutoff, self.coordination_cutoff, self.smoothing = cutoff, coordination_cutoff, smoothing
         self.s9, self.three_body_cutoff = s9, three_body_cutoff
 
+    @property
+    def reach(self) -> float:
+        """The distance up to which lists of neighbors must be complete, in bohr: the largest cutoff of a sum."""
+        cutoffs = self.cutoff, self.coordination_cutoff, self.three_body_cutoff
+        return max(cutoffs if self.s9 else cutoffs[:2])
+
     def _settings(self) -> dict[str, Any]:
         known = {"damping": self.kind.__name__, "elements": self.states.elements, "parameters": self._table}
         return known | {name: getattr(self, name) for name in (*self.kind._fields, *_NUMBERS)}
@@ -145,8 +151,8 @@ class DFTD3(ExactModule):
         """
         if isinstance(positions, System):
             beside = (numbers, cell, batch_idx, neighbors)
-            cutoff = max(self.cutoff, self.coordination_cutoff)
-            given = long_arguments(positions, beside, options, needed=("numbers",), padding="fill_value", cutoff=cutoff)
+            needed, reach = ("numbers",), self.reach
+            given = long_arguments(positions, beside, options, needed=needed, padding="fill_value", cutoff=reach)
             values = self(positions.positions, positions.numbers, positions.cell, **given)
             names = ["energies"] + ["forces"] * bool(options.get("compute_forces")) + ["coordination_numbers"]
             return named(names + ["virial"] * bool(options.get("compute_virial")), values)
