@@ -6,7 +6,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
-from jax.interpreters import ad
+from jax.extend.core import Primitive
+from jax.interpreters import ad, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 Tree = TypeVar("Tree")
@@ -83,6 +84,18 @@ def is_for_export(context: Any) -> bool:
     """Whether a lowering rule is called by `jax.export`."""
     parameters = getattr(context.module_context, "lowering_parameters", None)
     return bool(getattr(parameters, "for_export", False))
+
+
+def register_dropping(
+    primitive: Primitive, drop_unused: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
+) -> None:
+    """Register the rule that JAX calls to remove unused results of an equation of ``primitive``."""
+
+    def rule(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:
+        # From JAX 0.12 the inputs that are read afterwards stand in between. That is about references alone.
+        return drop_unused(used, others[-1])
+
+    partial_eval.dce_rules[primitive] = rule
 
 
 def zero_tangent(primal: Any) -> ad.Zero:

@@ -37,12 +37,13 @@ import jax.numpy as jnp
 from jax.dtypes import float0
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 
 from nvalchemiops.jax._jax_internals import (
     as_primitive,
     aval_like,
     is_for_export,
+    register_dropping,
     vary_alike,
     whole,
     with_text_first,
@@ -182,7 +183,7 @@ def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
     return [True] * len(equation.invars), equation.replace(outvars=outvars, params={"request": request})
 
 
-partial_eval.dce_rules[torch_call_p] = _drop_unused
+register_dropping(torch_call_p, _drop_unused)
 
 
 # -- forward mode ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.interpreters import partial_eval
 
 from nvalchemiops import launch, threads
 from nvalchemiops.jax import primitive
@@ -208,6 +209,16 @@ def test_one_call_for_an_energy_and_its_gradient(name):
     jax.block_until_ready(compiled(X))
     assert counter.calls == calls
     assert compiled.as_text().count("custom-call(") == 1
+
+
+@pytest.mark.parametrize("between", [(), ([True],)], ids=["JAX 0.11", "JAX 0.12"])
+def test_unused_results_are_not_computed(between):
+    """JAX 0.12 gives the rule one more argument: which inputs are read afterwards."""
+    (equation,) = jax.make_jaxpr(from_torch(lambda x: (x.sum(), x.cos())))(X).eqns
+    drop = partial_eval.dce_rules[primitive.torch_call_p]
+    inputs, left = drop([False, True], *between, equation)
+    assert inputs == [True] and left.outvars == equation.outvars[1:] and left.params["request"].values == (1,)
+    assert drop([False, False], *between, equation) == ([False], None)
 
 
 def test_python_numbers_are_static():
