@@ -1,7 +1,6 @@
 """The torch side of a call from JAX: buffers become tensors, derivatives use reverse mode, results are written back."""
 
 import contextlib
-import functools
 import itertools
 import math
 import warnings
@@ -392,6 +391,8 @@ class _Point:
 
     def __init__(self, request: Request, inputs: list[torch.Tensor], is_shared: bool = False):
         self.request, self._inputs, self._is_shared = request, inputs, is_shared
+        self._known: Sequence[torch.Tensor] | None = None
+        self._ones: dict[int, torch.Tensor] = {}
         self._slopes: dict[int, tuple[list[_Root], list[torch.Tensor]]] = {}
         self._around = contextlib.ExitStack()
 
@@ -410,16 +411,16 @@ class _Point:
         directions = [{i: next(given) for i in direction} for direction in request.directions]
         moving = bool(request.gradient or request.directions)
         with torch.set_grad_enabled(moving or request.function.with_gradients):
-            outputs = self._outputs
+            outputs = self._outputs()
             results = [] if request.directions else [outputs[j].detach() for j in request.values]
             if count is not None:
                 results = [x.expand(count, *x.shape) for x in results]
             if not moving:
                 return results
-            if not directions and count is None and (along := self._along_with(weights)) is not None:
+            if not directions and count is None and (along := self._along_with(outputs, weights)) is not None:
                 return [*results, *along]
             by_weight = bool(request.directions and request.values)
-            weights = self._ones if by_weight or not weights else weights
+            weights = self._default_weights(outputs) if by_weight or not weights else weights
             roots = [(outputs[j], weight) for j, weight in weights.items()]
             for number, direction in enumerate(directions):
                 roots = list(zip(self._along(number, roots, list(direction)), direction.values()))
@@ -428,24 +429,29 @@ class _Point:
             wanted = [*last, *(inputs[i] for i in request.gradient)]
             return results + _gradients(roots, wanted, retain_graph=self._is_shared, count=count, warn=name)
 
-    @functools.cached_property
+    # no functools.cached_property: that of Python 3.11 holds a lock for all points while the function runs
     def _outputs(self) -> Sequence[torch.Tensor]:
-        for i in {*self.request.gradient, *itertools.chain(*self.request.directions)}:
-            self._inputs[i].requires_grad_()
-        return _outputs(self.request, self._inputs, self._around)
+        if self._known is None:
+            for i in {*self.request.gradient, *itertools.chain(*self.request.directions)}:
+                self._inputs[i].requires_grad_()
+            self._known = _outputs(self.request, self._inputs, self._around)
+        return self._known
 
-    @functools.cached_property
-    def _ones(self) -> dict[int, torch.Tensor]:
-        """Default weights: of the values, to differentiate with respect to them, or of all outputs."""
-        if self.request.directions and self.request.values:
-            return {j: torch.ones_like(self._outputs[j], requires_grad=True) for j in self.request.values}
-        return {j: torch.ones_like(y) for j, y in enumerate(self._outputs) if y.is_floating_point()}
+    def _default_weights(self, outputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Ones: for the values, to differentiate with respect to them, or for all outputs."""
+        if not self._ones:
+            values = self.request.values if self.request.directions else ()
+            of = values or [j for j, y in enumerate(outputs) if y.is_floating_point()]
+            self._ones = {j: torch.ones_like(outputs[j], requires_grad=bool(values)) for j in of}
+        return self._ones
 
-    def _along_with(self, weights: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor] | None:
+    def _along_with(
+        self, outputs: Sequence[torch.Tensor], weights: Mapping[int, torch.Tensor]
+    ) -> Sequence[torch.Tensor] | None:
         """Gradients that were computed together with an energy, if all its entries have one weight; otherwise None."""
-        if len(self._outputs) != 1:
+        if len(outputs) != 1:
             return None
-        found = engine.first_derivatives(self._outputs[0], [self._inputs[i] for i in self.request.gradient])
+        found = engine.first_derivatives(outputs[0], [self._inputs[i] for i in self.request.gradient])
         if found is None or not weights:
             return found
         weight = weights[0]

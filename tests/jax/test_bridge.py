@@ -569,6 +569,18 @@ def test_several_threads():
         assert all(np.array_equal(a, b) for a, b in zip(found, expected))
 
 
+def test_functions_in_two_threads_may_wait_for_each_other():
+    barrier = threading.Barrier(2, timeout=20)
+
+    def meets(x):
+        barrier.wait()
+        return x.sum()
+
+    function = jax.jit(from_torch(meets, jax.ShapeDtypeStruct((), np.float32)))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(function, [jnp.ones(2), jnp.ones(3)])) == [2.0, 3.0]
+
+
 def test_a_thousand_queued_calls():
     """In bounded memory and threads."""
 
