@@ -164,12 +164,12 @@ def in_torch_sim(structures: list[Atoms]) -> Row | None:
 
 def main() -> None:
     parser = common.parser_for(__doc__, "20 crystals instead of 200")
-    parser.add_argument("--crystals", type=int, default=200)
+    parser.add_argument("--crystals", type=int, metavar="N", help="how many; 200, or 20 with --quick, if left out")
     parser.add_argument("--optimizers", nargs="+", choices=ASE_OPTIMIZERS, default=list(ASE_OPTIMIZERS))
     options = parser.parse_args()
     common.start(1, "cpu", "beside ASE and torch-sim")
     warnings.simplefilter("ignore")
-    structures = list(crystals(20 if options.quick else options.crystals))
+    structures = list(crystals(options.crystals or (20 if options.quick else 200)))
     n_atoms = [len(structure) for structure in structures]
     print(f"{len(structures)} crystals of {min(n_atoms)} to {max(n_atoms)} atoms, {sum(n_atoms)} in all")
     rows = []
