@@ -515,7 +515,7 @@ def test_a_model_may_reuse_its_memory(optimizer: str) -> None:
 
 
 def test_failures_of_all_systems_are_errors() -> None:
-    with pytest.raises(FloatingPointError, match="not finite for the systems 0, 1, 2"):
+    with pytest.raises(FloatingPointError, match="not finite, for the systems 0, 1, 2"):
         relax(THREE, lambda s: springs(s._replace(numbers=s.numbers * math.nan)))
 
     # a model that ceases to work, also where all systems are where it has evaluated them; and one that refuses all
@@ -541,7 +541,7 @@ def test_a_stress_that_is_not_finite_ends_at_once() -> None:
         found = lennard_jones_model()(system)
         return found._replace(stress=found.stress * math.nan)
 
-    with pytest.raises(FloatingPointError, match="not finite for the systems 0"):
+    with pytest.raises(FloatingPointError, match="not finite, for the systems 0"):
         relax(System.from_ase(crystal(1)), model, cell=True, smax=1e-3)
     assert len(calls) == 1
 

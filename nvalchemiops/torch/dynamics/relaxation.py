@@ -269,14 +269,10 @@ def relax(
     failed = torch.nonzero(results.fault).squeeze(1).tolist()
     if failed:
         which = f"for the systems {', '.join(map(str, failed))}"
+        text = f"`model` gives an error, or energies, forces or stress that are not finite, {which}"
         if len(failed) == n:
-            raise FloatingPointError(f"`model` gives energies, forces or stress that are not finite {which}")
-        notify(
-            f"`model` gives an error, or energies, forces or stress that are not finite, {which}, which stay at the "
-            "last positions that it could evaluate",
-            ConvergenceWarning,
-            "relax failed",
-        )
+            raise FloatingPointError(text)
+        notify(f"{text}, which stay at the last positions that it could evaluate", ConvergenceWarning, "relax failed")
     missing = n - int(results.converged.sum()) - len(failed)
     if missing:
         notify(f"{missing} of {n} systems did not converge in {max_steps} steps", ConvergenceWarning, "relax")
@@ -309,7 +305,7 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
 
 
 def _refused(model: Model, batch: Batch, n_systems: int) -> torch.Tensor | None:
-    """Systems of the batch for which the model raises an error; None if there are none, or if these are all."""
+    """Systems of the batch for which the model raises an error; None if there are none, or if these are all of the call."""
     known, chart, x = batch.known, batch.chart, batch.x
     if known is None:
         return None
