@@ -8,7 +8,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def progress_bar(total: int, unit: str, shows: bool, name: str | None = None) -> Iterator[Callable[[int], None]]:
-    """A context with a function that is told how many are done, and shows it on request, if tqdm is installed."""
+    """A context with a function of how many are done, which shows it if ``shows`` is set and tqdm is installed."""
     tqdm: Any = None
     if shows:
         with contextlib.suppress(ImportError):

@@ -134,7 +134,7 @@ class FromASE:
 
 
 def _state(tensor: torch.Tensor | None) -> Any:
-    """What differs if a tensor has changed: its values on a CPU, elsewhere how often it was changed in place."""
+    """Equal unless a tensor has changed: its values on a CPU, elsewhere how often it was changed in place."""
     if tensor is None:
         return None
     if layout(tensor.device.type).reads:

@@ -99,7 +99,7 @@ class RankCalculator(Calculator):
         self._first = dist.get_global_rank(group, 0)
         self._domain: Domain | None = None
         self._made_for: tuple[Any, ...] | None = None
-        self._told: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
         self._atoms = ase.Atoms()
         self._searches = 0
         self._has_ended = False
@@ -120,12 +120,12 @@ class RankCalculator(Calculator):
 
     def serve(self) -> None:
         """Compute with rank 0 until it reports the end."""
-        while (told := self.tell(None)) is not None:
-            if isinstance(told, str):
-                raise OtherRankError(f"rank {self._first} failed: {told}")
+        while (message := self.tell(None)) is not None:
+            if isinstance(message, str):
+                raise OtherRankError(f"rank {self._first} failed: {message}")
             try:
                 with torch.no_grad():
-                    self._share(told, None)
+                    self._share(message, None)
             except GOES_ON:
                 continue
 
@@ -137,25 +137,25 @@ class RankCalculator(Calculator):
             )
         now = {"numbers": atoms.numbers, "cell": atoms.cell.array, "pbc": atoms.pbc}
         now["charges"] = atoms.get_initial_charges() if atoms.has("initial_charges") else None
-        known = self._told
+        known = self._known
         changed = (name for name in now if name not in known or not np.array_equal(known[name], now[name]))
-        told = {name: copy.copy(now[name]) for name in changed}
-        told["wants_virial"] = wants_virial
-        self.tell(told)
-        return self._share(told, atoms.positions)
+        message = {name: copy.copy(now[name]) for name in changed}
+        message["wants_virial"] = wants_virial
+        self.tell(message)
+        return self._share(message, atoms.positions)
 
-    def _share(self, told: dict[str, Any], positions: np.ndarray | None) -> list[Contribution]:
+    def _share(self, message: dict[str, Any], positions: np.ndarray | None) -> list[Contribution]:
         """The contributions to all atoms on rank 0, and to no atoms on other ranks."""
-        self._told |= told
-        known = self._told
-        if len(told) > 1:
+        self._known |= message
+        known = self._known
+        if len(message) > 1:
             self._atoms = ase.Atoms(known["numbers"], cell=known["cell"], pbc=known["pbc"], charges=known["charges"])
         held = torch.empty((0, 3)) if positions is None else torch.as_tensor(positions)
         cell = None
         if self._atoms.pbc.any():
             cell = torch.tensor(self._atoms.cell.array, dtype=torch.float64, device=self.device)
         domain, own = self._divided(held.to(self.device, torch.float64), cell)
-        system = _Share(self._atoms, own, cell, told["wants_virial"], self._lists, domain)
+        system = _Share(self._atoms, own, cell, message["wants_virial"], self._lists, domain)
         parts = [term.evaluate(system) for term in self.terms]
         gathered = []
         for part in parts:

@@ -14,7 +14,7 @@ from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.distributed import Domain, collectives
 from nvalchemiops.torch.distributed.bricks import ONE, Frames, make_bricks, shape_of
 from nvalchemiops.torch.distributed.domain import OF_ATOM
-from nvalchemiops.torch.distributed.pencils import division_of, told_to
+from nvalchemiops.torch.distributed.pencils import division_of, numbers_for
 from nvalchemiops.torch.distributed.transform import window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -341,7 +341,7 @@ def ops_are_as_they_say(group: Any) -> None:
             arguments = (DSF.text, "wrcpg", "rcpgw", *given, *directions, *others)
             torch.library.opcheck(pair_sum.op.overload, arguments)
             mesh, window = (6, 5, 4), (5, 5, 4)
-            told = told_to(0, mesh, np.array([[-1, 0, 0]]), np.array([window]))
+            told = numbers_for(0, mesh, np.array([[-1, 0, 0]]), np.array([window]))
             values = torch.randn(2, 1, *window, dtype=F64, requires_grad=True)
             torch.library.opcheck(window_spectrum.op.overload, (values, mesh, told, 1, number))
             spectrum = torch.randn(2, 1, 6, 5, 3, 2, dtype=F64, requires_grad=True)
@@ -371,7 +371,7 @@ def windows_are_transformed_as_one_mesh(group: Any) -> None:
         ]
         for values, place in zip(windows, places):
             whole[(slice(None), slice(None), *place)] += values
-        told = told_to(rank, mesh, np.array(starts), np.array(sizes), grid)
+        told = numbers_for(rank, mesh, np.array(starts), np.array(sizes), grid)
         of_y, of_z = (slice(*ends) for ends in division_of(mesh, told, size).planes)
         here = windows[rank].requires_grad_()
         spectrum = window_spectrum(here, mesh, told, size, number)

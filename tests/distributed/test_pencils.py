@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nvalchemiops.torch.distributed import transform
 from nvalchemiops.torch.distributed.mesh import MeshDivision
-from nvalchemiops.torch.distributed.pencils import division_of, grid_for, kept_on, load_of, ranks_on, told_to
+from nvalchemiops.torch.distributed.pencils import division_of, grid_for, kept_on, load_of, numbers_for, ranks_on
 from tests.distributed.test_bricks import LENGTH, cut, places
 
 F64 = torch.float64
@@ -97,7 +97,7 @@ def test_windows_are_transformed_as_one_mesh(stand_in, seed, n_ranks, by_grid, d
     factor = torch.from_numpy(random.standard_normal(expected.shape))
     back = torch.view_as_complex(expected * factor)
     expected_back = torch.fft.irfftn(back, s=mesh, dim=(-3, -2, -1), norm="forward")
-    told = [told_to(rank, mesh, starts, sizes, grid) for rank in range(n_ranks)]
+    told = [numbers_for(rank, mesh, starts, sizes, grid) for rank in range(n_ranks)]
     count = torch.zeros(expected.shape[2:5])
 
     def one(rank):
@@ -129,7 +129,7 @@ def windows_of(kind, n_ranks, mesh, grid=None):
 def test_what_a_rank_sends_another_one_expects(kind, n_ranks):
     mesh = (96, 90, 100)
     starts, sizes = windows_of(kind, n_ranks, mesh)
-    divisions = [division_of(mesh, told_to(rank, mesh, starts, sizes), n_ranks) for rank in range(n_ranks)]
+    divisions = [division_of(mesh, numbers_for(rank, mesh, starts, sizes), n_ranks) for rank in range(n_ranks)]
     sent, received = np.zeros((2, n_ranks, n_ranks), dtype=int)
     for rank, division in enumerate(divisions):
         for table, overlaps in ((sent, division.of_window), (received, division.of_pencil)):
@@ -176,5 +176,5 @@ def test_few_partners_among_many_ranks():
         load = load_of((n, n, n), side.tolist(), n_ranks, np.array([rows, n_ranks]), np.array([columns, 1]))
         assert load.of_messages[0] < load.of_messages[1], "less than slabs"
     # ranks beyond the planes of slabs have work, too
-    told = told_to(63, (20, 20, 20), np.zeros((64, 3), dtype=int), np.full((64, 3), 20), (8, 8))
+    told = numbers_for(63, (20, 20, 20), np.zeros((64, 3), dtype=int), np.full((64, 3), 20), (8, 8))
     assert math.prod(division_of((20, 20, 20), told, 64).pencil) > 0

@@ -179,7 +179,7 @@ class _Printer:
         self.statements: dict[bool, list[str]] = {True: [], False: []}
         self.done: dict[Any, _Code] = {}
         self.squared = sympy.Symbol("s", positive=True)
-        self.quotients: dict[Any, Any] = {}  # symbols by what they stand for
+        self.quotients: dict[Any, Any] = {}  # symbols by their expressions
         expressions = [self.with_quotients(_with_shared_exponential(e)) for e in results.values()]
         # replace powers of the distance by symbols, which the search for common subexpressions cannot split
         found = [p for e in (*expressions, *self.quotients) for p in e.atoms(sympy.Pow) if p.base == self.squared]

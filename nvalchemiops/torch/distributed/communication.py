@@ -317,7 +317,7 @@ def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def begin_maximum(tensor: torch.Tensor, group: Any) -> Callable[[], list[Any]]:
-    """Begin a maximum over all ranks, for which nobody waits; return a function that reads it on the host later.
+    """Begin a maximum over all ranks without waiting for it; return a function that reads it on the host later.
 
     On a GPU the result is copied to the host behind the message. Who reads it waits for this copy only, and looks for
     failures of others meanwhile.

@@ -34,18 +34,19 @@ from nvalchemiops.torch.runtime.context import is_capturing, values_of
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
 NEVER = 0
-"""In the place of the number of calls after which ranks compare."""
+"""The number of calls after which ranks compare, if they never do."""
 
 BEYOND = 2**40
-"""More than there are calls. What counts down from it is largest for the first call."""
+"""Larger than any number of calls: of ``BEYOND - call`` the maximum over ranks is that of the first call."""
 
 TINY = 1e-300
+"""In place of a skin of zero, in ratios."""
 
 MASK = 2**62 - 1
 """Checksums are non-negative, so that their negatives are numbers, too."""
 
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""Of checksums: odd, so that no bit is lost."""
+"""Factor in checksums: odd, so that no bit is lost."""
 
 
 class Found(NamedTuple):
@@ -157,7 +158,7 @@ class Ledger:
     # -- messages ---------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Send what has been found since the last message, and forget it. A collective call; nobody waits."""
+        """Send what has been found since the last message, and clear it. A collective call that does not wait."""
         here = messages_of(self.group)
         known = on_device([here.calls, here.count, self._host_sum], self.device)
         both = torch.cat([known, self._state])
@@ -196,10 +197,12 @@ class Ledger:
         return Found(calls, wrong, first, largest)
 
     def _raise_difference(self, sent: _Sent) -> None:
-        told = Agreement(self.group, self.device)
+        agreement = Agreement(self.group, self.device)
         for call in sent.calls:
-            told.same |= {f"{name} in call {call.number} ({call.place})": value for name, value in call.same.items()}
-        told.raise_difference("values of a tensor on the device, such as `cell`,")
+            agreement.same |= {
+                f"{name} in call {call.number} ({call.place})": value for name, value in call.same.items()
+            }
+        agreement.raise_difference("values of a tensor on the device, such as `cell`,")
 
     def settle(self, raises: bool = True) -> Found:
         """Read all that has been found, as `read`. A collective call."""
@@ -218,8 +221,8 @@ class Ledger:
     def must_divide(self, moved: torch.Tensor) -> bool:
         """Whether atoms must be divided again, by how far they were in the last `follow` and how fast they move.
 
-        A collective call that reads the message of that `follow`, whatever `every` is: without it nobody would divide
-        atoms in time. Atoms that have moved farther than was expected are found by the calls that use them.
+        A collective call that reads the message of that `follow`, whatever `every` is: otherwise atoms would be divided
+        too late. Atoms that have moved farther than was expected are found by the calls that use them.
         """
         if is_capturing() or current_recorder() is not None:
             raise ValueError(

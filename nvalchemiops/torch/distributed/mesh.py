@@ -9,7 +9,7 @@ import torch
 
 from nvalchemiops.kernels.mesh.splines import first_point
 from nvalchemiops.torch.distributed.domain import Domain
-from nvalchemiops.torch.distributed.pencils import division_of, told_to
+from nvalchemiops.torch.distributed.pencils import division_of, numbers_for
 from nvalchemiops.torch.distributed.transform import window_spectrum, window_values
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 
@@ -44,9 +44,9 @@ class MeshDivision:
         self._n_ranks, self._group = domain.n_ranks, domain.number
         self.mesh = mesh
         starts, sizes = self._all_windows(domain, order)
-        self._told = told_to(domain.rank, mesh, starts, sizes)
-        self.grid = (self._told[0], self._told[1])
-        division = division_of(mesh, self._told, self._n_ranks)
+        self._numbers = numbers_for(domain.rank, mesh, starts, sizes)
+        self.grid = (self._numbers[0], self._numbers[1])
+        division = division_of(mesh, self._numbers, self._n_ranks)
         start, self.window, self.planes = starts[domain.rank], division.window, division.planes
         with (
             torch.inference_mode(False),
@@ -80,8 +80,8 @@ class MeshDivision:
         -------
         (n_systems, n_channels, n_x, n_y_planes, n_z_planes, 2) tensor
         """
-        return window_spectrum(values, self.mesh, self._told, self._n_ranks, self._group)
+        return window_spectrum(values, self.mesh, self._numbers, self._n_ranks, self._group)
 
     def values(self, spectrum: torch.Tensor) -> torch.Tensor:
         """Real values on the window (n_systems, n_channels, *window), not divided by the number of points."""
-        return window_values(spectrum, self.mesh, self._told, self._n_ranks, self._group)
+        return window_values(spectrum, self.mesh, self._numbers, self._n_ranks, self._group)

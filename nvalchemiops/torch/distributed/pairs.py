@@ -47,7 +47,7 @@ class OwnedPairs:
 
     @classmethod
     def of(cls, domain: "Domain", pairs: torch.Tensor, factors: torch.Tensor | None = None) -> "OwnedPairs":
-        """Those of pairs (2, n), by number, that all have an atom which this rank owns."""
+        """From pairs (2, n) of atom numbers, each with an atom that this rank owns."""
         known, order = torch.sort(domain._known_numbers)
         place = torch.searchsorted(known, pairs).clamp_(max=len(known) - 1)
         seen = known[place] == pairs if len(known) else torch.zeros_like(pairs, dtype=torch.bool)

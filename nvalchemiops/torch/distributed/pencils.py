@@ -145,7 +145,7 @@ def kept_on(grid: Grid, mesh: Sequence[int], starts: np.ndarray, sizes: np.ndarr
 def grid_for(mesh: Sequence[int], starts: np.ndarray, sizes: np.ndarray) -> Grid:
     """The grid that takes the shortest time; it may leave ranks out, as for a large prime number of them.
 
-    Arguments are those of `told_to`.
+    Arguments are those of `numbers_for`.
     """
     n_ranks, window = len(starts), sizes.mean(0).tolist()
     rows = np.arange(1, n_ranks + 1)
@@ -267,7 +267,7 @@ NOWHERE = -1
 """The place of a rank that is not on the grid."""
 
 
-def told_to(
+def numbers_for(
     rank: int, mesh: Sequence[int], starts: np.ndarray, sizes: np.ndarray, grid: Grid | None = None
 ) -> list[int]:
     """What one rank must know of others, in the form for `division_of`: numbers of the order of its partners.
@@ -305,17 +305,17 @@ def told_to(
     return [n_rows, n_columns, place, *members, len(owners), *itertools.chain(*owners, *of_windows)]
 
 
-def division_of(mesh: Sequence[int], told: Sequence[int], n_ranks: int) -> Division:
-    """The division of a mesh as seen by the rank that knows what `told_to` returns."""
-    return _division(tuple(mesh), tuple(told), n_ranks)
+def division_of(mesh: Sequence[int], numbers: Sequence[int], n_ranks: int) -> Division:
+    """The division of a mesh as seen by the rank with these numbers from `numbers_for`."""
+    return _division(tuple(mesh), tuple(numbers), n_ranks)
 
 
 @functools.lru_cache(maxsize=16)
-def _division(mesh: Numbers, told: Numbers, n_ranks: int) -> Division:
-    numbers = iter(told)
+def _division(mesh: Numbers, numbers: Numbers, n_ranks: int) -> Division:
+    left = iter(numbers)
 
     def some(n: int) -> Numbers:
-        return tuple(itertools.islice(numbers, n))
+        return tuple(itertools.islice(left, n))
 
     n_rows, n_columns, place = some(3)
     is_there = place != NOWHERE

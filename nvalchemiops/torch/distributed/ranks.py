@@ -72,15 +72,15 @@ class Ranks:
         return self._ledger is not None
 
     def settle(self, *, raises: bool = True) -> Found:
-        """Read what calls have found that nobody has read yet, if they do not compare at once. A collective call.
+        """Read what calls have found since the last reading, if they do not compare at once. A collective call.
 
         Call it before you use results of the last calls, and after captured calls were replayed.
 
         Returns
         -------
         Found
-            The number of ``calls`` that nobody had read, how many were ``wrong``, which was the ``first``, and the
-            ``largest`` displacement.
+            The number of ``calls`` since the last reading, how many were ``wrong``, which was the ``first`` wrong one,
+            and the ``largest`` displacement.
 
         Raises
         ------

@@ -120,31 +120,31 @@ def _turned(values: torch.Tensor, turn: Turn | None, division: Division, group: 
 # -- the transform --------------------------------------------------------------------------------
 
 
-def _of_spectrum(values: torch.Tensor, mesh: Sequence[int], told: Sequence[int], n_ranks: int, _: int) -> Any:
-    planes = (end - first for first, end in division_of(mesh, told, n_ranks).planes)
+def _of_spectrum(values: torch.Tensor, mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, _: int) -> Any:
+    planes = (end - first for first, end in division_of(mesh, numbers, n_ranks).planes)
     return (*values.shape[:2], mesh[0], *planes, 2)
 
 
-def _of_values(spectrum: torch.Tensor, mesh: Sequence[int], told: Sequence[int], n_ranks: int, _: int) -> Any:
-    return (*spectrum.shape[:2], *division_of(mesh, told, n_ranks).window)
+def _of_values(spectrum: torch.Tensor, mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, _: int) -> Any:
+    return (*spectrum.shape[:2], *division_of(mesh, numbers, n_ranks).window)
 
 
-def _weights(mesh: Sequence[int], told: Sequence[int], n_ranks: int, like: torch.Tensor) -> torch.Tensor:
+def _weights(mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, like: torch.Tensor) -> torch.Tensor:
     """Multiplicities of the planes of this rank in a sum over the whole mesh."""
-    return weights_of_planes(mesh[2], like)[slice(*division_of(mesh, told, n_ranks).planes[1])]
+    return weights_of_planes(mesh[2], like)[slice(*division_of(mesh, numbers, n_ranks).planes[1])]
 
 
 def _spectrum_pullback(
-    mesh: Sequence[int], told: Sequence[int], n_ranks: int, group: int, grad_spectrum: torch.Tensor
+    mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, group: int, grad_spectrum: torch.Tensor
 ) -> torch.Tensor:
-    return window_values(grad_spectrum / _weights(mesh, told, n_ranks, grad_spectrum), mesh, told, n_ranks, group)
+    return window_values(grad_spectrum / _weights(mesh, numbers, n_ranks, grad_spectrum), mesh, numbers, n_ranks, group)
 
 
 def _values_pullback(
-    mesh: Sequence[int], told: Sequence[int], n_ranks: int, group: int, grad_values: torch.Tensor
+    mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, group: int, grad_values: torch.Tensor
 ) -> torch.Tensor:
-    spectrum = window_spectrum(grad_values, mesh, told, n_ranks, group)
-    return spectrum * _weights(mesh, told, n_ranks, grad_values)
+    spectrum = window_spectrum(grad_values, mesh, numbers, n_ranks, group)
+    return spectrum * _weights(mesh, numbers, n_ranks, grad_values)
 
 
 @warp_custom_op(
@@ -155,7 +155,7 @@ def _values_pullback(
     trusted=True,
 )
 def window_spectrum(
-    values: torch.Tensor, mesh: Sequence[int], told: Sequence[int], n_ranks: int, group: int
+    values: torch.Tensor, mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, group: int
 ) -> torch.Tensor:
     """Half of the Fourier transform of the sum of the windows of all ranks, for the planes of this rank.
 
@@ -163,8 +163,8 @@ def window_spectrum(
     ----------
     values : (n_systems, n_channels, *window) tensor
     mesh : (int, int, int)
-    told : sequence of int
-        What this rank knows of the others, from `nvalchemiops.torch.distributed.pencils.told_to`.
+    numbers : sequence of int
+        What this rank knows of the others, from `nvalchemiops.torch.distributed.pencils.numbers_for`.
     n_ranks : int
     group : int
         The number of the group (`nvalchemiops.torch.distributed.collectives.number_of`).
@@ -174,7 +174,7 @@ def window_spectrum(
     (n_systems, n_channels, n_x, n_y_planes, n_z_planes, 2) tensor
         Planes are those of ``Division.planes``.
     """
-    division, ranks = division_of(mesh, told, n_ranks), group_of(group)
+    division, ranks = division_of(mesh, numbers, n_ranks), group_of(group)
     pencil = _to_pencil(values.flatten(0, 1), division, ranks)
     first, *others = division.axes
     if pencil.numel():
@@ -195,13 +195,13 @@ def window_spectrum(
     trusted=True,
 )
 def window_values(
-    spectrum: torch.Tensor, mesh: Sequence[int], told: Sequence[int], n_ranks: int, group: int
+    spectrum: torch.Tensor, mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, group: int
 ) -> torch.Tensor:
     """Real values (n_systems, n_channels, *window) from the planes of all ranks, not divided by the number of points.
 
     Arguments are those of `window_spectrum`.
     """
-    division, ranks = division_of(mesh, told, n_ranks), group_of(group)
+    division, ranks = division_of(mesh, numbers, n_ranks), group_of(group)
     parts = torch.view_as_complex(spectrum.flatten(0, 1))
     last, *others = division.axes
     for turn, axes in zip(reversed(division.turns), reversed(others)):

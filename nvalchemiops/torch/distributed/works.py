@@ -64,7 +64,7 @@ class Works:
 
 
 PATIENCE_AT_EXIT = 5.0
-"""Seconds."""
+"""Seconds to wait for messages when the process ends."""
 
 Tasks = queue.SimpleQueue[Works]
 
@@ -73,7 +73,7 @@ _idle: list[Tasks] = []
 
 
 _busy: set[Works] = set()
-"""What threads wait for."""
+"""Works for which threads wait."""
 
 
 @atexit.register

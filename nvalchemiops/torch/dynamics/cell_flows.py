@@ -68,7 +68,7 @@ class Cell(Flow):
         raise NotImplementedError
 
     def energy(self, state: State) -> torch.Tensor | float:
-        """That of the term inside."""
+        """The energy of the flow inside."""
         return 0.0 if self.inside is None else self.inside.energy(state)
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
@@ -216,7 +216,7 @@ class StretchedKick(Cell):
         return state._replace(velocities=velocities)
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
-        """That of the centres, with velocities projected."""
+        """The flow of the centres, with velocities projected."""
         return *super().constrained(constraints), (Tangent(constraints), 1.0)
 
 
@@ -239,7 +239,7 @@ class StretchedDrift(Cell):
         return state.at(positions, grown.to(cell.dtype))
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
-        """That of the centres, with positions and velocities projected."""
+        """The flow of the centres, with positions and velocities projected."""
         ((flow, _),) = super().constrained(constraints)
         return (Shake(flow, constraints), 1.0), (Tangent(constraints), 1.0)
 

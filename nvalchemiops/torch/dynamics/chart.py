@@ -470,7 +470,7 @@ def _cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _exp_minus_one(matrices: torch.Tensor, directions: torch.Tensor | None = None) -> torch.Tensor:
     """``exp(A) - 1``, exact also for small A, and the derivative of ``exp(A + t G)`` with respect to t at zero.
 
-    By Taylor's polynomial and repeated squaring, of matrices with a derivative beside them: ``[A, G]`` stands for
+    By Taylor's polynomial and repeated squaring, of matrices with a derivative beside them: ``[A, G]`` means
     ``A + t G``, whose square is ``[A², A G + G A]``.
 
     Parameters

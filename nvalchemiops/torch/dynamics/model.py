@@ -279,7 +279,7 @@ def holds_atoms(model: Any) -> bool:
 
 
 class _NeighborsOfFittingCells(Neighbors):
-    """Neighbors in cells that are known to be regular and periodic along all axes: nobody reads the cells again."""
+    """Neighbors in cells that are known to be regular and periodic along all axes, so that they are not read again."""
 
     def given(self) -> GivenNeighbors:
         """The neighbors as arguments of a function that takes tensors one by one."""

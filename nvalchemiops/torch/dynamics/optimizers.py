@@ -15,10 +15,10 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.chart import Rows
 
 OptimizerState = dict[str, Any]
-"""What an optimizer remembers, by name."""
+"""The state of an optimizer, by name."""
 
 Form = Mapping[str, tuple[str, int] | None]
-"""What values belong to, by name: "rows" or "systems", and the axis of these; None for other values."""
+"""For each value of the state "rows" or "systems", and the axis along which it has them; None for other values."""
 
 
 class Move(NamedTuple):

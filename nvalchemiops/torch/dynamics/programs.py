@@ -1,8 +1,9 @@
 """Flows in one launch: sequences of flows become programs of `nvalchemiops.kernels.programs`.
 
 The flows are called once with a state of `Symbol` in place of tensors, which writes down what they compute. So the
-physics is written once, in torch, whose derivatives are those of a step. A program runs where nobody watches single
-operations: eager mode in float64 on a CPU, without gradients, unless plans are off. Elsewhere the flows are called.
+physics is written once, in torch, whose derivatives are those of a step. A program runs where no other code depends on
+single operations: in eager mode in float64 on a CPU, without gradients, unless plans are off. Elsewhere the flows are
+called.
 """
 
 import functools
@@ -166,7 +167,7 @@ class Program:
         return code
 
     def _ancestors(self, waiting: list[int], known: Container[int] = (), level: str | None = None) -> list[int]:
-        """These nodes and all that they need, in order; what is known needs nothing. On request those of a level."""
+        """These nodes and their operands, in order, without the operands of known nodes; on request of one level."""
         nodes, found = self.trace.nodes, set()
         while waiting:
             k = waiting.pop()

@@ -240,9 +240,9 @@ def relax(
                 with torch.no_grad():
                     batch.forces = batch.chart.forces(batch.x, found)
                     batch.known = known = _judged(batch, found, fmax, smax, max_steps)
-                told = batch.places.systems, known.steps, known.fmax, known.active
+                shown = batch.places.systems, known.steps, known.fmax, known.active
                 for hook in hooks:
-                    hook(RelaxationProgress(found, now, *told, batch.count, partial(state_now, batch.count)))
+                    hook(RelaxationProgress(found, now, *shown, batch.count, partial(state_now, batch.count)))
                 batch.count += 1
             assert batch.known is not None
             is_first, known = False, batch.known
@@ -305,7 +305,7 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
 
 
 def _refused(model: Model, batch: Batch, n_systems: int) -> torch.Tensor | None:
-    """Systems of the batch for which the model raises an error; None if there are none, or if these are all of the call."""
+    """Systems for which the model raises an error; None if there are none, or if these are all systems of the call."""
     known, chart, x = batch.known, batch.chart, batch.x
     if known is None:
         return None

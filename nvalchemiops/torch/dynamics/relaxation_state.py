@@ -1,4 +1,4 @@
-"""What a relaxation knows: the systems that are still in the batch, a record of all, and states to go on from.
+"""The state of a relaxation: the systems that are still in the batch, a record of all, and states to go on from.
 
 Rows of coordinates, of atoms and then of cells, are those of `nvalchemiops.torch.dynamics.chart`.
 

@@ -153,7 +153,7 @@ def simulate(
     done = -1
 
     def after(state: State, n: int) -> None:
-        """What follows the n-th step, once."""
+        """Write and show the n-th step, once."""
         nonlocal done
         if n <= done:
             return  # the step is computed again in a backward pass

@@ -84,7 +84,7 @@ def _reflected(operation: str) -> Callable[["Symbol", Any], "Symbol"]:
 
 
 class Symbol:
-    """Stands for a float64 tensor (rows, *tail), a row for each system or each atom; `ids` are its nodes in a row."""
+    """A symbol for a float64 tensor (rows, *tail), a row for each system or each atom; `ids` are its nodes in a row."""
 
     dtype, device = torch.float64, _CPU
 

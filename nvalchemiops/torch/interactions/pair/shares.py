@@ -191,7 +191,7 @@ def exclusions_of_share(
 
 
 def _excluded_here(domain: Domain, exclusions: Any, factors: Any) -> tuple[OwnedPairs, torch.Tensor]:
-    """Those of the same pairs on all ranks that have an owned atom, and their indices.
+    """From pairs that are the same on all ranks, those with an owned atom, and their indices.
 
     They are kept with the domain while the pairs are the same: to find them among the pairs of all atoms, and to check
     these, takes longer than a sum over the pairs of a rank.
