@@ -442,21 +442,21 @@ def import_all(package: ModuleType) -> Iterator[ModuleType]:
 
 
 def _energy(options: argparse.Namespace) -> int:
-    return _of_ase("energy", "command", "run", options)
+    return _of_ase("command", "energy", options)
 
 
 def _md(options: argparse.Namespace) -> int:
-    return _of_ase("md", "motion", "md", options)
+    return _of_ase("motion", "md", options)
 
 
 def _relax(options: argparse.Namespace) -> int:
-    return _of_ase("relax", "motion", "relax", options)
+    return _of_ase("motion", "relax", options)
 
 
-def _of_ase(command: str, module: str, function: str, options: argparse.Namespace) -> int:
-    """Run a function of `nvalchemiops.ase`, if ASE is installed."""
+def _of_ase(module: str, command: str, options: argparse.Namespace) -> int:
+    """Run the function of `nvalchemiops.ase` with the name of the command."""
     try:
         found = importlib.import_module(f"nvalchemiops.ase.{module}")
-    except ImportError as error:
+        return int(getattr(found, command)(options))
+    except (ImportError, ValueError, TypeError, FloatingPointError, OSError) as error:
         return _fail(command, error)
-    return int(getattr(found, function)(options))

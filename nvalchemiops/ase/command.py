@@ -6,8 +6,7 @@ What it has in common with other commands about structures, in `nvalchemiops.ase
 import argparse
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ase
@@ -24,22 +23,15 @@ from nvalchemiops.constants import EV_PER_ANGSTROM3_IN_GPA
 UNITS = {"energy": "eV", "forces": "eV/angstrom", "stress": "eV/angstrom^3, in the order xx yy zz yz xz xy"}
 
 
-class Misuse(Exception):
-    """A mistake in the arguments of a command; the message is shown to the user."""
-
-
-def run(options: argparse.Namespace) -> int:
+def energy(options: argparse.Namespace) -> int:
     """Print energies according to the options of the command; returns the exit status."""
-    return told("energy", _energies, options)
-
-
-def told(command: str, body: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """The exit status of ``body(options)``; 2 if it fails, after one line that says why."""
-    try:
-        return body(options)
-    except (Misuse, ValueError, TypeError, FloatingPointError, OSError) as error:
-        print(f"nvalchemiops {command}: {error}", file=sys.stderr)
-        return 2
+    frames, calculator = read(options)
+    results = list(_evaluate(frames, calculator, options.forces))
+    if options.json:
+        print(as_json(options, calculator, UNITS, frames=results))
+    else:
+        print_results(results)
+    return 0
 
 
 def read(options: argparse.Namespace) -> tuple[list[tuple[int, ase.Atoms]], Calculator]:
@@ -51,16 +43,6 @@ def read(options: argparse.Namespace) -> tuple[list[tuple[int, ase.Atoms]], Calc
             atoms.pbc = periodic
     quiet_warp()
     return frames, Calculator(*_terms(options), device=options.device)
-
-
-def _energies(options: argparse.Namespace) -> int:
-    frames, calculator = read(options)
-    results = list(_evaluate(frames, calculator, options.forces))
-    if options.json:
-        print(as_json(options, calculator, UNITS, frames=results))
-        return 0
-    print_results(results)
-    return 0
 
 
 # -- what to compute ------------------------------------------------------------------------------
@@ -79,9 +61,9 @@ def _terms(options: argparse.Namespace) -> list[Term]:
             continue
         for other in others:
             if getattr(options, other):
-                raise Misuse(f"--{other.replace('_', '-')} is given without --{option}")
+                raise ValueError(f"--{other.replace('_', '-')} is given without --{option}")
     if not terms:
-        raise Misuse("nothing to compute: give --potential, --electrostatics, --dispersion, or several of them")
+        raise ValueError("nothing to compute: give --potential, --electrostatics, --dispersion, or several of them")
     return terms
 
 
@@ -100,12 +82,9 @@ def _electrostatics(options: argparse.Namespace) -> Term:
 
 
 def _dispersion(options: argparse.Namespace) -> Term:
-    try:
-        from nvalchemiops.ase.dispersion import Dispersion
+    from nvalchemiops.ase.dispersion import Dispersion
 
-        return Dispersion(options.dispersion, damping=options.damping or "bj")
-    except ImportError as error:
-        raise Misuse(f"--dispersion: {error}") from error
+    return Dispersion(options.dispersion, damping=options.damping or "bj")
 
 
 def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:
@@ -115,10 +94,10 @@ def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:
         key, equals, value = entry.partition("=")
         name, colon, member = key.partition(":")
         if not (equals and name and value) or (colon and not member):
-            raise Misuse(f"{option}: {entry!r} is not of the form KEY=VALUE")
+            raise ValueError(f"{option}: {entry!r} is not of the form KEY=VALUE")
         group, key = (found.setdefault(name, {}), member) if colon else (found, name)
         if not isinstance(group, dict) or key in group:
-            raise Misuse(f"{option}: {name!r} is given twice")
+            raise ValueError(f"{option}: {name!r} is given twice")
         group[key] = _value(value)
     return found
 
@@ -138,7 +117,7 @@ def _value(text: str) -> Any:
 def axes_of(flag: str, text: str) -> tuple[bool, ...]:
     """Which of the axes x, y and z are in a text such as ``xy``."""
     if not text or not set(text) <= set("xyz") or len(set(text)) < len(text):
-        raise Misuse(f"{flag}: {text!r} does not name axes, such as xy")
+        raise ValueError(f"{flag}: {text!r} does not name axes, such as xy")
     return tuple(axis in text for axis in "xyz")
 
 
@@ -149,18 +128,18 @@ def _frames(file: str, index: str) -> list[tuple[int, ase.Atoms]]:
     """The requested frames, each with its number in the file."""
     chosen = ase.io.formats.string2index(index)
     if isinstance(chosen, str):
-        raise Misuse(f"--index: {index!r} is neither a number nor a slice such as 0:100:10")
+        raise ValueError(f"--index: {index!r} is neither a number nor a slice such as 0:100:10")
     try:
         read: Any = ase.io.read(file, index=chosen if isinstance(chosen, int) else ":", do_not_split_by_at_sign=True)
     except (IndexError, StopIteration) as error:
-        raise Misuse(f"{file} has no frame {index}") from error
+        raise ValueError(f"{file} has no frame {index}") from error
     except Exception as error:  # readers raise errors of many types for files of other formats
-        raise Misuse(f"cannot read {file}: {str(error) or type(error).__name__}") from error
+        raise ValueError(f"cannot read {file}: {str(error) or type(error).__name__}") from error
     if isinstance(chosen, int):
         return [(chosen, read)]
     frames = list(enumerate(read))[chosen]
     if not frames:
-        raise Misuse(f"{file} has no frame {index}")
+        raise ValueError(f"{file} has no frame {index}")
     return frames
 
 

@@ -17,7 +17,6 @@ from ase.constraints import FixAtoms
 from ase.stress import full_3x3_to_voigt_6_stress
 
 from nvalchemiops.ase import command
-from nvalchemiops.ase.command import Misuse
 from nvalchemiops.ase.models import FromASE
 from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.torch import dynamics
@@ -55,24 +54,15 @@ ARGUMENTS = {
 """Numbers that ensembles take, with the units of the command."""
 
 
-def md(options: argparse.Namespace) -> int:
-    """Run dynamics according to the options of the command; returns the exit status."""
-    return command.told("md", _md, options)
-
-
-def relax(options: argparse.Namespace) -> int:
-    """Relax structures according to the options of the command; returns the exit status: 1 if one did not converge."""
-    return command.told("relax", _relax, options)
-
-
 # -- dynamics -------------------------------------------------------------------------------------
 
 
-def _md(options: argparse.Namespace) -> int:
+def md(options: argparse.Namespace) -> int:
+    """Run dynamics according to the options of the command; returns the exit status."""
     for name in ("dt", "thermostat_time", "barostat_time", "compressibility", "steps", "every"):
         value = getattr(options, name)
         if value is not None and not value > (-1 if name == "steps" else 0):
-            raise Misuse(f"{_flag(name)} must be positive, got {value:g}")
+            raise ValueError(f"{_flag(name)} must be positive, got {value:g}")
     integrator, drawing = _integrators(options)
     found, calculator = command.read(options)
     frames = [atoms for _, atoms in found]
@@ -81,11 +71,11 @@ def _md(options: argparse.Namespace) -> int:
         frames = frames * max(1, *counts.values())
     for name, count in counts.items():
         if count not in (0, 1, len(frames)):
-            raise Misuse(f"--{name} has {count} values for {len(frames)} systems")
+            raise ValueError(f"--{name} has {count} values for {len(frames)} systems")
     paths = None if options.trajectory is None else _paths(options.trajectory, len(frames))
     has_velocities = all(atoms.has("momenta") for atoms in frames) and drawing is None
     if options.temperature is None and not has_velocities:
-        raise Misuse(f"--temperature is needed, since {options.file} has no velocities")
+        raise ValueError(f"--temperature is needed, since {options.file} has no velocities")
     device, model = calculator.device, FromASE(calculator)
     system = System.from_ase(frames, device=device)
 
@@ -111,7 +101,7 @@ def _md(options: argparse.Namespace) -> int:
             progress=sys.stderr.isatty(),
         )
     except ValueError as error:  # such as positions that are not finite, or far away
-        raise Misuse(f"after step {table.step}: {error} (is --dt = {options.dt:g} fs too long?)") from error
+        raise ValueError(f"after step {table.step}: {error} (is --dt = {options.dt:g} fs too long?)") from error
     if options.json:
         print(command.as_json(options, calculator, UNITS, records=table.rows))
     return 0
@@ -132,12 +122,12 @@ def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | 
         given["mask"] = command.axes_of("--mask", options.mask)
     for name in given:
         if name not in taken:
-            raise Misuse(f"{_flag(name)} does not belong to --ensemble {options.ensemble}")
+            raise ValueError(f"{_flag(name)} does not belong to --ensemble {options.ensemble}")
     if "pressure" in taken:
         given.setdefault("pressure", 0.0)
     for name, parameter in taken.items():
         if parameter.default is parameter.empty and name not in ("dt", *given):
-            raise Misuse(f"{_flag(name)} is needed for --ensemble {options.ensemble}")
+            raise ValueError(f"{_flag(name)} is needed for --ensemble {options.ensemble}")
     return make(dt, **given), drawing
 
 
@@ -218,10 +208,11 @@ def _writer() -> Any:
 # -- relaxation -----------------------------------------------------------------------------------
 
 
-def _relax(options: argparse.Namespace) -> int:
+def relax(options: argparse.Namespace) -> int:
+    """Relax structures according to the options of the command; returns the exit status: 1 if one did not converge."""
     for name in ("pressure", "mask"):
         if getattr(options, name) is not None and options.cell is None:
-            raise Misuse(f"--{name} is given without --cell")
+            raise ValueError(f"--{name} is given without --cell")
     found, calculator = command.read(options)
     numbers, frames = zip(*found)
     if options.output is not None:
@@ -273,7 +264,7 @@ def _fixed(atoms: ase.Atoms) -> np.ndarray:
     fixed = np.zeros(len(atoms), dtype=bool)
     for constraint in atoms.constraints:
         if not isinstance(constraint, FixAtoms):
-            raise Misuse(f"the file has a constraint {type(constraint).__name__}; only fixed atoms are supported")
+            raise ValueError(f"the file has a constraint {type(constraint).__name__}; only fixed atoms are supported")
         fixed[constraint.index] = True
     return fixed
 
