@@ -7,7 +7,7 @@ from nvalchemiops.torch import plans, record
 from nvalchemiops.torch.dynamics import Evaluation
 from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 from nvalchemiops.torch.systems import System
-from tests.support.plans import counted_graphs, forget
+from tests.support.plans import counted_graphs
 
 from .systems import SOFT, argon, crystal, few_atoms
 from .test_integrators import every, smooth
@@ -155,7 +155,6 @@ def test_a_recorded_step_of_a_cell_has_the_same_bits(name):
 @pytest.mark.parametrize("name", ["nve", "langevin", "csvr", "npt", "npt full"])
 def test_a_step_is_one_captured_graph(monkeypatch, gpu, name, kind):
     """Also where the cell changes: nothing in a step is read."""
-    forget()
     with counted_graphs(monkeypatch, gpu) as made:
         system = ions(gpu.device)
         model, integrator = on_given_neighbors(kind, system), every(0.1, 0.006, 1e-4, **TIMES)[name]

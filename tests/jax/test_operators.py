@@ -29,7 +29,7 @@ from nvalchemiops.torch.interactions import pair as torch_pair
 from nvalchemiops.torch.runtime import engine
 from tests.jax.precision import double_precision  # noqa: F401
 from tests.jax.signatures import SIGNATURES
-from tests.support.plans import forget, plan_of
+from tests.support.plans import plan_of
 from tests.support.systems import batch, csr, triclinic
 
 SYSTEM = triclinic(6, charged=True)
@@ -286,7 +286,6 @@ def test_repeated_calls_have_torchs_bits(name):
     """Plans of torch's sums run in buffers of JAX, which come and go: another cell now and then, other positions."""
     operator, x = OPERATORS[name], SYSTEM.positions
     evaluate = jax.jit(jax.value_and_grad(operator.in_jax))
-    forget()
     for step in range(10):
         cell = SYSTEM.cell * (1.0 + 0.1 * (step // 5))
         y = x + 0.01 * step

@@ -15,7 +15,7 @@ from ase.constraints import FixAtoms
 from nvalchemiops.ase import Calculator, Electrostatics, Pair
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from tests.support.calculators import NACL, PROPERTIES, REPULSION, argon, assert_same, rigid_ions, salt
-from tests.support.plans import forget, ordinary, plans_of_calls
+from tests.support.plans import ordinary, plans_of_calls
 
 # -- one calculator under everything that ASE does ------------------------------------------------
 
@@ -295,7 +295,6 @@ def test_energies_are_smooth_in_the_size_of_the_cell(method, error):
 @pytest.mark.parametrize("method", ["ewald", "pme"])
 def test_steps_by_a_plan_have_the_same_bits(method, with_stress):
     """Also after a search, with other charges and in another cell."""
-    forget()
     quick, slow = salt(), salt()
     for atoms in (quick, slow):
         atoms.calc = Calculator(Electrostatics(method, accuracy=1e-5), skin=0.3)

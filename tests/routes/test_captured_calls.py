@@ -21,7 +21,7 @@ from nvalchemiops.torch.runtime import plans as plans_in_runtime
 from nvalchemiops.torch.runtime.recorder import storage_of
 from tests.support.cases import BOUNDS, MIXED, ONE
 from tests.support.comparing import close, random_like
-from tests.support.plans import CountedGraph, StandInGraph, counted_graphs, forget, n_replays, plans_of_calls
+from tests.support.plans import CountedGraph, StandInGraph, counted_graphs, n_replays, plans_of_calls
 from tests.support.systems import in_form, neighbors_of
 
 CUTOFF = 3.0
@@ -68,7 +68,6 @@ def pointers(device, system=ONE, n_fewer=0, cutoff=CUTOFF):
 
 @pytest.fixture
 def made(monkeypatch, gpu):
-    forget()
     with counted_graphs(monkeypatch, gpu) as made:
         yield made
 

@@ -47,11 +47,6 @@ NEAR = dict(
 EWALD = {"alpha": 0.8, "k_cutoff": 4.0, **NEAR}
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    forget()
-
-
 def several(call, count=4):
     for _ in range(count):
         found = call()

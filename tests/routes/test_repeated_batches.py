@@ -21,11 +21,6 @@ from tests.routes.test_repeated_sums import F64, NAMES, REQUESTS, moved, same_bi
 from tests.support.plans import forget, ordinary, plan_of
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    forget()
-
-
 def a_batch(sizes=(8, 12, 5), seed=0):
     """Charged systems of several sizes, whose boxes are long in different directions."""
     generator = torch.Generator().manual_seed(seed)

@@ -42,11 +42,6 @@ def way():
 REPLAYED = "plan (replayed)"
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    forget()
-
-
 AXES = [[True, True, True], [True, False, True], [False, True, True], [False, False, False]]
 OPTIONS = {
     "periodic": {},

@@ -23,7 +23,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine, tables
 from nvalchemiops.torch.runtime.recorder import current_recorder
-from tests.support.plans import forget, ordinary, plan_of, plans_of_calls
+from tests.support.plans import ordinary, plan_of, plans_of_calls
 from tests.support.systems import triclinic
 
 F64 = torch.float64
@@ -38,11 +38,6 @@ REQUESTS = {
     "forces": {"compute_forces": True},
     "all": {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    forget()
 
 
 def arguments(dtype=F64, as_matrix=False, n_atoms=20):
