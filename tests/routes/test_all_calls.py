@@ -1,8 +1,8 @@
 """Each way in which a call may run gives what the ordinary way gives, and is the way that ran.
 
 What holds for the ordinary way (values, derivatives, symmetries, errors: files of this name in the other folders) then
-holds for all. The ordinary way: plans off, operators one by one. A domain of one rank is among the groups of
-tests/distributed, and JAX has tests/jax/test_operators.py.
+holds for all. The ordinary way: plans off, operators one by one. Compiled graphs are in `test_all_calls_compiled.py`, a
+domain of one rank is among the groups of tests/distributed, and JAX has tests/jax/test_operators.py.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from nvalchemiops.torch import record
 from nvalchemiops.torch.runtime import engine, plans
 from tests.lanes.fibers import gpu_layout
 from tests.support.cases import D3, DAMPED_SHIFTED_FORCE, EACH, LENNARD_JONES, MIXED, ONE, PAIRS, PARTS, SUMS
-from tests.support.comparing import close, compiled, random_like
+from tests.support.comparing import close, random_like
 from tests.support.plans import counted_graphs, forget, n_replays
 from tests.support.systems import in_form
 
@@ -94,14 +94,11 @@ def gradients_of(case, inputs, near):
 
 def first_of(case, inputs, near):
     """First derivatives alone, which a backward pass without a graph has; each system has its weight."""
-    return first_by(lambda x, a: case.energies(x, a, *inputs[2:], near), near)
 
-
-def first_by(energies, near):
     def gradients(x, a):
         x, a = (t.detach().requires_grad_() for t in (x, a))
         weights = 1.7 - 0.4 * near.get("batch_idx", torch.zeros(len(x), dtype=torch.int32, device=x.device))
-        return torch.autograd.grad((weights * energies(x, a)).sum(), (x, a))
+        return torch.autograd.grad((weights * case.energies(x, a, *inputs[2:], near)).sum(), (x, a))
 
     return gradients
 
@@ -159,32 +156,6 @@ def test_derivatives_of_requested_derivatives(case, system, ways, ordinary):
     assert (len(ways.plans) > before) == (case.name in HAS_PLAN), engine.explain()
 
 
-@pytest.mark.everyday_cases(
-    "*-batch-Ewald",
-    "*-batch-PME",
-    "*-one-LJ",
-    "*-one-DSF",
-    "results-one-D3",
-    "first-one-reciprocal space",
-    "first-batch-slab",
-)
-@EACH
-@SYSTEMS
-@pytest.mark.parametrize("of", [results_of, first_of], ids=["results", "first"])
-def test_compiled(case, system, of, ways, ordinary):
-    """The second call runs a graph that the first one made."""
-    inputs, near = case.inputs(system), case.near(system)
-    if of is results_of:
-        function = call = results_of(case, inputs, near)
-        call = compiled(function)
-    else:
-        call = first_by(compiled(lambda x, a: case.energies(x, a, *inputs[2:], near)), near)
-        function = first_of(case, inputs, near)
-    for seed in range(2):
-        given = others(inputs, seed)
-        close(call(*given), ordinary(function, *given), 1e-11)
-
-
 @EACH
 @SYSTEMS
 @FUNCTIONS
@@ -202,6 +173,7 @@ def test_in_lanes(case, system, of, ways, ordinary):
         ways.along.clear()
 
 
+@pytest.mark.later_cases("*-first-one-*", "*-gradients-one-*")
 @EACH
 @SYSTEMS
 @FUNCTIONS

@@ -38,17 +38,20 @@ from tests.support.systems import System, batch, csr, in_form
 @EACH
 def test_compiled_equals_eager(case):
     """All results of a batch and their gradients by everything, the flag included."""
-    inputs, near = case.inputs(MIXED), case.near(MIXED)
+    near = case.near(MIXED)
+    assert_compiled_equals_eager(lambda *i: case.results(*i, near), case.inputs(MIXED))
 
-    def function(*inputs):
-        return case.results(*inputs, near)
 
-    assert_compiled_equals_eager(function, inputs)
+@each(SUMS[1], PAIRS[0], D3)
+def test_without_gradients(case):
+    inputs, near = case.inputs(MIXED).leaves(), case.near(MIXED)
     with torch.no_grad():
-        assert not any(r.requires_grad for r in compiled(function)(*inputs.leaves()))
+        found = compiled(lambda *i: case.results(*i, near))(*inputs)
+    assert not any(r.requires_grad for r in found)
+    close(found, case.results(*inputs, near))
 
 
-@pytest.mark.later_cases("Ewald", "DSF")
+@pytest.mark.everyday_cases("PME")
 @EACH_OF_ATOMS
 @pytest.mark.inductor
 def test_compiled_by_inductor_equals_eager(case):
@@ -90,6 +93,7 @@ def test_neighbors_built_behind_a_graph_break(case):
     same_bits(torch.compile(function, backend="aot_eager")(*inputs), function(*inputs))
 
 
+@pytest.mark.later_cases("Ewald", "DSF")
 @EACH_WHOLE
 def test_inputs_computed_inside_the_graph(case):
     """Positions, cell and parameters are intermediates of one parameter."""
@@ -105,6 +109,7 @@ def test_inputs_computed_inside_the_graph(case):
     assert_compiled_equals_eager(function, [torch.linspace(0.2, 1.0, 5, dtype=torch.float64)])
 
 
+@pytest.mark.later_cases("Ewald", "DSF")
 @EACH_OF_ATOMS
 def test_one_tensor_in_two_places(case):
     """A gradient that is halved, or counted twice. Systems of one atom: their parameters may be one tensor."""
@@ -126,7 +131,7 @@ def test_one_tensor_in_two_places(case):
 # -- shapes and recompilations --------------------------------------------------------------------
 
 
-@pytest.mark.later_cases("mesh", "real space", "reciprocal space", "slab")
+@pytest.mark.everyday_cases("PME", "LJ")
 @EACH
 def test_dynamic_shapes_compile_at_most_twice(case):
     """Other numbers of atoms and pairs."""
@@ -163,6 +168,7 @@ class FromGeometry(torch.nn.Module):
         return a * (1.0 + 0.1 * torch.tanh(self.layer(x)).squeeze(1))
 
 
+@pytest.mark.everyday_cases("PME")
 @EACH_OF_ATOMS
 def test_training_compiled_equals_training_eager(case):
     """Energies and forces fitted by parameters from a net, on one curve that goes down."""
@@ -192,7 +198,7 @@ def test_training_compiled_equals_training_eager(case):
     close(other, eager, 1e-9, atol=1e-11)
 
 
-@pytest.mark.everyday_cases("*-aot_eager-*", "LJ-inductor-autograd inside")
+@pytest.mark.everyday_cases("PME-aot_eager-*", "LJ-aot_eager-*", "LJ-inductor-autograd inside")
 @pytest.mark.parametrize("way", ["returned forces", "autograd inside"])
 @pytest.mark.parametrize(
     ("case", "backend"),
@@ -319,7 +325,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.everyday_cases("Ewald-None", "PME-None", "LJ, number given-*", "DSF-None", "D3-None", "slab-None")
+@pytest.mark.everyday_cases("PME-None", "LJ, number given-*", "D3-None", "slab-None")
 @pytest.mark.parametrize(("case", "dynamic"), SHAPES, ids=lambda value: getattr(value, "name", value))
 def test_one_compiled_function_takes_batches_of_three_two_and_one(case, dynamic):
     """A batch of one may be compiled for itself, but is no error."""

@@ -57,20 +57,23 @@ def compiled(function, backend="aot_eager", **options):
 
 
 def assert_compiled_equals_eager(function, inputs, backend="aot_eager"):
-    """Results, flags, and gradients of a loss that sees all results."""
+    """Results, flags, and gradients of a loss that sees all results; the same graph then takes other values."""
 
     def loss(*inputs):
         results = function(*inputs)
         results = results if isinstance(results, tuple) else (results,)
         return weighted([r.sin() for r in results]), results
 
-    found = []
-    for call in (loss, compiled(loss, backend)):
+    def evaluated(call, inputs):
         leaves = leaves_of(inputs)
         value, results = call(*leaves)
         slopes = torch.autograd.grad(value, leaves, allow_unused=True)
         flags = [r.requires_grad for r in results], [s is None for s in slopes]
-        found.append((flags, [r.detach() for r in results], [s for s in slopes if s is not None]))
-    (flags, *eager), (compiled_flags, *others) = found
-    assert flags == compiled_flags
-    close([*others[0], *others[1]], [*eager[0], *eager[1]])
+        return flags, [*(r.detach() for r in results), *(s for s in slopes if s is not None)]
+
+    call = compiled(loss, backend)
+    first, *others = inputs
+    for values in (inputs, [first + 0.02 * random_like([first])[0], *others]):
+        (flags, expected), (compiled_flags, found) = evaluated(loss, values), evaluated(call, values)
+        assert flags == compiled_flags
+        close(found, expected)
