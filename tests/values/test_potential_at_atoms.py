@@ -314,6 +314,8 @@ def test_parameters_are_those_of_0_5_0(toolkit, ratio):
     pme = estimate_multipole_pme_parameters(x, cell, 0.5, **options)
     close([pme.alpha], [ewald.alpha])
     assert all(0.4 < ours / theirs < 2.5 for ours, theirs in zip(pme.mesh_dimensions, values[4:]))
+    with pytest.raises(ValueError, match="`fft_padding_fraction`"):
+        estimate_multipole_pme_parameters(x, cell, 0.5, **options, fft_padding_fraction=-1.0)
     with pytest.raises(ValueError, match="`sigma` is too large"):
         estimate_multipole_ewald_parameters(x, cell, 5.0)
 

@@ -100,7 +100,10 @@ def estimate_multipole_pme_parameters(
     """
     alpha, eta, reach = _balance(positions, cell, sigma, batch_idx, accuracy, cost_ratio)
     cells = cell.detach().to(torch.float64).reshape(-1, 3, 3)
-    mesh = estimate_pme_mesh_dimensions(cells, 1.0 / (math.sqrt(2.0) * eta), accuracy, spline_order=spline_order)
+    splitting = 1.0 / (math.sqrt(2.0) * eta)
+    mesh = estimate_pme_mesh_dimensions(
+        cells, splitting, accuracy, spline_order=spline_order, fft_padding_fraction=fft_padding_fraction
+    )
     spacing = cells.norm(dim=2) / torch.tensor(mesh, dtype=torch.float64, device=cells.device)
     return MultipolePMEParameters(alpha, sigma, mesh, spacing, reach * eta)
 
