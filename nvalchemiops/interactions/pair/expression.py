@@ -162,7 +162,7 @@ def pair_energy(formula: Formula) -> Any:
     if energy.has(sympy.I):
         raise ValueError("`expression` is not real: it takes a root or a logarithm of something negative")
     _check_uses(energy, formula, symbols)
-    _check_symmetry(energy, formula, symbols)
+    _check_symmetry(energy, symbols)
     if formula.shifted:
         energy -= energy.subs(symbols.squared, symbols.cutoff**2)
     if formula.switched:
@@ -221,7 +221,7 @@ def _check_uses(energy: Any, formula: Formula, symbols: Symbols) -> None:
                 raise ValueError(f"`{kind}` declares '{name}', but the energy does not depend on it")
 
 
-def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
+def _check_symmetry(energy: Any, symbols: Symbols) -> None:
     """Raise unless the energy is the same with the two atoms exchanged, and is a real number somewhere."""
     import mpmath
     import sympy

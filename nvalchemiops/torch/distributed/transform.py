@@ -84,7 +84,7 @@ def _to_window(pencil: torch.Tensor, division: Division, group: Any) -> torch.Te
 # -- from one axis to the next --------------------------------------------------------------------
 
 
-def _turned(values: torch.Tensor, turn: Turn | None, division: Division, group: Any) -> torch.Tensor:
+def _turned(values: torch.Tensor, turn: Turn | None, group: Any) -> torch.Tensor:
     """Complex values (n_meshes, n_x, n_y, n_z) after an exchange in a row, or in a column, of the grid of ranks."""
     if turn is None:
         return values
@@ -182,7 +182,7 @@ def window_spectrum(
     else:  # libraries refuse empty transforms
         spectrum = pencil.new_empty((*pencil.shape[:3], mesh[2] // 2 + 1), dtype=pencil.dtype.to_complex())
     for turn, axes in zip(division.turns, others):
-        spectrum = _turned(spectrum, turn, division, ranks)
+        spectrum = _turned(spectrum, turn, ranks)
         spectrum = torch.fft.fftn(spectrum, dim=axes) if axes and spectrum.numel() else spectrum
     return torch.view_as_real(spectrum).unflatten(0, values.shape[:2]).contiguous()
 
@@ -206,7 +206,7 @@ def window_values(
     last, *others = division.axes
     for turn, axes in zip(reversed(division.turns), reversed(others)):
         parts = torch.fft.ifftn(parts, dim=axes, norm="forward") if axes and parts.numel() else parts
-        parts = _turned(parts, None if turn is None else turn.back, division, ranks)
+        parts = _turned(parts, None if turn is None else turn.back, ranks)
     if parts.numel():
         pencil = torch.fft.irfftn(parts, s=[mesh[axis - 1] for axis in last], dim=last, norm="forward")
     else:

@@ -13,7 +13,6 @@ from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDa
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import described
-from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
@@ -159,7 +158,7 @@ def _dispersion_sum(
             parameters = parameters.states(elements or parameters.elements[:1], numbers.device)
         atoms = _look_up(parameters, numbers)
         if domain is not None:
-            shares.must_be_same(domain, parameters=_tables(tables, atoms.states, domain))
+            shares.must_be_same(domain, parameters=_tables(tables, atoms.states))
         if domain is not None and atoms.states.pair_c6 is not None:
             raise ValueError("`parameters`: with a `domain` the tables must factorise, as the published ones do")
         dtype = positions.dtype
@@ -368,7 +367,7 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
     return Ranges(*(Range(c, c - smoothing) for c in known))
 
 
-def _tables(given: D3Parameters | ReferenceStates, states: ReferenceStates, domain: Domain) -> str:
+def _tables(given: D3Parameters | ReferenceStates, states: ReferenceStates) -> str:
     """A description of the tables, which must be the same on all ranks.
 
     It contains their values, but not the eigenvectors, which may differ by rounding.

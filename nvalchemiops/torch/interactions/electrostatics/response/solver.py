@@ -105,7 +105,7 @@ class Problem(NamedTuple):
         charges, dipoles = self.split(deviations)
         return None if charges is None else charges + self.mean_charges(tensors), dipoles
 
-    def deviations(self, initial: Sequence[torch.Tensor | None], tensors: Tensors) -> torch.Tensor:
+    def deviations(self, initial: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """These charges and dipoles as columns."""
         columns = []
         with shares.together(self.domain):
