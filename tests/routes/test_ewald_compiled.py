@@ -56,6 +56,7 @@ OPTIONS: dict[str, Dict] = {
 }
 
 
+@pytest.mark.everyday_cases("PME-exclusions of systems")
 @pytest.mark.parametrize(
     ("name", "options"),
     [("Ewald", "hybrid forces"), ("PME", "slab"), ("PME", "exclusions of systems")],
@@ -65,12 +66,14 @@ def test_options_that_are_absent_or_there(name, options):
     assert_compiled_equals_eager(lambda *i: SUMS[name](*i, **NEAR, **OPTIONS[options]), ONE[:3])
 
 
+@pytest.mark.later_cases("Ewald")
 @EACH_SUM
 def test_channels(name):
     q = torch.stack([ONE.charges, ONE.charges.flip(0)], 1)
     assert_compiled_equals_eager(lambda *i: SUMS[name](*i, **NEAR), (ONE.positions, q, ONE.cell))
 
 
+@pytest.mark.everyday_cases("k_vectors")
 @pytest.mark.parametrize("what", ["miller_bounds", "k_vectors", "prepared"])
 def test_wave_vectors_given(what):
     k_vectors = generate_k_vectors_ewald_summation(ONE.cell, 3.0)

@@ -224,6 +224,7 @@ SUMS_OF_CELLS = {
 }
 
 
+@pytest.mark.later_cases("bounds", "mesh of dipoles", "batch, chosen")
 @pytest.mark.parametrize("name", SUMS_OF_CELLS)
 def test_sums_share_a_plan_where_cells_change(name):
     """Also derivatives by cells, and with k-vectors that come and go. A cell that stays has its own plan."""
