@@ -457,7 +457,7 @@ def test_sums_with_chosen_parameters(name, with_searches, gpu, monkeypatch):
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * float(b.abs().max()))
     assert len(alphas) > 1
-    assert ("sum: plan (replayed" in ways[-1]) == (name != "exclusions")
+    assert ("\nsum: plan (replayed" in f"\n{ways[-1]}") == (name != "exclusions")
 
 
 def test_garbage_waits_for_the_end_of_a_capture():
