@@ -421,13 +421,13 @@ def test_an_interrupt_waits_for_every_chunk(tmp_path):
             raise KeyboardInterrupt
 
         signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         try:
-            launch(slow, 4, [20_000_000], [y])
+            launch(slow, 4, [8_000_000], [y])
             print("finished")
         except KeyboardInterrupt:
             seen = y.clone()
-            time.sleep(1.0)
+            time.sleep(0.5)
             print("interrupted", bool((seen == y).all()), bool((y != 0).all()))
         """
     )
