@@ -417,7 +417,8 @@ with warnings.catch_warnings(record=True) as caught:
     ensure_warp()
     ensure_warp()
 x = wp.array([1.0, 2.0, 3.0], dtype=wp.float64, device="cpu")
-wp.launch(double, 3, inputs=[x], device="cpu")
+if "launch" in sys.argv:
+    wp.launch(double, 3, inputs=[x], device="cpu")
 print(json.dumps([x.numpy().tolist(), wp.config.kernel_cache_dir, [str(w.message) for w in caught]]))
 """
 
@@ -429,9 +430,10 @@ def kernel_script(tmp_path) -> Path:
     return path
 
 
-def run_kernel(script: Path, **environment: str | None):
+def run_kernel(script: Path, *arguments: str, **environment: str | None):
+    """Start Warp; with "launch" also compile a kernel, which takes most of the time."""
     clean = {"WARP_CACHE_PATH": None, "XDG_CACHE_HOME": None, "TMPDIR": str(script.parent)}
-    return run_interpreter(script, **clean | environment)
+    return run_interpreter(script, *arguments, **clean | environment)
 
 
 def result_of(finished):
@@ -440,7 +442,7 @@ def result_of(finished):
 
 def test_home_that_cannot_exist(tmp_path, kernel_script):
     (tmp_path / "file").write_text("not a folder")
-    numbers, folder, messages = result_of(run_kernel(kernel_script, HOME=str(tmp_path / "file" / "home")))
+    numbers, folder, messages = result_of(run_kernel(kernel_script, "launch", HOME=str(tmp_path / "file" / "home")))
     assert numbers == [2.0, 4.0, 6.0]
     assert Path(folder).is_relative_to(tmp_path)
     assert re.search(rf"nvalchemiops-{re.escape(nvalchemiops.__version__)}-warp-[\d.]+-", folder)
@@ -455,8 +457,7 @@ def test_home_that_cannot_exist(tmp_path, kernel_script):
 
 def test_no_home_at_all(tmp_path, kernel_script):
     # Warp alone would make a folder below the working directory
-    numbers, folder, messages = result_of(run_kernel(kernel_script, XDG_CACHE_HOME=""))
-    assert numbers == [2.0, 4.0, 6.0]
+    _, folder, messages = result_of(run_kernel(kernel_script, XDG_CACHE_HOME=""))
     assert Path(folder).is_relative_to(tmp_path)
     assert len(messages) == 1
 
@@ -465,8 +466,7 @@ def test_no_home_at_all(tmp_path, kernel_script):
 def test_existing_cache_that_is_read_only(tmp_path, kernel_script):
     (tmp_path / "warp").mkdir()
     (tmp_path / "warp" / importlib.metadata.version("warp-lang")).symlink_to("/proc")
-    numbers, folder, messages = result_of(run_kernel(kernel_script, XDG_CACHE_HOME=str(tmp_path)))
-    assert numbers == [2.0, 4.0, 6.0]
+    _, folder, messages = result_of(run_kernel(kernel_script, XDG_CACHE_HOME=str(tmp_path)))
     assert "nvalchemiops" in folder
     assert len(messages) == 1
 
