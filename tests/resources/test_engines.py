@@ -13,6 +13,7 @@ from tests.support.processes import output_of, python_says, run_python
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.later
 def test_without_engines(tmp_path):
     """Our own rows alone, each with its measured error, and one that meets each target."""
     code = """
