@@ -27,6 +27,8 @@ from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
 from nvalchemiops.torch.operators.influence import mesh_influence
+from nvalchemiops.torch.operators.sorting import counted_rows
+from tests.lanes.fibers import gpu_layout
 from tests.static.cubin import Needs, needs
 from tests.support import cases
 
@@ -271,6 +273,8 @@ def test_kernels_are_launched_with_the_lanes_that_they_declare(monkeypatch):
     one = torch.ones(1, dtype=torch.float64)
     factors = (torch.ones(4, 4, 1, dtype=torch.float64), torch.ones(1, 1, 3, dtype=torch.float64))
     mesh_influence(cell, one, one, *factors, (4, 4, 4), (0, 0), 1, False, False)
+    with gpu_layout():
+        counted_rows(ptr[1:] - ptr[:-1], torch.zeros(1, dtype=torch.int32))
     assert {kernel.key: lanes for kernel, lanes in seen.items() if lanes != {lanes_of(kernel)}} == {}
     families = {family(kernel) for build in registered().values() if lanes_of(kernel := build())}
     assert families <= {family(kernel) for kernel in seen}
