@@ -301,7 +301,7 @@ def _warmup(options: argparse.Namespace) -> int:
     quiet_warp()
     import warp as wp
 
-    from nvalchemiops.loading import compile_for, load
+    from nvalchemiops.loading import compile_for, is_cpu_only, load
 
     if options.device and options.compute_capability:
         return _fail("warmup", "give --device or --compute-capability, not both")
@@ -320,10 +320,11 @@ def _warmup(options: argparse.Namespace) -> int:
     failures = []
     for name, build, target in _with_progress(jobs, [_job(name, target) for name, _, target in jobs]):
         try:
-            if isinstance(target, int):
-                compile_for(build(), target)
-            else:
-                load(build(), wp.get_device(target))
+            kernel = build()
+            if isinstance(target, int) and not is_cpu_only(kernel):
+                compile_for(kernel, target)
+            elif isinstance(target, str) and (target == "cpu" or not is_cpu_only(kernel)):
+                load(kernel, wp.get_device(target))
         except Exception as error:  # one broken kernel must not hide the others
             failures.append(f"{_job(name, target)}: {error}")
     for failure in failures:

@@ -19,6 +19,7 @@ from nvalchemiops._warp_internals import Command, descriptor_type, has_adjoint, 
 from nvalchemiops.layout import layout
 from nvalchemiops.loading import (
     OFFSET,
+    cpu_only,
     gather_only,
     is_gather_only,
     kernel_module,
@@ -270,6 +271,7 @@ __all__ = [
     "NotDifferentiableError",
     "Task",
     "active_tape",
+    "cpu_only",
     "descriptor_type",
     "enter_as_worker",
     "gather_only",

@@ -106,6 +106,20 @@ def gather_only(kernel: wp.Kernel) -> wp.Kernel:
     return kernel
 
 
+_CPU_ONLY = "_nvalchemiops_cpu_only"
+
+
+def cpu_only(kernel: wp.Kernel) -> wp.Kernel:
+    """Declare that a GPU never runs ``kernel``, so that it need not be compiled for one."""
+    setattr(kernel, _CPU_ONLY, True)
+    return kernel
+
+
+def is_cpu_only(kernel: wp.Kernel) -> bool:
+    """Whether ``kernel`` was declared `cpu_only`."""
+    return getattr(kernel, _CPU_ONLY, False)
+
+
 _LANES = "_nvalchemiops_lanes"
 
 

@@ -12,7 +12,7 @@ import warp as wp
 
 from nvalchemiops.kernels.native import by_device, native_kernel
 from nvalchemiops.kernels.noise import DRAW
-from nvalchemiops.launch import kernel_variants
+from nvalchemiops.launch import cpu_only, kernel_variants
 
 BLOCK, SYSTEM_REGISTERS, ATOM_REGISTERS = 128, 1024, 64
 """Atoms in a block; registers of a system, and of each atom of a block."""
@@ -183,4 +183,4 @@ def program_kernel() -> Any:
     ):
         """Run the program for some systems."""
 
-    return kernel
+    return cpu_only(kernel)

@@ -27,7 +27,7 @@ import warp as wp
 
 from nvalchemiops.kernels.lattice import SMALLEST_VOLUME_RATIO, WORTH_CHANGING, shortest_basis
 from nvalchemiops.kernels.native import by_device, row_kernel
-from nvalchemiops.launch import kernel_module, kernel_variants
+from nvalchemiops.launch import cpu_only, kernel_module, kernel_variants
 
 AUTOMATIC = 0
 NAIVE = 1  # all atoms of a system in one bin
@@ -523,7 +523,7 @@ def put(
 
 @functools.cache
 def _kernels() -> dict[str, wp.Kernel]:
-    """All kernels of this file, in one Warp module: they are always used together.
+    """All kernels of this file, in a Warp module for each of the two ways in which they are used together.
 
     Arrays: cell (n_systems,), or one for all, or empty; pbc (n_systems, 3), or one for all, or empty: all periodic;
     first_atom (n_systems + 1,); system (n_atoms,), or empty: one system; searched (n_systems,), or one for all, or
@@ -531,13 +531,13 @@ def _kernels() -> dict[str, wp.Kernel]:
     atoms of each slot begin; coordinates (3, n_atoms + LANES), wrapped, and entry (n_atoms,), each atom and its whole
     cells, both in the order of the slots.
     """
-    module = kernel_module("neighbor_grid")
+    module, serial = kernel_module("neighbor_grid"), kernel_module("neighbor_grid_serial")
 
-    @wp.kernel(module=module, enable_backward=False)
+    @wp.kernel(module=serial, enable_backward=False)
     def sort(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32), order: wp.array(dtype=wp.int32)):
         sort_by_slot(0, slot.shape[0], 0, begin.shape[0] - 1, slot, begin, order)
 
-    @wp.kernel(module=module, enable_backward=False)
+    @wp.kernel(module=serial, enable_backward=False)
     def prepare(
         positions: wp.array(dtype=wp.vec3d),
         cell: wp.array(dtype=wp.mat33d),
@@ -586,7 +586,7 @@ def _kernels() -> dict[str, wp.Kernel]:
             for k in range(n_atoms):
                 put(k, positions, system, grids, order, coordinates, entry)
 
-    @wp.kernel(module=module, enable_backward=False)
+    @wp.kernel(module=serial, enable_backward=False)
     def end(
         count: wp.array(dtype=wp.int32),
         fault: wp.array(dtype=wp.int32),
@@ -610,10 +610,10 @@ def _kernels() -> dict[str, wp.Kernel]:
     return {
         "describe_systems": row_kernel("describe_systems", describe, module),
         "locate_atoms": row_kernel("locate_atoms", locate, module),
-        "sort_atoms": sort,
+        "sort_atoms": cpu_only(sort),
         "place_atoms": row_kernel("place_atoms", put, module),
-        "prepare_search": prepare,
-        "end_rows": end,
+        "prepare_search": cpu_only(prepare),
+        "end_rows": cpu_only(end),
     }
 
 

@@ -16,7 +16,7 @@ import warp as wp
 
 from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES, lanes_of_masks
-from nvalchemiops.launch import kernel_variants
+from nvalchemiops.launch import cpu_only, kernel_variants
 from nvalchemiops.neighbors.grid import FARTHEST_BIN, Grid
 from nvalchemiops.neighbors.rows import NOWHERE
 from nvalchemiops.neighbors.search_in_warps import text_of_lanes
@@ -462,4 +462,4 @@ def compact_neighbors() -> Any:
         "atom": wp.array(dtype=wp.int32),  # (n_rows,), the atom of each row; or none: all atoms in their order
     }
     parameters = signature(thread=wp.int32, **COUNT, **scratch, **FORM, **LISTED)
-    return native_kernel("neighbor_compaction", _COPY)(parameters)
+    return cpu_only(native_kernel("neighbor_compaction", _COPY)(parameters))

@@ -5,7 +5,7 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.kernels.native import by_device, native_kernel
-from nvalchemiops.launch import kernel_variants
+from nvalchemiops.launch import cpu_only, kernel_variants
 
 _LOOK = """
     const long long *arrays = reinterpret_cast<const long long *>(addresses);
@@ -97,4 +97,4 @@ def stale_kernel() -> Any:
     ):
         """Look at the atoms of a system."""
 
-    return kernel
+    return cpu_only(kernel)

@@ -19,6 +19,7 @@ from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.kernels.sorting import ROWS
 from nvalchemiops.launch import registered_kernels
+from nvalchemiops.loading import is_cpu_only
 from nvalchemiops.neighbors import nearest
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
@@ -558,6 +559,7 @@ def test_each_registered_kernel_is_run():
     # those of the library: tests register kernels, too
     names = [name for name, build in all_kernels() if build.func.__module__.startswith("nvalchemiops.")]
     assert {name.partition("(")[0] for name in names} == CPU_ONLY | set(RUNS)
+    assert all(is_cpu_only(build()) == is_for_a_cpu(name) for name, build in registered_kernels() if name in names)
     assert set(KERNELS) == {name for name in names if not is_for_a_cpu(name)}
 
 
