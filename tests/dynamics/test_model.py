@@ -9,7 +9,7 @@ from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTRE
 from nvalchemiops.notices import NvalchemiopsWarning
 from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms
 from nvalchemiops.torch.interactions.dispersion import DFTD3
-from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
+from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald
 from nvalchemiops.torch.interactions.pair import PairPotential, born_mayer_huggins, lennard_jones
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
@@ -79,6 +79,20 @@ def test_one_list_serves_all_terms_and_is_kept_while_atoms_move_little():
     for n in range(4):
         model(system._replace(positions=system.positions + 0.04 * n))
     assert model.neighbors.cutoff == 6.0 and (model.neighbors.num_calls, model.neighbors.num_builds) == (4, 1)
+
+
+def test_lattice_sums_of_slabs_see_images_across_the_vacuum():
+    """Pairs of other terms are those of the slab alone, and molecules have no images."""
+    system = ions()
+    pbc = torch.tensor([[True, True, False], [False, False, False]])
+    cell = system.cell.clone()
+    cell[0, 2] *= 1.5  # less vacuum than the cutoff
+    system = system._replace(cell=cell, pbc=pbc)
+    pairs, charges = partial(lennard_jones(7.0), sigma=2.4, epsilon=0.02), Electrostatics(accuracy=1e-8, cutoff=7.0)
+    found = SumOfTerms(pairs, charges, skin=0.5, hartree=1.0, bohr=1.0)(system)
+    expected = [f(system, energy_reduction="system", compute_forces=True) for f in (pairs, charges)]
+    torch.testing.assert_close(found.energies, sum(e.energies for e in expected), rtol=1e-7, atol=0.0)
+    torch.testing.assert_close(found.forces, sum(e.forces for e in expected), rtol=1e-6, atol=1e-7)
 
 
 def test_the_list_reaches_as_far_as_triples():

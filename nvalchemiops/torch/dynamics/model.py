@@ -15,6 +15,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
+from nvalchemiops.torch.interactions.electrostatics.automatic import may_have_slabs
 from nvalchemiops.torch.interactions.electrostatics.modules import ConfiguredSum
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
 from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
@@ -156,6 +157,7 @@ class SumOfTerms:
         skin = checks.check_not_negative("skin", skin)
         reach = max((r for r in reaches if r is not None), default=None)
         self.neighbors = None if reach is None else VerletList(reach, skin)
+        self._of_lattice_sums: VerletList | None = None
 
     def _reach(self, interaction: Any) -> float | None:
         """The distance up to which the shared list must be complete for this interaction; None if it takes no list."""
@@ -169,15 +171,23 @@ class SumOfTerms:
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress of the sum."""
         listed: GivenNeighbors | None = None
+        of_sums: GivenNeighbors | None = None
         if self.neighbors is not None and system.domain is None:
-            matrix, _, *shifts = self.neighbors(system.positions, system.cell, system.pbc, system.batch_idx)
-            fits = cells_fit_any_list(system.cell, system.pbc)
-            listed = GivenNeighbors(neighbor_matrix=matrix, matrix_shifts=shifts[0] if shifts else None, fits_cell=fits)
+            listed = of_sums = _listed(self.neighbors, system, system.pbc)
+            if may_have_slabs(system.pbc) and any(isinstance(_interaction(t), ConfiguredSum) for t in self.terms):
+                # lattice sums are periodic along all axes, even if a correction accounts for an open one
+                if self._of_lattice_sums is None:
+                    self._of_lattice_sums = VerletList(self.neighbors.cutoff, self.neighbors.skin)
+                axes = checks.pbc_tensor(system.pbc, system.positions.device)
+                axes = axes.any(-1, keepdim=True).expand_as(axes)
+                of_sums = _listed(self._of_lattice_sums, system, axes)
         wants_stress = self.stress and system.cell is not None
         pairs = [term for term in self.terms if isinstance(_interaction(term), PairPotential)]
         others = [term for term in self.terms if not isinstance(_interaction(term), PairPotential)]
         parts = [self._evaluate_pairs(pairs, system, listed, wants_stress)] if pairs else []
-        parts += [self._evaluate(term, system, listed, wants_stress) for term in others]
+        for term in others:
+            near = of_sums if isinstance(_interaction(term), ConfiguredSum) else listed
+            parts.append(self._evaluate(term, system, near, wants_stress))
         return Evaluation(*_total(parts))
 
     def _evaluate_pairs(
@@ -263,6 +273,13 @@ class SumOfTerms:
             return results
         # a virial is symmetric up to rounding and the error of a mesh
         return *results, (found.virial + found.virial.mT) * (-0.5 * energy / length**3 / _volumes(system))
+
+
+def _listed(verlet: VerletList, system: System, pbc: torch.Tensor | None) -> GivenNeighbors:
+    """The neighbors of a system with these periodic axes."""
+    matrix, _, *shifts = verlet(system.positions, system.cell, pbc, system.batch_idx)
+    fits = cells_fit_any_list(system.cell, pbc)
+    return GivenNeighbors(neighbor_matrix=matrix, matrix_shifts=shifts[0] if shifts else None, fits_cell=fits)
 
 
 def holds_atoms(model: Any) -> bool:

@@ -87,7 +87,7 @@ class Electrostatics(ConfiguredSum):
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
         batch_idx, pbc, domain = (options.get(name) for name in ("batch_idx", "pbc", "domain"))
         atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
-        if "slab_correction" not in options and _may_have_slabs(pbc):
+        if "slab_correction" not in options and may_have_slabs(pbc):
             options["slab_correction"] = True
         is_listed = options.get("neighbor_list") is not None or options.get("neighbor_matrix") is not None
         accuracy = checks.check_positive("accuracy", options["accuracy"])
@@ -171,7 +171,7 @@ class Electrostatics(ConfiguredSum):
         return f"accuracy={self.accuracy:g}, method={self.method!r}, cutoff={self.cutoff}"
 
 
-def _may_have_slabs(pbc: Any) -> bool:
+def may_have_slabs(pbc: Any) -> bool:
     """Whether a system has open axes and others; also True if values cannot be read."""
     if pbc is None or isinstance(pbc, bool):
         return False
