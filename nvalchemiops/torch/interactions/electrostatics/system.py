@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
@@ -124,7 +125,7 @@ class ChargedSystem(NamedTuple):
 
 
 def _check_images_of_slabs(system: ChargedSystem, pbc: torch.Tensor, rows: Rows, cutoff: float | None) -> None:
-    """Raise if a list lacks images along the open axis of a slab, which the sum of three directions has, too."""
+    """Warn if a list lacks images along the open axis of a slab, which the sum of three directions has, too."""
     positions, cell, shifts = system.positions, system.cell, rows.shifts
     if shifts is None or not system.n_atoms or not may_read(positions, cell, pbc, rows.neighbors):
         return
@@ -153,10 +154,11 @@ def _check_images_of_slabs(system: ChargedSystem, pbc: torch.Tensor, rows: Rows,
         cutoff = float(farthest.max())
     suspects = (vacuum < cutoff) & ~with_images(rows)
     if bool(suspects.any()) and bool((suspects & with_images(system.rows_within(cutoff))).any()):
-        raise ValueError(
-            f"`neighbor_list` lacks images along the open axis of a slab. Its images across the vacuum of "
+        notify(
+            f"the given neighbors lack images along the open axis of a slab: those across the vacuum of "
             f"{float(vacuum.min()):.3g} are closer than {cutoff:.3g}, and the sum is periodic along all axes before it "
-            "is corrected: search without `pbc`, or leave the list out"
+            "is corrected. Search without `pbc`, or leave the neighbors out",
+            NeighborListWarning,
         )
 
 
