@@ -175,7 +175,7 @@ _TUNE_EFFECT = (
 
 _WARMUP_LEAVES = (
     "It compiles the neighbor search, Ewald sums and particle meshes with splines of order 4, 5, 8 and 10 with "
-    "their first derivatives, and the most common pair potentials in float64. Kernels that depend on a formula or on the "
+    "their first derivatives, and the most common pair potentials in float64. Kernels that depend on a formula or the "
     "elements are compiled at their first use, half a second each: expressions of your own, shifted, switched and "
     "tabulated potentials, the pairs of DFT-D3, excluded pairs, several charges for an atom, second derivatives."
 )

@@ -11,8 +11,8 @@ PLACES = {"x": 0, "z": 1, "y": 2}
 
 ORDERS = (4, 5, 6, 7, 8, 10)
 COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"), (8, "float32"), (10, "float64"))
-"""Orders and precisions of common meshes: 4 is common in other codes, 5 is the default for a mesh that is given, 8 and 10
-are chosen with meshes for an accuracy of 1e-4 and 1e-6 on a CPU."""
+"""Orders and precisions of common meshes: 4 is common in other codes, 5 is the default for a mesh that is given, 8 and
+10 are chosen with meshes for an accuracy of 1e-4 and 1e-6 on a CPU."""
 
 _PLACE = """
     // Where the stencil begins, and how far into a cell the atom is. What is NaN is put somewhere, with weights NaN.
