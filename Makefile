@@ -58,13 +58,14 @@ test-long: $(STAMP)  ## long runs of hypothesis
 
 test-all: test test-later test-slow test-long  ## all tests, in these four parts
 
-test-newest:  ## the tests with the newest torch and Warp there are, whatever constraints.txt says, in .venv-newest
+test-newest:  ## the tests with the newest torch, Warp, NumPy and JAX there are (JAX: Python 3.12), in .venv-newest
 	@test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
 	@$(NEWEST)/python -m pip install -qq --upgrade --index-url $(TORCH_INDEX) torch
-	@$(NEWEST)/python -m pip install -qq --upgrade warp-lang "$$(grep '^hatchling==' constraints.txt)"
-	@grep -viE '^(torch|warp-lang)==' constraints.txt > .venv-newest/constraints.txt
+	@$(NEWEST)/python -m pip install -qq --upgrade warp-lang numpy scipy jax "$$(grep '^hatchling==' constraints.txt)"
+	@grep -viE '^(torch|warp-lang|numpy|scipy|jax|jaxlib)==' constraints.txt > .venv-newest/constraints.txt
 	@$(NEWEST)/python -m pip install -qq --no-build-isolation -c .venv-newest/constraints.txt -e '.[ase,test]'
-	@$(NEWEST)/python -c 'import torch, warp; print("torch", torch.__version__, "warp", warp.__version__)'
+	@$(NEWEST)/python -c 'import jax, numpy, torch, warp; \
+		print(*(f"{module.__name__} {module.__version__}" for module in (torch, warp, numpy, jax)))'
 	$(NEWEST)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-matrix:  ## a part of the tests with other releases of torch and Python, in .venv-matrix-* (MATRIX="python3.12:2.11.0")
