@@ -131,7 +131,7 @@ def test_costs_that_cannot_be_kept_are_printed(monkeypatch, capsys):
 
 def test_costs_of_a_small_crystal():
     found = tuning.measure(torch.device("cpu"), seconds=0.0, side=4, points=8)
-    assert all(0.0 < number < 1e8 for number in found)
+    assert all(0.0 < number < math.inf for number in found)
 
 
 def test_the_model_is_a_roofline():
