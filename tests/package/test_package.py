@@ -9,6 +9,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,17 @@ def test_top_level_holds_what_is_agreed_and_nothing_else():
     assert present - DOT_FILES == TOP_LEVEL
 
 
+def nodes(path: Path, word: str) -> Iterator[ast.AST]:
+    """The nodes of a file in which the word occurs; others need not be parsed."""
+    text = path.read_text()
+    return ast.walk(ast.parse(text)) if word in text else iter(())
+
+
 def test_no_postponed_annotations_where_kernels_are_built():
     # Warp reads annotations as objects; as strings, a type that only an annotation names is lost
     offenders = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path, "__future__"):
             if isinstance(node, ast.ImportFrom) and node.module == "__future__":
                 offenders.append(str(path.relative_to(ROOT)))
     assert not offenders
@@ -87,7 +94,7 @@ def test_every_launch_goes_through_the_helper():
     for path in PACKAGE.rglob("*.py"):
         if path in (PACKAGE / "launch.py", PACKAGE / "_warp_internals.py"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path, ".launch"):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("wp.launch", "wp.launch_tiled", "warp.launch", "warp.launch_tiled"):
                 offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
