@@ -109,6 +109,17 @@ def compiled_folder(kernel: wp.Kernel, block_dim: int) -> Path:
     return Path(str(wp.config.kernel_cache_dir), kernel.module.get_module_identifier(block_dim))
 
 
+def compile_module(kernel: wp.Kernel, block_dim: int, capability: int, folder: Path) -> Path:
+    """Compile the module of a kernel, for blocks of this size and GPUs of this capability; return the file."""
+    before = wp.get_module_options(kernel.module)["block_dim"]
+    wp.set_module_options({"block_dim": block_dim}, kernel.module)
+    try:
+        (compiled,) = wp.compile_aot_module(kernel.module, arch=capability, module_dir=folder)
+    finally:
+        wp.set_module_options({"block_dim": before}, kernel.module)
+    return Path(compiled)
+
+
 def failed_to_build(kernel: wp.Kernel) -> bool:
     """Whether the source of the module did not compile."""
     return bool(kernel.module.failed_builds)

@@ -15,6 +15,7 @@ import warp as wp
 
 from nvalchemiops import __version__
 from nvalchemiops._warp_internals import (
+    compile_module,
     compiled_folder,
     failed_to_build,
     find_kernel,
@@ -224,16 +225,11 @@ def compile_for(kernel: wp.Kernel, capability: int, folder: Path | None = None) 
     with loading():
         folder = compiled_folder(kernel, block) if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
-        before = wp.get_module_options(kernel.module)["block_dim"]
-        wp.set_module_options({"block_dim": block}, kernel.module)
-        try:
-            # files are moved when they are whole, since other processes may look for them
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}_p{os.getpid()}_") as aside:
-                (compiled,) = wp.compile_aot_module(kernel.module, arch=capability, module_dir=aside)
-                for made in Path(aside).iterdir():
-                    made.replace(folder / made.name)
-        finally:
-            wp.set_module_options({"block_dim": before}, kernel.module)
+        # files are moved when they are whole, since other processes may look for them
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}_p{os.getpid()}_") as aside:
+            compiled = compile_module(kernel, block, capability, Path(aside))
+            for made in Path(aside).iterdir():
+                made.replace(folder / made.name)
     return folder / compiled.name
 
 
