@@ -30,10 +30,10 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
     check_accuracy,
     mesh_for,
     optimal_splitting,
+    sources_of,
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy.methods import method_of_one
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of_system
-from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
@@ -415,11 +415,11 @@ class LatticeSum:
             }
             system = check_system(ChargedAtoms(positions, cell=cell, **sources))
             open_part = MeshSum(order, None) if by_mesh else KVectorSum()
-            alphas, cutoffs, target, *_ = optimal_splitting(system, open_part, self.accuracy, costs)
+            known = sources_of(system)
+            alphas, cutoffs, target, _ = optimal_splitting(system, open_part, self.accuracy, costs, *known)
             alpha, cutoff = alphas[0], cutoffs[0]
             if by_mesh:
-                known = strengths_of(system, np) if has_known_moments(system) else None
-                mesh = mesh_for(sizes_of_system(system), alphas, target, order, strengths=known)
+                mesh = mesh_for(sizes_of_system(system), alphas, target, order, strengths=known[0])
             else:
                 k_cutoff = reciprocal_cutoff(alphas, sizes_of_system(system).spacing, target)[0]
         elif by_mesh:

@@ -236,18 +236,46 @@ def test_a_choice_follows_the_atoms():
             same_bits(call(), ordinary(call))
 
 
-@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
-def test_choices_that_are_kept_are_those_that_are_made(function, monkeypatch):
-    """For another cell, in the same memory too, for other atoms, charges and accuracies."""
+CHOSEN = {
+    "nothing given": {},
+    "list": {"list": None},
+    "list and cutoff": {"list": 3.0},
+    "long-range part": {"list": None, "given": True},
+    "dipoles": {"dipoles": 0.3},
+    "dipoles and widths": {"dipoles": 0.3, "widths": 0.2},
+}
+
+
+def chosen_sum(name, method, x, q, cell, accuracy=1e-4, scale=1.0):
+    """Energies and forces with one of the choices `CHOSEN`; ``scale`` multiplies dipoles and widths."""
+    options, near = dict(CHOSEN[name]), {}
+    function, part = SUMS[method]
+    if "list" in options:
+        found = neighbor_list(x, 3.0, cell, return_neighbor_list=True)
+        near = dict(zip(NAMES[False], found)) | {"cutoff": options["list"]}
+    if "dipoles" in options:
+        near["dipoles"] = options["dipoles"] * scale * torch.cos(torch.arange(3 * len(x))).reshape(-1, 3).to(x.dtype)
+    if "widths" in options:
+        near["widths"] = options["widths"] * scale
+    part = part if "given" in options else {}
+    return function(x, q, cell, accuracy=accuracy, compute_forces=True, **near, **part)
+
+
+@pytest.mark.filterwarnings("ignore::nvalchemiops.NvalchemiopsWarning")
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("method", SUMS)
+def test_choices_that_are_kept_are_those_that_are_made(method, name, monkeypatch):
+    """For another cell, in the same memory too, for other atoms, charges, dipoles, widths and accuracies."""
     x, q, cell, _ = arguments()
     changed = cell.clone()
     near = x.clone()
     near[1] = near[0] + 0.2
     systems = [(x, q, changed, 1e-4), (near, q, changed, 1e-4), (x, q * 3.0, changed, 1e-4), (x, q, changed, 1e-6)]
     systems += [(x[:-1], q[:-1], changed, 1e-4), (x.float(), q.float(), cell.float(), 1e-4)]
+    systems += [(x, q, changed, 1e-4, 1.5)] if "dipoles" in name else []
 
     def results_of_all():
-        return [t for *inputs, a in systems for t in function(*inputs, accuracy=a, compute_forces=True)]
+        return [t for inputs in systems for t in chosen_sum(name, method, *inputs)]
 
     for scale in (1.0, 1.2, 1.0):
         changed.copy_(scale * cell)
@@ -256,6 +284,17 @@ def test_choices_that_are_kept_are_those_that_are_made(function, monkeypatch):
             patch.setattr(choice, "_may_keep_choices", lambda _: False)
             meshes._meshes.clear()
             same_bits(tuple(kept), tuple(results_of_all()))
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("method", SUMS)
+def test_choices_are_kept(method, name, monkeypatch):
+    """For atoms that move, and dipoles that change, a little."""
+    x, q, cell, _ = arguments()
+    chosen_sum(name, method, x, q, cell, 1e-2)
+    monkeypatch.setattr(choice, "optimal_splitting", None)
+    monkeypatch.setattr(choice, "given_alpha", None)
+    chosen_sum(name, method, x + 1e-6 * x.sin(), q, cell, 1e-2, 1.0 + 1e-6)
 
 
 def test_a_warning_of_a_choice_comes_each_time():

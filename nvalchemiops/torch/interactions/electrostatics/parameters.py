@@ -429,11 +429,10 @@ def _as_in_calls(
     """Alpha, cutoff, target and strengths of sources beyond charges, as a call with a list chooses them."""
     system, costs = check_system(atoms), core.COSTS[atoms.positions.device.type]
     if r_c is None:
-        _, r_c, *_ = choice.optimal_splitting(system, long_range, accuracy, costs)
+        _, r_c, *_ = choice.optimal_splitting(system, long_range, accuracy, costs, *choice.sources_of(system))
     cutoff = float(r_c.max(initial=0.0))  # lists reach to the longest in all systems
     found = choice.choose_splitting(system, long_range, None, cutoff, None, accuracy)
-    strengths = choice.strengths_of(system, np) if choice.has_known_moments(system) else None
-    return on_host(found.alpha.detach()), np.full(r_c.shape, cutoff), found.target, strengths
+    return on_host(found.alpha.detach()), np.full(r_c.shape, cutoff), found.target, found.strengths
 
 
 def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:

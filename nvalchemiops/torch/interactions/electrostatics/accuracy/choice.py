@@ -1,12 +1,13 @@
 """Choose parameters of an Ewald sum that are not given: alpha, the cutoff, the mesh or the k-vectors."""
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from nvalchemiops import notices
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.locks import Kept
@@ -94,8 +95,10 @@ class LongRange(Protocol):
         """
         ...
 
-    def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "LongRange":
-        """The method with the parameters that the target needs at this alpha."""
+    def chosen(
+        self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target, strengths: Strengths | None
+    ) -> "LongRange":
+        """The method with the parameters that the target needs at this alpha, for moments of these strengths."""
         ...
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> Term:
@@ -115,12 +118,15 @@ class EwaldSplitting(NamedTuple):
         Accuracy and forces, which set the allowed errors; numpy arrays, or torch tensors while compiling.
     cutoff : float or None
         Cutoff of the list, if it was built.
+    strengths : Strengths or None
+        Those of moments, if they are known.
     """
 
     alpha: torch.Tensor
     rows: Rows
     target: core.Target
     cutoff: float | None = None
+    strengths: Strengths | None = None
 
 
 def choose_splitting(
@@ -149,11 +155,6 @@ def choose_splitting(
             raise ValuesNeededError(
                 "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
             )
-        is_known = (rows is None or cutoff is not None) and not long_range.is_given  # the reach of the list
-        if is_known and _may_keep_choices(system):
-            sizes_known = key_of_sizes(system)
-            if sizes_known is not None:
-                return _choose_by_sizes(system, sizes_known, long_range, cutoff, rows, accuracy)
         return _choose(system, long_range, cutoff, rows, accuracy)
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
@@ -164,36 +165,45 @@ def choose_splitting(
             reach = _reach(rows, system, np.full(system.n_systems, np.inf))
         if reach is not None:
             _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), reach, accuracy)
-    is_open = rows is None or not long_range.is_given
+    is_open, strengths = rows is None or not long_range.is_given, None
     if is_open and not compiling and has_known_moments(system):
         strengths = strengths_of(system, np)
         target = strengths.target(accuracy, on_host(chosen.detach()))
         if limit is not None:
             _warn_of_overlap(on_host(limit), strengths.spacing, accuracy)
     if rows is not None:
-        return EwaldSplitting(chosen, rows, target)
+        return EwaldSplitting(chosen, rows, target, None, strengths)
     if cutoff is None:
         if compiling:
             raise ValuesNeededError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
         spacing = sizes_of_system(system).spacing
         screened = chosen.detach() if limit is None else torch.minimum(chosen.detach(), limit)
         cutoff = float(core.real_cutoff(on_host(screened), spacing, target).max(initial=0.0))
-    return EwaldSplitting(chosen, system.rows_within(cutoff), target, cutoff)
+    return EwaldSplitting(chosen, system.rows_within(cutoff), target, cutoff, strengths)
 
 
 def _choose(
     system: ChargedSystem, long_range: LongRange, cutoff: float | None, rows: Rows | None, accuracy: float
 ) -> EwaldSplitting:
-    """Alpha and neighbors. Uses numpy, or torch while compiling: then no values are read, and the cutoff is given."""
+    """Alpha and neighbors. Uses numpy, or torch while compiling: then no values are read, and the cutoff is given.
+
+    Only the reach of the list and the forces depend on positions. What else is found is kept for later calls.
+    """
     compiling, device = not may_read(), system.positions.device
     xp: Any = torch if compiling else np
     costs = costs_of_call(system, rows, cutoff)
-    optimal_alpha, r_c, target, spacing, strengths, limit = optimal_splitting(system, long_range, accuracy, costs)
+    strengths, limit = sources_of(system)
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
         model = _on_host(model)
+    key = _key_of_choice(system, long_range, model, strengths, limit, accuracy, costs)
 
-    def balanced(reach: Any) -> Any:
+    def optimum() -> tuple[Any, _Splittings]:
+        return optimal_splitting(system, long_range, accuracy, costs, strengths, limit), Kept(MOST_SPLITTINGS)
+
+    (optimal_alpha, r_c, optimal_target, spacing), splittings = _kept_or_made(_choices, key, optimum)
+
+    def balanced(reach: Any, model: core.Reciprocal | None, target: core.Target) -> Any:
         """Alpha for a list with this reach."""
         alpha = core.alpha_for_cutoff(r_c.clip(None, reach), spacing, target, xp)
         if limit is not None:
@@ -208,7 +218,7 @@ def _choose(
         # in steps from the optimal cutoff: the largest distance in a list with that cutoff is slightly less
         reach = np.where(reach > 0.0, r_c * core.in_steps(reach / r_c), reach)
     if reach is None:
-        reach = r_c
+        reach, target = r_c, optimal_target
         if model is not None:
             sufficient = core.alpha_for_reciprocal(core.alpha_for_cutoff(r_c, spacing, target), spacing, model, target)
             reach = core.in_steps(core.real_cutoff(sufficient, spacing, target), "up").clip(r_c, core.WIDEST * r_c)
@@ -216,28 +226,43 @@ def _choose(
     if rows is None:
         longest = float(np.max(reach, initial=0.0)) if cutoff is None else cutoff
         rows = system.rows_within(longest)
+    of_reach = None if key is None else np.asarray(reach).tobytes()
+    force: Any = None
     # values of tensors that vmap maps over cannot be read
     if compiling or may_read(system.positions, system.moments, wait=True):
-        near = torch.as_tensor(xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing), device=device)
+
+        def nearest() -> torch.Tensor:
+            return torch.as_tensor(xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing), device=device)
+
+        near = _kept_or_made(splittings, of_reach, nearest)
         measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=True)
-        target = target._replace(force=measure(system, rows, near, spacing))
-    if strengths is not None:
-        strengths = strengths.with_force_of_charges(target.force, xp)
-        charges_alone, alpha = model, optimal_alpha
-        for _ in range(SETTLED):
-            target = strengths.target(accuracy, alpha, xp)
-            if isinstance(charges_alone, core.Mesh):
-                model = strengths.mesh_model(charges_alone, accuracy, alpha, xp)
-            alpha = balanced(reach)
-        if limit is not None and not compiling:
-            _warn_of_widths(system, np.asarray(alpha), limit, float(np.min(reach)), accuracy)
-    alpha = balanced(reach)
-    if model is not None and not compiling:
-        errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, model, target)
-        warn_of_errors(
-            accuracy, np.hypot(*errors), f"the given {long_range.argument} and this reach of the neighbor list"
-        )
-    return EwaldSplitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target, longest)
+        force = measure(system, rows, near, spacing)
+
+    def settled() -> tuple[torch.Tensor, core.Target]:
+        target, suited = optimal_target, model
+        if force is not None:
+            target = target._replace(force=force)
+        if strengths is not None:
+            of_all = strengths.with_force_of_charges(target.force, xp)
+            alpha = optimal_alpha
+            for _ in range(SETTLED):
+                target = of_all.target(accuracy, alpha, xp)
+                if isinstance(model, core.Mesh):
+                    suited = of_all.mesh_model(model, accuracy, alpha, xp)
+                alpha = balanced(reach, suited, target)
+            if limit is not None and not compiling:
+                _warn_of_widths(system, np.asarray(alpha), limit, float(np.min(reach)), accuracy)
+        alpha = balanced(reach, suited, target)
+        if suited is not None and not compiling:
+            errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, suited, target)
+            warn_of_errors(
+                accuracy, np.hypot(*errors), f"the given {long_range.argument} and this reach of the neighbor list"
+            )
+        return given_alpha(torch.as_tensor(alpha, device=device), system), target
+
+    of_both = None if of_reach is None or force is None else (of_reach, force.tobytes())
+    alpha, target = _kept_or_made(splittings, of_both, settled)
+    return EwaldSplitting(alpha, rows, target, longest, strengths)
 
 
 def costs_of_call(system: ChargedSystem, rows: Rows | None, cutoff: float | None) -> core.Costs:
@@ -246,13 +271,26 @@ def costs_of_call(system: ChargedSystem, rows: Rows | None, cutoff: float | None
     return core.COSTS[system.positions.device.type].of_call(finds_neighbors)
 
 
-def optimal_splitting(
-    system: ChargedSystem, long_range: LongRange, accuracy: float, costs: core.Costs
-) -> tuple[Any, Any, core.Target, Any, Strengths | None, Any]:
-    """Alpha and cutoff (n_systems,) of least cost, and the target, independent of positions.
+def sources_of(system: ChargedSystem) -> tuple[Strengths | None, Any]:
+    """Strengths of moments and the `widest_alpha` of Gaussians, if they are known; on the host, or while compiling."""
+    compiling = not may_read()
+    if not (has_known_moments(system) or (compiling and not system.of_points)):
+        return None, None
+    strengths, limit = strengths_of(system, torch if compiling else np), widest_alpha(system)
+    return strengths, limit if limit is None or compiling else on_host(limit)
 
-    Uses numpy, or torch if values cannot be read. Also returns the average distance and, for moments, their strengths
-    and the `widest_alpha` of Gaussians.
+
+def optimal_splitting(
+    system: ChargedSystem,
+    long_range: LongRange,
+    accuracy: float,
+    costs: core.Costs,
+    strengths: Strengths | None,
+    limit: Any,
+) -> tuple[Any, Any, core.Target, Any]:
+    """Alpha and cutoff (n_systems,) of least cost, and the target, independent of positions; and the average distance.
+
+    Uses numpy, or torch if values cannot be read. ``strengths`` and ``limit`` are those of `sources_of`.
     """
     compiling = not may_read()
     xp: Any = torch if compiling else np
@@ -268,18 +306,14 @@ def optimal_splitting(
     spacing, target = core.average_distance(count, volume, xp), core.Target(accuracy)
     others = (costs, xp, lengths)
     alpha = long_range.optimal_alpha(count, volume, target, *others)
-    strengths: Strengths | None = None
-    limit: Any = None
-    if has_known_moments(system) or (compiling and not system.of_points):
-        strengths, limit = strengths_of(system, xp), widest_alpha(system)
+    if strengths is not None:
         if limit is not None and not compiling:
-            limit = on_host(limit)
             _warn_of_overlap(limit, spacing, accuracy)
         for _ in range(SETTLED):
             target = strengths.target(accuracy, alpha, xp)
             alpha = long_range.optimal_alpha(count, volume, target, *others)
             alpha = alpha if limit is None else xp.minimum(alpha, limit)
-    return alpha, core.real_cutoff(alpha, spacing, target, xp), target, spacing, strengths, limit
+    return alpha, core.real_cutoff(alpha, spacing, target, xp), target, spacing
 
 
 SETTLED = 4
@@ -288,61 +322,55 @@ SETTLED = 4
 MOST_CHOICES = 16
 """Number of combinations of cells, sizes and accuracies for which choices are kept."""
 
-MOST_SPLITTINGS = 16
-"""Number of sets of forces, one force for each system of a batch, that are kept for each of these combinations."""
+MOST_SPLITTINGS = 32
+"""Number of reaches, and of sets of forces, one for each system of a batch, that are kept for each of these."""
 
-_Splittings = Kept[tuple[torch.Tensor, core.Target]]
+_Splittings = Kept[Any]
+"""By the bytes of the reach: the reach of the estimate of forces. By those of reach and forces: alpha and target. One
+system has few entries, since both are rounded."""
 
-_choices: Kept[tuple[np.ndarray, np.ndarray, torch.Tensor, _Splittings]] = Kept(MOST_CHOICES)
-"""Choices that do not depend on positions, (n_systems,) each: the reach of the list, d, and the reach of the estimate
-of forces. Last a mapping from the bytes of forces to alpha and target; one system has few entries, since its forces are
-rounded."""
+_choices: Kept[tuple[Any, _Splittings]] = Kept(MOST_CHOICES)
+"""Choices that do not depend on positions, by `_key_of_choice`: the results of `optimal_splitting`; and splittings."""
 
 
 def _may_keep_choices(system: ChargedSystem) -> bool:
-    """Whether choices for this system may be kept: only for charges alone, in plain eager mode."""
-    is_known = system.of_points and may_read(system.cell, system.batch_idx, wait=True)
-    return is_known and is_eager(system.positions, system.moments, system.cell, system.batch_idx)
+    """Whether choices for this system may be kept: in plain eager mode."""
+    is_known = may_read(system.cell, system.batch_idx, wait=True)
+    return is_known and is_eager(system.positions, system.moments, system.cell, system.batch_idx, system.widths)
 
 
-def _choose_by_sizes(
+def _key_of_choice(
     system: ChargedSystem,
-    sizes_known: Hashable,
     long_range: LongRange,
-    cutoff: float | None,
-    rows: Rows | None,
+    model: core.Reciprocal | None,
+    strengths: Strengths | None,
+    limit: Any,
     accuracy: float,
-) -> EwaldSplitting:
-    """`_choose` if the reach of the list is given or chosen; then only the list and forces depend on positions."""
-    device = system.positions.device
-    costs = costs_of_call(system, rows, cutoff)
+    costs: core.Costs,
+) -> Hashable:
+    """All on which a choice depends besides the reach of the list and forces; None if it is not to be kept."""
+    if not _may_keep_choices(system) or (sizes := key_of_sizes(system)) is None:
+        return None
     order = getattr(long_range, "spline_order", 0)
-    # tensors that were made on another stream may not be there yet
-    key = (sizes_known, system.positions.dtype, accuracy, type(long_range), order, costs, cutoff, place_of(device))
-    choice = _choices.get(key)
-    if choice is None:
-        sizes, target = sizes_of_system(system), core.Target(accuracy)
-        lengths = None if system.n_systems == 1 else sizes.with_shorter_vectors()[0].lengths
-        optimal = long_range.optimal_alpha(sizes.n_atoms, sizes.volume, target, costs, np, lengths)
-        reach = core.real_cutoff(optimal, sizes.spacing, target).clip(None, cutoff)
-        with torch.inference_mode(False):
-            near = torch.as_tensor(np.minimum(reach, core.NEARBY * sizes.spacing), device=device)
-        choice = (reach, sizes.spacing, near, Kept(MOST_SPLITTINGS))
-        _choices.keep(key, choice)
-    reach, spacing, near, splittings = choice
-    longest = None
-    if rows is None:
-        longest = float(reach.max()) if cutoff is None else cutoff
-        rows = system.rows_within(longest)
-    force = force_on_host(system, rows, near, spacing, sampled=True)
-    found = splittings.get(force.tobytes())
+    # forces between moments follow from these squares and from the sizes
+    values = (None if strengths is None else strengths.squares, limit, *(vars(model).values() if model else ()))
+    known = tuple([value.tobytes() if isinstance(value, np.ndarray) else value for value in values])
+    place = place_of(system.positions.device)  # tensors that were made on another stream may not be there yet
+    return (sizes, system.positions.dtype, accuracy, type(long_range), order, type(model), known, costs, place)
+
+
+def _kept_or_made(kept: Kept[Any], key: Hashable, make: Callable[[], Any]) -> Any:
+    """What is kept for this key, or else the result of ``make()``. With None as a key nothing is kept."""
+    if key is None:
+        return make()
+    found = kept.get(key)
     if found is None:
-        target = core.Target(accuracy, force)
-        with torch.inference_mode(False):
-            alpha = torch.as_tensor(core.alpha_for_cutoff(reach, spacing, target), device=device)
-            found = given_alpha(alpha, system), target
-        splittings.keep(force.tobytes(), found)
-    return EwaldSplitting(found[0], rows, found[1], longest)
+        notes = notices.count()
+        with torch.inference_mode(False):  # other calls will use its tensors
+            found = make()
+        if notices.count() == notes:  # choices with warnings must warn in each call
+            kept.keep(key, found)
+    return found
 
 
 def _on_host(model: core.Reciprocal) -> core.Reciprocal:

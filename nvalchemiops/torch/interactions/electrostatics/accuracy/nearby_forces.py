@@ -122,13 +122,14 @@ def _by_plan(
     reach: torch.Tensor,
 ) -> torch.Tensor:
     """``function(system, rows, reach)``, with a plan if there is one."""
-    if system.exclusions is not None or not system.of_points:
+    if system.exclusions is not None:
         return function(system, rows, reach)
 
     def evaluate(rows: Rows, /, reach: torch.Tensor, **values: Any) -> tuple[torch.Tensor, ...]:
         return (function(system._replace(**values), rows, reach),)
 
     rows = rows._replace(first=None)  # it shares memory with the neighbors, and the sum will check it
+    system = system._replace(moments=system.moments[..., :1], widths=None, of_points=True)  # only charges matter
     moving = {"positions": system.positions, "moments": system.moments, "reach": reach}
     fixed = {"cell": system.cell, "batch_idx": system.batch_idx}
     large = system.n_atoms > MOST_ATOMS_ON_GPU and not layout(system.positions.device.type).reads

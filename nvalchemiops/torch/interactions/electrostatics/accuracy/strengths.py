@@ -10,6 +10,7 @@ from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import spacing_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.pair.shares import largest
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import is_mapped, may_read, on_host, slices_of
 
 NEAR_MOMENTS = 4.0
@@ -83,24 +84,47 @@ def has_known_moments(system: ChargedSystem) -> bool:
 
 
 def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
-    """Strengths of the moments of each system, with numpy or torch; forces are estimated without neighbors."""
+    """Strengths of the moments of each system, with numpy or torch; forces are estimated without neighbors.
+
+    Rounded in steps, so that choices are the same for dipoles that change a little from call to call.
+    """
+
+    def evaluate(_: Any, /, **values: Any) -> tuple[torch.Tensor, ...]:
+        here = system._replace(**values)
+        return _means(here), spacing_of(here)
+
     with torch.no_grad():
-        squares = _largest(system.moments.detach().to(torch.float64).square())
-        columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]
-        of_quadrupoles = squares[..., 4:]
-        if of_quadrupoles.shape[-1]:
-            on_diagonal = of_quadrupoles[..., 0] + of_quadrupoles[..., 3] + of_quadrupoles[..., 5]
-            columns.append(2.0 * (of_quadrupoles.sum(-1) + on_diagonal).sum(1))
-        else:
-            columns.append(torch.zeros_like(columns[0]))
-        count = system.atoms_in_systems().clamp_min(1.0)
-        # NaN in moments makes results NaN, but not the parameters
-        means: Any = (system.sums(torch.stack(columns, 1)) / count.unsqueeze(1)).nan_to_num(0.0, 0.0)
-        spacing: Any = spacing_of(system)
+        moving = {"positions": system.positions.detach(), "moments": system.moments.detach()}
+        fixed = {"cell": system.cell.detach(), "batch_idx": system.batch_idx}
+        ways: Any = () if system.domain is None else "ranks share it"
+        means: Any
+        spacing: Any
+        means, spacing = engine.run_function("strengths", evaluate, moving, (), fixed, ways)
         if xp is np:
             means, spacing = on_host(means), on_host(spacing)
+    means = xp.where(means > 0.0, core.in_steps(means, "nearest", STEPS_OF_SQUARES, xp), 0.0)
     found = Strengths(means, spacing, spacing)
     return found._replace(force=core.TYPICAL_FORCE * found.at(NEAR_MOMENTS / spacing))
+
+
+STEPS_OF_SQUARES = 2 * core.STEPS_OF_FORCES
+"""Steps per factor of two to which mean squares are rounded: forces are by up to 9 %, which is half of what their own
+rounding is."""
+
+
+def _means(system: ChargedSystem) -> torch.Tensor:
+    """Means (n_systems, 3) of q², μ² and Q:Q."""
+    squares = _largest(system.moments.to(torch.float64).square())
+    columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]
+    of_quadrupoles = squares[..., 4:]
+    if of_quadrupoles.shape[-1]:
+        on_diagonal = of_quadrupoles[..., 0] + of_quadrupoles[..., 3] + of_quadrupoles[..., 5]
+        columns.append(2.0 * (of_quadrupoles.sum(-1) + on_diagonal).sum(1))
+    else:
+        columns.append(torch.zeros_like(columns[0]))
+    count = system.atoms_in_systems().clamp_min(1.0)
+    # NaN in moments makes results NaN, but not the parameters
+    return (system.sums(torch.stack(columns, 1)) / count.unsqueeze(1)).nan_to_num(0.0, 0.0)
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import key_of_sizes, spacing_of
+from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import Strengths
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     MOST_STRETCH,
     WaveVectors,
@@ -152,7 +153,9 @@ class KVectorSum(NamedTuple):
         """As for `LongRange`."""
         return core.ewald_alpha(n_atoms, volume, target, costs, xp)
 
-    def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "KVectorSum":
+    def chosen(
+        self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target, strengths: Strengths | None
+    ) -> "KVectorSum":
         """As for `LongRange`."""
         cell, splitting = system.cell.detach(), alpha.detach()
 
