@@ -408,6 +408,8 @@ CHOSEN = {
     "wide numbers": {"neighbors": "int64"},
     "a matrix": {"neighbors": "matrix"},
     "k-vectors": {"function": ewald_summation},
+    "k-vectors up to a length": {"function": ewald_summation, "k_cutoff": 8.0},
+    "dipoles": {"dipoles": True},
     "a batch": {"system": MIXED},
     "exclusions": {"exclusions": True},
 }
@@ -422,6 +424,10 @@ def test_sums_with_chosen_parameters(name, with_searches, gpu, monkeypatch):
     n_atoms = len(system.charges)
     if system is MIXED:
         fixed["batch_idx"] = system.batch_idx.to(gpu.device)
+    if "k_cutoff" in how:
+        fixed["k_cutoff"] = how["k_cutoff"]
+    if name == "dipoles":
+        fixed["dipoles"] = 0.1 * random_like([system.positions], 9)[0].to(gpu.device)
     if name == "exclusions":
         fixed["exclusions"] = torch.tensor([[0], [1]], dtype=torch.int32, device=gpu.device)
     alphas, ways, choose = set(), [], driver.choose_splitting

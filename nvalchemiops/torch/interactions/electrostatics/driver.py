@@ -63,7 +63,8 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
         return _sum("sum", _terms, asked, asked.is_constant)
     # neighbors and alpha first, since they depend on positions; then the plan of the rest
     terms, system, rows, long_range, alpha = _terms(asked)
-    known: Any = ("chosen", long_range, alpha, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
+    # the last term holds what was chosen, and none of the tensors that have only led to the choice
+    known: Any = ("chosen", terms[-1], asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
     if _has_made_tensors(system, asked) and not layout(alpha.device.type).reads:
         known = "it depends on tensors that were made for this call, whose values are not read"
     near = rows
