@@ -105,7 +105,7 @@ class FromASE:
                 *(term.interaction for term in terms), skin=self.calculator.parameters["skin"], stress=self.stress
             )
             if bound is not None and bound.sum is not None and bound.made_for[:2] == made_for[:2]:
-                made.neighbors = bound.sum.neighbors  # reaches do not depend on the atoms, and it notices other atoms
+                made.take_lists(bound.sum)
         of_sum = next((term.charges for term in terms if term.charges is not None), None)
         self._bound = bound = _Bound(made, of_sum, numbers, charges, made_for)
         return bound

@@ -111,6 +111,35 @@ def test_the_list_reaches_as_far_as_triples():
     dispersion(bohr, bohr.neighbors(8.0))
 
 
+def test_lattice_sums_that_choose_their_cutoff_keep_a_list_of_their_own():
+    """It suits the number of atoms, and is not the longer one of other terms."""
+    system, charges = ions(), Electrostatics(accuracy=1e-7)
+    model = SumOfTerms(charges, partial(lennard_jones(12.0), sigma=3.4, epsilon=0.0), skin=0.5)
+    for n in range(4):
+        moved = system._replace(positions=system.positions + 0.04 * n)
+        found, exact = model(moved), charges(moved, compute_forces=True)
+        assert (found.forces / (HARTREE_IN_EV * BOHR_IN_ANGSTROM) - exact.forces).norm() < 1e-6 * exact.forces.norm()
+    verlet = model.neighbors_of_sums
+    assert (verlet.num_calls, verlet.num_builds) == (4, 1) and verlet.cutoff < 12.0
+    one = System.from_ase(crystal((4, 4, 4), a=5.6), charges=[1.0, -1.0] * 128)
+    assert torch.isfinite(model(one).forces).all() and model.neighbors_of_sums.cutoff != verlet.cutoff
+
+
+@pytest.mark.parametrize("cutoff", [None, 7.0])
+def test_lattice_sums_of_slabs_have_images_across_the_vacuum(cutoff):
+    """Here it is thinner than the cutoff. Molecules beside it have no images."""
+    slab = crystal((2, 2, 1))
+    slab.cell[2] *= 1.2
+    slab.pbc[2] = False
+    molecule = crystal(1, seed=2)
+    molecule.pbc, molecule.cell = False, None
+    charges = [1.0, -1.0] * ((len(slab) + len(molecule)) // 2)
+    system = System.from_ase([slab, molecule], charges=charges)
+    exact = Electrostatics(accuracy=1e-10)(system, compute_forces=True).forces * (HARTREE_IN_EV * BOHR_IN_ANGSTROM)
+    model = SumOfTerms(Electrostatics(accuracy=1e-7, cutoff=cutoff))
+    assert (model(system).forces - exact).norm() < 1e-6 * exact.norm()
+
+
 @pytest.mark.parametrize("cell_moves", [True, False])
 def test_pair_terms_are_one_call_whose_plan_follows_positions_cells_and_parameters(cell_moves):
     """At each step the results are those of the terms alone, without a list: also where parameters change in place."""

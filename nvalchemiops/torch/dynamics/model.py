@@ -15,14 +15,14 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
-from nvalchemiops.torch.interactions.electrostatics.automatic import may_have_slabs
+from nvalchemiops.torch.interactions.electrostatics.automatic import fastest_cutoff, has_slabs
 from nvalchemiops.torch.interactions.electrostatics.modules import ConfiguredSum
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
 from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime.context import ordinary
+from nvalchemiops.torch.runtime.context import may_read, ordinary
 from nvalchemiops.torch.systems import Neighbors, System
 
 if TYPE_CHECKING:
@@ -104,7 +104,10 @@ def _volumes(system: System) -> torch.Tensor:
 
 
 class SumOfTerms:
-    """A model that adds interactions of this library and other models, with one Verlet list for all.
+    """A model that adds interactions of this library and other models, with a Verlet list.
+
+    All terms with a cutoff share one list. Lattice sums that choose their cutoff, and sums of slabs, share another one:
+    with the cutoff that is fastest for the atoms of the first call, chosen again for another number of atoms.
 
     Parameters
     ----------
@@ -124,6 +127,8 @@ class SumOfTerms:
     ----------
     neighbors : VerletList or None
         The shared list; None if no term has a cutoff. It has the numbers of calls and of searches.
+    neighbors_of_sums : VerletList or None
+        The other list; None until a call needs it.
 
     Raises
     ------
@@ -157,7 +162,10 @@ class SumOfTerms:
         skin = checks.check_not_negative("skin", skin)
         reach = max((r for r in reaches if r is not None), default=None)
         self.neighbors = None if reach is None else VerletList(reach, skin)
-        self._of_lattice_sums: VerletList | None = None
+        self.neighbors_of_sums: VerletList | None = None
+        self._skin = skin
+        self._suited: Any = None  # the numbers of atoms and systems for which the cutoff of this list was chosen
+        self._own: list[Any] = []  # the sums that take it
 
     def _reach(self, interaction: Any) -> float | None:
         """The distance up to which the shared list must be complete for this interaction; None if it takes no list."""
@@ -167,27 +175,42 @@ class SumOfTerms:
             return interaction.cutoff
         return None
 
+    def take_lists(self, other: "SumOfTerms") -> None:
+        """Go on with the lists of another model of the same kinds of terms; they notice other atoms."""
+        self.neighbors, self.neighbors_of_sums = other.neighbors, other.neighbors_of_sums
+
+    def _list_of_sums(self, system: System, of_slabs: bool) -> VerletList | None:
+        """The list of sums that choose their cutoff, and of those of slabs; None if there are none."""
+        if not may_read(system.positions, system.cell, system.batch_idx, wait=True):
+            return None
+        suited = system.positions.shape, system.positions.device, system.cell is None or system.cell.shape, of_slabs
+        if suited != self._suited:
+            sums = [term for term in map(_interaction, self.terms) if isinstance(term, ConfiguredSum)]
+            reaches = [(s, fastest_cutoff(s, system) if s.cutoff is None else s.cutoff) for s in sums]
+            own = [(s, reach) for s, reach in reaches if reach is not None and (of_slabs or s.cutoff is None)]
+            reach, now = max([reach for _, reach in own], default=None), self.neighbors_of_sums
+            if reach is not None and (now is None or now.cutoff != reach):
+                self.neighbors_of_sums = VerletList(reach, self._skin)
+            self._suited, self._own = suited, [s for s, _ in own]
+        return self.neighbors_of_sums if self._own else None
+
     @engine.with_own_plans
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress of the sum."""
-        listed: GivenNeighbors | None = None
-        of_sums: GivenNeighbors | None = None
-        if self.neighbors is not None and system.domain is None:
-            listed = of_sums = _listed(self.neighbors, system, system.pbc)
-            if may_have_slabs(system.pbc) and any(isinstance(_interaction(t), ConfiguredSum) for t in self.terms):
-                # lattice sums are periodic along all axes, even if a correction accounts for an open one
-                if self._of_lattice_sums is None:
-                    self._of_lattice_sums = VerletList(self.neighbors.cutoff, self.neighbors.skin)
-                axes = checks.pbc_tensor(system.pbc, system.positions.device)
-                axes = axes.any(-1, keepdim=True).expand_as(axes)
-                of_sums = _listed(self._of_lattice_sums, system, axes)
+        listed = of_sums = None
+        if system.domain is None:
+            listed, of_slabs = _neighbors(self.neighbors, system), has_slabs(system.pbc)
+            verlet, whole = self._list_of_sums(system, of_slabs), system
+            if of_slabs and system.pbc is not None:  # lattice sums add up images along the open axis of a slab, too
+                whole = system._replace(pbc=system.pbc.any(-1, keepdim=True).expand(system.pbc.shape))
+            of_sums = _neighbors(verlet, whole)
         wants_stress = self.stress and system.cell is not None
         pairs = [term for term in self.terms if isinstance(_interaction(term), PairPotential)]
         others = [term for term in self.terms if not isinstance(_interaction(term), PairPotential)]
         parts = [self._evaluate_pairs(pairs, system, listed, wants_stress)] if pairs else []
         for term in others:
-            near = of_sums if isinstance(_interaction(term), ConfiguredSum) else listed
-            parts.append(self._evaluate(term, system, near, wants_stress))
+            takes_own = any(_interaction(term) is own for own in self._own)
+            parts.append(self._evaluate(term, system, of_sums if takes_own else listed, wants_stress))
         return Evaluation(*_total(parts))
 
     def _evaluate_pairs(
@@ -248,9 +271,11 @@ class SumOfTerms:
         elif isinstance(interaction, ConfiguredSum):
             energy = self.hartree * self.bohr
         listed: tuple[Neighbors, ...] = ()
-        if near is not None and self._reach(interaction) is not None:
-            assert self.neighbors is not None and near.neighbor_matrix is not None
-            kind, reach = _NeighborsOfFittingCells if near.fits_cell else Neighbors, self.neighbors.cutoff / length
+        takes_own = any(interaction is own for own in self._own)
+        if near is not None and (takes_own or self._reach(interaction) is not None):
+            verlet = self.neighbors_of_sums if takes_own else self.neighbors
+            assert verlet is not None and near.neighbor_matrix is not None
+            kind, reach = _NeighborsOfFittingCells if near.fits_cell else Neighbors, verlet.cutoff / length
             listed = (kind.from_matrix(near.neighbor_matrix, near.matrix_shifts, cutoff=reach),)
         options: Any = {
             **(values or {}),
@@ -275,13 +300,6 @@ class SumOfTerms:
         return *results, (found.virial + found.virial.mT) * (-0.5 * energy / length**3 / _volumes(system))
 
 
-def _listed(verlet: VerletList, system: System, pbc: torch.Tensor | None) -> GivenNeighbors:
-    """The neighbors of a system with these periodic axes."""
-    matrix, _, *shifts = verlet(system.positions, system.cell, pbc, system.batch_idx)
-    fits = cells_fit_any_list(system.cell, pbc)
-    return GivenNeighbors(neighbor_matrix=matrix, matrix_shifts=shifts[0] if shifts else None, fits_cell=fits)
-
-
 def holds_atoms(model: Any) -> bool:
     """Whether a model is known to hold values of the atoms or systems of one batch, so that it fits no part of it."""
     for term in model.terms if isinstance(model, SumOfTerms) else ():
@@ -293,6 +311,15 @@ def holds_atoms(model: Any) -> bool:
             if bound.get("exclusions") is not None:
                 return True
     return False
+
+
+def _neighbors(verlet: VerletList | None, system: System) -> GivenNeighbors | None:
+    """The neighbors of a list, which is searched for again if it must be."""
+    if verlet is None:
+        return None
+    matrix, _, *shifts = verlet(system.positions, system.cell, system.pbc, system.batch_idx)
+    fits = cells_fit_any_list(system.cell, system.pbc)
+    return GivenNeighbors(neighbor_matrix=matrix, matrix_shifts=shifts[0] if shifts else None, fits_cell=fits)
 
 
 class _NeighborsOfFittingCells(Neighbors):

@@ -87,7 +87,7 @@ class Electrostatics(ConfiguredSum):
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
         batch_idx, pbc, domain = (options.get(name) for name in ("batch_idx", "pbc", "domain"))
         atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
-        if "slab_correction" not in options and may_have_slabs(pbc):
+        if "slab_correction" not in options and has_slabs(pbc, if_unknown=True):
             options["slab_correction"] = True
         is_listed = options.get("neighbor_list") is not None or options.get("neighbor_matrix") is not None
         accuracy = checks.check_positive("accuracy", options["accuracy"])
@@ -171,15 +171,34 @@ class Electrostatics(ConfiguredSum):
         return f"accuracy={self.accuracy:g}, method={self.method!r}, cutoff={self.cutoff}"
 
 
-def may_have_slabs(pbc: Any) -> bool:
-    """Whether a system has open axes and others; also True if values cannot be read."""
+def has_slabs(pbc: Any, if_unknown: bool = False) -> bool:
+    """Whether a system has open axes and others. The correction of periodic systems is zero."""
     if pbc is None or isinstance(pbc, bool):
         return False
     axes = periodicity(pbc)
     if axes is None:
-        return True  # the correction of periodic systems is zero
+        return if_unknown
     count = axes.sum(1)
     return bool(((count > 0) & (count < 3)).any())
+
+
+def fastest_cutoff(module: ConfiguredSum, system: System) -> float | None:
+    """The cutoff with which a sum that chooses all parameters takes the least time, if its list is kept.
+
+    None if parameters are given, if no system is periodic, and if values cannot be read.
+    """
+    costs = core.COSTS.get(system.positions.device.type)
+    given = [getattr(module, name, None) for name in ("alpha", "k_cutoff", "mesh_dimensions")]
+    if any(value is not None for value in given) or costs is None:
+        return None
+    if not may_read(system.cell, system.batch_idx, wait=True) or (sizes := periodic_sizes(system)) is None:
+        return None
+    if isinstance(module, Electrostatics):
+        method = module._method_for(system, module.accuracy, False)
+    else:
+        (method,) = [name for name, kind in _MODULES.items() if isinstance(module, kind)]
+    (way,) = [way for way in methods.ways(sizes, module.accuracy, costs, False) if way.method == method]
+    return float(way.cutoff.max())
 
 
 def periodic_sizes(atoms: System) -> Sizes | None:
