@@ -108,8 +108,8 @@ def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
 
 
 STEPS_OF_SQUARES = 2 * core.STEPS_OF_FORCES
-"""Steps per factor of two to which mean squares are rounded: forces are by up to 9 %, which is half of what their own
-rounding is."""
+"""Steps per factor of two to which mean squares are rounded: by up to 9 %, and so forces by up to 4.5 %, a quarter of
+what they are rounded to themselves."""
 
 
 def _means(system: ChargedSystem) -> torch.Tensor:
