@@ -317,19 +317,22 @@ def _warmup(options: argparse.Namespace) -> int:
         return _fail("warmup", f"no kernel is called {' or '.join(unknown)}; there are {names}")
     kernels = [(n, build) for n, build in known if not options.name or any(part in n for part in options.name)]
     jobs = [(name, build, target) for target in targets for name, build in kernels]
-    failures = []
+    failures, n_ready = [], 0
     for name, build, target in _with_progress(jobs, [_job(name, target) for name, _, target in jobs]):
         try:
             kernel = build()
-            if isinstance(target, int) and not is_cpu_only(kernel):
+            if target != "cpu" and is_cpu_only(kernel):
+                continue
+            if isinstance(target, int):
                 compile_for(kernel, target)
-            elif isinstance(target, str) and (target == "cpu" or not is_cpu_only(kernel)):
+            else:
                 load(kernel, wp.get_device(target))
+            n_ready += 1
         except Exception as error:  # one broken kernel must not hide the others
             failures.append(f"{_job(name, target)}: {error}")
     for failure in failures:
         _fail("warmup", failure)
-    print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels ready in {wp.config.kernel_cache_dir}")
+    print(f"{n_ready} of {n_ready + len(failures)} kernels ready in {wp.config.kernel_cache_dir}")
     return 1 if failures else 0
 
 

@@ -217,7 +217,7 @@ def usable_cells(precision: str) -> Any:
 
 @kernel_variants(())
 def lattice_geometry() -> Any:
-    """The kernel that inverts cells. For a singular cell its results are infinite or NaN."""
+    """The kernel that inverts cells. Those that `usable_cells` refuses have no results of use."""
 
     @wp.kernel(module=kernel_module("lattice_geometry"), enable_backward=False)
     def kernel(

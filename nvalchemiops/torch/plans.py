@@ -30,7 +30,7 @@ def clear() -> None:
 def limit(n_bytes: int, device: str = "cpu") -> None:
     """Limit the memory of plans of functions.
 
-    The default is 256 MiB on a CPU; on GPUs 2 GiB, or a part of 16 of the memory of a GPU if that is more.
+    The default is 256 MiB on a CPU; on GPUs 2 GiB, or a sixteenth of the memory of a GPU if that is more.
 
     The least recently used plans are forgotten first. The last plan is always kept, even if it is larger.
 

@@ -149,7 +149,8 @@ class System(NamedTuple):
     def neighbors(self, cutoff: float, *, as_matrix: bool = False, half: bool = False) -> "Neighbors":
         """All pairs of atoms closer than ``cutoff``; see `nvalchemiops.torch.neighbors.neighbor_list`.
 
-        Lattice sums of slabs need images along the open axis, too: ``system._replace(pbc=None).neighbors(cutoff)``.
+        Lattice sums of slabs need images along the open axis, too, if the vacuum is narrower than the cutoff: for them
+        search with three periodic axes.
 
         Parameters
         ----------

@@ -89,10 +89,11 @@ def test_lattice_sums_of_slabs_see_images_across_the_vacuum():
     cell[0, 2] *= 1.5  # less vacuum than the cutoff
     system = system._replace(cell=cell, pbc=pbc)
     pairs, charges = partial(lennard_jones(7.0), sigma=2.4, epsilon=0.02), Electrostatics(accuracy=1e-8, cutoff=7.0)
-    found = SumOfTerms(pairs, charges, skin=0.5, hartree=1.0, bohr=1.0)(system)
     expected = [f(system, energy_reduction="system", compute_forces=True) for f in (pairs, charges)]
-    torch.testing.assert_close(found.energies, sum(e.energies for e in expected), rtol=1e-7, atol=0.0)
-    torch.testing.assert_close(found.forces, sum(e.forces for e in expected), rtol=1e-6, atol=1e-7)
+    for axes in (pbc, pbc.tolist()):
+        found = SumOfTerms(pairs, charges, skin=0.5, hartree=1.0, bohr=1.0)(system._replace(pbc=axes))
+        torch.testing.assert_close(found.energies, sum(e.energies for e in expected), rtol=1e-7, atol=0.0)
+        torch.testing.assert_close(found.forces, sum(e.forces for e in expected), rtol=1e-6, atol=1e-7)
 
 
 def test_the_list_reaches_as_far_as_triples():

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch.interactions import electrostatics
-from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support.comparing import close
 from tests.support.sums import FINE, METHODS, SUMS
 from tests.support.systems import ALL, System, batch, by_differences, random_rotation, triclinic
@@ -258,33 +256,6 @@ def test_the_correction_is_what_is_added():
         close(corrected(method, system, pbc, accuracy=1e-6, **ALL), [a + b for a, b in zip(without, alone)], 1e-13)
     per_system = electrostatics.compute_slab_correction(*system[:3], pbc, energy_reduction="system")
     torch.testing.assert_close(per_system, electrostatics.compute_slab_correction(*system[:3], pbc).sum()[None])
-
-
-@METHODS
-@pytest.mark.parametrize("as_matrix", [False, True])
-def test_lists_have_images_across_the_vacuum(method, as_matrix):
-    """The sum is periodic along all axes. A list without them is right as long as there are none within its reach."""
-    slabs = [turned(layer(height=height), axis)[0] for height, axis in ((18.0, 0), (8.0, 1))]
-    both, pbc = batch(*slabs), torch.stack([open_along(0), open_along(1)])
-    options = {"alpha": 0.6, **({"k_cutoff": 6.0} if method == "ewald" else {"mesh_dimensions": (40, 40, 40)})}
-
-    def found(reach, axes, number=slice(None), **more):
-        """The energy with the list of systems with these periodic axes."""
-        system, of = (both, pbc) if isinstance(number, slice) else (slabs[number], pbc[number : number + 1])
-        form = {"return_neighbor_list": not as_matrix}
-        listed = neighbor_list(
-            system.positions, reach, system.cell, None if axes is None else of, system.batch_idx, **form
-        )
-        keys = ("matrix", "_", "matrix_shifts") if as_matrix else ("list", "ptr", "shifts")
-        near = {f"neighbor_{key}": value for key, value in zip(keys, listed) if key != "_"}
-        return corrected(method, system, of, energy_reduction="system", **options, **near, **more)
-
-    for more in ({}, {"cutoff": 7.0}):
-        expected = corrected(method, both, pbc, energy_reduction="system", **options, cutoff=7.0)
-        close([found(7.0, None, **more)], [expected], 1e-12)
-        with pytest.warns(NeighborListWarning, match="lack images along the open axis of a slab"):
-            found(7.0, True, **more)
-        close([found(7.0, True, 0, **more)], [expected[:1]], 1e-12)
 
 
 # -- bad input ------------------------------------------------------------------------------------

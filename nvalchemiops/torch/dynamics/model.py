@@ -107,7 +107,7 @@ class SumOfTerms:
     """A model that adds interactions of this library and other models, with a Verlet list.
 
     All terms with a cutoff share one list. Lattice sums that choose their cutoff, and sums of slabs, share another one:
-    with the cutoff that is fastest for the atoms of the first call, chosen again for another number of atoms.
+    with their cutoff, or the one that is fastest for the atoms of the first call (chosen again for another number).
 
     Parameters
     ----------
@@ -201,8 +201,9 @@ class SumOfTerms:
         if system.domain is None:
             listed, of_slabs = _neighbors(self.neighbors, system), has_slabs(system.pbc)
             verlet, whole = self._list_of_sums(system, of_slabs), system
-            if of_slabs and system.pbc is not None:  # lattice sums add up images along the open axis of a slab, too
-                whole = system._replace(pbc=system.pbc.any(-1, keepdim=True).expand(system.pbc.shape))
+            if of_slabs:  # lattice sums add up images along the open axis of a slab, too
+                pbc = checks.pbc_tensor(system.pbc, system.positions.device)
+                whole = system._replace(pbc=pbc.any(-1, keepdim=True).expand(pbc.shape))
             of_sums = _neighbors(verlet, whole)
         wants_stress = self.stress and system.cell is not None
         pairs = [term for term in self.terms if isinstance(_interaction(term), PairPotential)]

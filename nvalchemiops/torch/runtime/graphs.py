@@ -12,7 +12,7 @@ from nvalchemiops.torch.runtime.cache import stream_of
 Tensors = Sequence[torch.Tensor]
 
 LEAST_LIMIT = 2**30
-"""Largest memory of a plan on a small GPU, in bytes. A larger one keeps up to a part of 32 of its memory."""
+"""Largest memory of a plan on a small GPU, in bytes. On a larger one it is a 32nd of its memory."""
 
 _failed: dict[torch.device, str] = {}
 """Why a capture has failed, for each device on which even an addition could not be captured afterwards."""

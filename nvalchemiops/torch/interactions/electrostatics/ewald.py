@@ -89,7 +89,7 @@ def ewald_summation(
         Full list of pairs (2, n_pairs) sorted by the first atom, index of the first pair of each atom (n_atoms + 1,),
         and periodic images (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`. All pairs in the list
         are summed. If no neighbors are given, a list is built. The list of a slab must have images along the
-        open axis, too, as from a search without ``pbc``.
+        open axis, too, as from a search with three periodic axes.
     neighbor_matrix, neighbor_matrix_shifts, mask_value : optional
         The neighbors as a matrix (n_atoms, width), images (n_atoms, width, 3), and the padding value (n_atoms by
         default).

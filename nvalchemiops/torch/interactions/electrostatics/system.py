@@ -4,16 +4,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows, within_systems
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, inspect_rows, row_indices, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
 from nvalchemiops.torch.operators.segments import system_sums, totals
-from nvalchemiops.torch.runtime.context import may_read, on_host, values_of
+from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -113,53 +112,12 @@ class ChargedSystem(NamedTuple):
     ) -> tuple[Rows | None, float | None, Any]:
         """Neighbors (None if not given), the cutoff, and alpha. With a domain these are from `rows_of_domain`."""
         if self.domain is None:
-            rows = rows_of(neighbors, self.positions, periodic=True)
-            if rows is not None and self.slab_axes is not None:
-                _check_images_of_slabs(self, self.slab_axes, rows, cutoff)
-            return rows, cutoff, alpha
+            return rows_of(neighbors, self.positions, periodic=True), cutoff, alpha
         return shares.rows_of_domain(self.domain, self.positions, self.cell, cutoff, neighbors, alpha)
 
     def at_fixed_geometry(self) -> "ChargedSystem":
         """The system without gradients with respect to positions and cell."""
         return self._replace(positions=self.positions.detach(), cell=self.cell.detach())
-
-
-def _check_images_of_slabs(system: ChargedSystem, pbc: torch.Tensor, rows: Rows, cutoff: float | None) -> None:
-    """Warn if a list lacks images along the open axis of a slab, which the sum of three directions has, too."""
-    positions, cell, shifts = system.positions, system.cell, rows.shifts
-    if shifts is None or not system.n_atoms or not may_read(positions, cell, pbc, rows.neighbors):
-        return
-    positions, cell, is_open = values_of(positions).to(torch.float64), values_of(cell), ~values_of(pbc)
-    if not bool(is_open.any()):
-        return
-    numbers = system.batch_idx
-    numbers = torch.zeros_like(positions[:, 0], dtype=torch.int64) if numbers is None else numbers.long()
-
-    def with_images(rows: Rows) -> torch.Tensor:
-        """Systems (n_systems,) that have pairs with images along their open axis."""
-        of_pairs = numbers.index_select(0, row_indices(rows, system.n_atoms))
-        assert rows.shifts is not None
-        across = ((rows.shifts != 0) & is_open.index_select(0, of_pairs)).any(1) & (rows.neighbors != rows.padding)
-        return torch.bincount(of_pairs[across], minlength=system.n_systems) > 0
-
-    # images along the axis are at least as far as the vacuum is wide
-    inverse = torch.linalg.inv(cell.to(torch.float64))
-    places = (positions.unsqueeze(1) @ inverse.index_select(0, numbers)).squeeze(1)
-    ends = places.new_zeros(2, system.n_systems, 3)
-    for end, how in zip(ends, ("amin", "amax")):
-        end.scatter_reduce_(0, numbers.unsqueeze(1).expand_as(places), places, how, include_self=False)
-    vacuum = torch.where(is_open, (1.0 - (ends[1] - ends[0])) / inverse.norm(dim=1), torch.inf).amin(1)
-    if cutoff is None:
-        farthest = inspect_rows(rows, positions, cell.to(torch.float64), numbers.to(torch.int32))
-        cutoff = float(farthest.max())
-    suspects = (vacuum < cutoff) & ~with_images(rows)
-    if bool(suspects.any()) and bool((suspects & with_images(system.rows_within(cutoff))).any()):
-        notify(
-            f"the given neighbors lack images along the open axis of a slab: those across the vacuum of "
-            f"{float(vacuum.min()):.3g} are closer than {cutoff:.3g}, and the sum is periodic along all axes before it "
-            "is corrected. Search without `pbc`, or leave the neighbors out",
-            NeighborListWarning,
-        )
 
 
 def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False) -> None:
