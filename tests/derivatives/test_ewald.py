@@ -10,6 +10,7 @@ from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.interactions.electrostatics import (
     compute_slab_correction,
     ewald_summation,
+    particle_mesh_ewald,
     pme_reciprocal_space,
 )
 from tests.reference import ewald as reference
@@ -169,6 +170,19 @@ def test_four_orders_of_the_reciprocal_sum():
 
 
 # -- function transforms --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_transforms_of_sums_that_choose_their_parameters_for_a_list(function):
+    """In a transform the rows of a list may be wrapped tensors."""
+
+    def energy(x):
+        return function(x, ONE.charges, ONE.cell, accuracy=1e-4, **NEAR).sum()
+
+    x, direction = ONE.positions.clone().requires_grad_(), random_like([ONE.positions])[0]
+    (slope,) = torch.autograd.grad(energy(x), x)
+    close([torch.func.grad(energy)(ONE.positions)], [slope])
+    close([torch.func.jvp(energy, (ONE.positions,), (direction,))[1]], [(slope * direction).sum()])
 
 
 @each(*SUMS)

@@ -16,7 +16,7 @@ from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, 
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search, found_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
-from nvalchemiops.torch.runtime.context import may_read, slices_of, values_of
+from nvalchemiops.torch.runtime.context import all_values_of, may_read, slices_of, values_of
 
 NO_PADDING = core.NO_PADDING
 
@@ -158,8 +158,11 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
 
 def parts_of(rows: Rows, given: GivenNeighbors) -> bool:
     """Whether the rows are parts of the given list or matrix, without copies."""
-    whole = {t.untyped_storage().data_ptr() for t in given if isinstance(t, torch.Tensor)}
-    return all(t.untyped_storage().data_ptr() in whole for t in rows if isinstance(t, torch.Tensor))
+    whole, parts = (
+        {all_values_of(t).untyped_storage().data_ptr() for t in values if isinstance(t, torch.Tensor)}
+        for values in (given, rows)
+    )
+    return parts <= whole
 
 
 def cell_without_images(rows: Rows, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
