@@ -44,34 +44,41 @@ def begin_rows() -> Any:
 
 _ADD = """
     const bool of_rows = partial.shape[0] == 0;
-    const int lane = threadIdx.x & (@warp@ - 1), n = of_rows ? count.shape[0] : partial.shape[0];
+    const int n = of_rows ? count.shape[0] : partial.shape[0];
+    @lanes@
     long long most = 0, total = 0, largest_fault = 0;
-    for (long long at = 1LL * @rows@ * thread + lane; at < n && at < 1LL * @rows@ * (thread + 1); at += @warp@) {
+    for (long long at = 1LL * @rows@ * thread + lane; at < n && at < 1LL * @rows@ * (thread + 1); at += n_lanes) {
         const long long highest = of_rows ? count.data[at] : partial.data[3 * at];
         most = highest > most ? highest : most;
         total += of_rows ? highest : partial.data[3 * at + 1];
     }
-    for (int k = lane; k < fault.shape[0]; k += @warp@)
+    for (int k = lane; k < fault.shape[0]; k += n_lanes)
         largest_fault = fault.data[k] > largest_fault ? fault.data[k] : largest_fault;
-    for (int step = @warp@ / 2; step > 0; step /= 2) {
-        const long long other = __shfl_xor_sync(0xffffffffu, most, step);
-        most = other > most ? other : most;
-        total += __shfl_xor_sync(0xffffffffu, total, step);
-        const long long its_fault = __shfl_xor_sync(0xffffffffu, largest_fault, step);
-        largest_fault = its_fault > largest_fault ? its_fault : largest_fault;
-    }
+    @all_lanes@
     if (lane > 0) return;
     found.data[3LL * thread] = most;
     found.data[3LL * thread + 1] = total;
     found.data[3LL * thread + 2] = largest_fault;
 """
 
+_ALL_LANES = f"""
+    for (int step = {WARP} / 2; step > 0; step /= 2) {{
+        const long long other = __shfl_xor_sync(0xffffffffu, most, step);
+        most = other > most ? other : most;
+        total += __shfl_xor_sync(0xffffffffu, total, step);
+        const long long its_fault = __shfl_xor_sync(0xffffffffu, largest_fault, step);
+        largest_fault = its_fault > largest_fault ? its_fault : largest_fault;
+    }}
+"""
+
 
 @kernel_variants(())
 def add_counts() -> Any:
     """The kernel with which warps of a GPU add up counts of rows; a CPU has `nvalchemiops.neighbors.grid.end_rows`."""
+    lanes = f"const int n_lanes = {WARP}, lane = threadIdx.x & ({WARP} - 1);"
+    lanes, all_lanes = by_device("const int n_lanes = 1, lane = 0;", lanes), by_device("", _ALL_LANES)
 
-    @native_kernel("add_counts", by_device("", filled(_ADD, warp=WARP, rows=ROWS)), lanes=True)
+    @native_kernel("add_counts", filled(_ADD, rows=ROWS, lanes=lanes, all_lanes=all_lanes), lanes=True)
     def kernel(
         thread: wp.int32,
         count: wp.array(dtype=wp.int32),  # (n_rows,)
