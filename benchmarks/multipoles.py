@@ -93,7 +93,7 @@ def chosen(
     empty: Any = KVectorSum() if method == "ewald" else MeshSum(order, None)
     splitting = choose_splitting(atoms, empty, None, None, None, accuracy)
     alpha = given_alpha(splitting.alpha, atoms)
-    found = empty.chosen(atoms, alpha, splitting.target)
+    found = empty.chosen(atoms, splitting)
     assert splitting.cutoff is not None
     pairs, pointers, shifts = neighbor_list(x, splitting.cutoff, cell, return_neighbor_list=True)
     options: dict[str, Any] = {

@@ -8,14 +8,17 @@ import torch
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
+    k_vectors,
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
-from nvalchemiops.torch.interactions.electrostatics.accuracy import choice
+from nvalchemiops.torch.interactions.electrostatics.accuracy import choice, sizes
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.interactions.electrostatics.terms import reciprocal
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
+from nvalchemiops.torch.runtime.context import on_host
+from tests.lanes.fibers import gpu_layout
 from tests.routes.test_plans import close, way_of
 from tests.routes.test_repeated_sums import F64, NAMES, REQUESTS, moved, same_bits
 from tests.support.plans import forget, ordinary, plan_of
@@ -96,10 +99,48 @@ def test_choices_that_are_kept_for_batches_are_those_that_are_made(function, mon
         places[8 : 8 + n_moved] = 0
         kept = [results_of_all() for _ in range(2)][1]
         with monkeypatch.context() as patch:
-            patch.setattr(choice, "_may_keep_choices", lambda _: False)
+            patch.setattr(choice, "_sizes_known", lambda _: None)
             patch.setattr("nvalchemiops.torch.runtime.cache._kept", Kept(MOST_ENTRIES))
             meshes._meshes.clear()
             same_bits(kept, results_of_all())
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_kept_long_range_parts_are_those_of_alpha_and_accuracy(function, monkeypatch):
+    """That are given, so that no other part of the choice differs."""
+    x, q, cell, numbers = a_batch()
+
+    def energies(alpha, accuracy):
+        return function(x, q, cell, alpha, batch_idx=numbers, cutoff=5.0, accuracy=accuracy)
+
+    given = [(0.7, 1e-3), (0.7, 1e-5), (0.9, 1e-3), (torch.tensor([0.7, 0.9, 0.7], dtype=F64), 1e-3)]
+    kept = [[energies(*each) for each in given] for _ in range(3)][2]
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "_sizes_known", lambda _: None)
+        same_bits(tuple(kept), tuple([energies(*each) for each in given]))
+    assert len({float(e.sum()) for e in kept}) == len(given)
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_repeated_choices_wait_for_cells_alone(function, monkeypatch):
+    """On a GPU: of what was chosen before nothing is read again, and neither k-vectors nor a mesh are found again."""
+    x, q, cell, numbers = a_batch()
+
+    def forces():
+        return function(x, q, cell, batch_idx=numbers, accuracy=1e-4, compute_forces=True)[1]
+
+    expected, read = forces(), []
+    with gpu_layout():
+        found = [forces() for _ in range(3)]
+        monkeypatch.setattr(sizes, "on_host", lambda t: read.append(t) or on_host(t))
+        for module in (choice, meshes, reciprocal, k_vectors):
+            monkeypatch.setattr(module, "on_host", None)
+        for name in ("points_on_host", "_joined_parts"):
+            monkeypatch.setattr(reciprocal, name, None)
+        monkeypatch.setattr(meshes, "mesh_for", None)
+        found.append(forces())
+    close(found, [expected] * 4, 1e-12)
+    assert [t.shape for t in read] == [cell.shape, numbers.shape]
 
 
 OF_BATCHES = {

@@ -192,7 +192,7 @@ def split(
     found = choose_splitting(system, long_range, *given)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
     if not long_range.is_given:
-        long_range = long_range.chosen(system, alpha, found.target, found.strengths)
+        long_range = long_range.chosen(system, found._replace(alpha=alpha))
     # the list of a domain reaches to cutoff + skin
     return long_range, alpha, found.rows, None if system.domain is None else found.cutoff
 

@@ -127,13 +127,15 @@ def chosen_points(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
     return _points_within(core.in_steps(on_host(cell).astype(np.float64)), k_cutoff)
 
 
-def points_of_systems(
-    numbers: np.ndarray, cell: torch.Tensor, k_cutoff: torch.Tensor
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Points and weights of `chosen_points` for some of the systems."""
-    lattice, lengths = core.in_steps(on_host(cell).astype(np.float64)[numbers]), on_host(k_cutoff)[numbers]
-    found = _within([c.tobytes() for c in lattice], lengths.clip(None, _LONGEST).tolist())
-    return [points[:2] for points in found]
+def points_on_host(cell: np.ndarray, k_cutoff: np.ndarray) -> tuple[torch.Tensor, ...]:
+    """`chosen_points` on a CPU. They are kept: copy them before a change."""
+    return _kept_within(core.in_steps(cell), k_cutoff.clip(None, _LONGEST))
+
+
+def points_of_systems(cell: np.ndarray, k_cutoff: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Points and weights of `chosen_points` for each of the systems."""
+    lattice = core.in_steps(cell)
+    return [points[:2] for points in _within([c.tobytes() for c in lattice], k_cutoff.clip(None, _LONGEST).tolist())]
 
 
 _LONGEST = 1e60

@@ -95,10 +95,8 @@ class LongRange(Protocol):
         """
         ...
 
-    def chosen(
-        self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target, strengths: Strengths | None
-    ) -> "LongRange":
-        """The method with the parameters that the target needs at this alpha, for moments of these strengths."""
+    def chosen(self, system: ChargedSystem, found: "EwaldSplitting") -> "LongRange":
+        """The method with the parameters that the target of this splitting needs."""
         ...
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> Term:
@@ -120,6 +118,10 @@ class EwaldSplitting(NamedTuple):
         Cutoff of the list, if it was built.
     strengths : Strengths or None
         Those of moments, if they are known.
+    values : (n_systems,) array in float64, or None
+        Alpha on the host. None if the long-range part is given, while compiling, or for slices of a ``vmap``.
+    sizes_known : hashable
+        What `sizes_of_system` depends on; None if what follows from it is not to be kept.
     """
 
     alpha: torch.Tensor
@@ -127,6 +129,8 @@ class EwaldSplitting(NamedTuple):
     target: core.Target
     cutoff: float | None = None
     strengths: Strengths | None = None
+    values: np.ndarray | None = None
+    sizes_known: Hashable = None
 
 
 def choose_splitting(
@@ -171,15 +175,18 @@ def choose_splitting(
         target = strengths.target(accuracy, on_host(chosen.detach()))
         if limit is not None:
             _warn_of_overlap(on_host(limit), strengths.spacing, accuracy)
+    values, sizes_known = None, None
+    if not long_range.is_given and may_read(chosen, system.cell, system.batch_idx, wait=True):
+        values, sizes_known = on_host(chosen.detach()), _sizes_known(system)
     if rows is not None:
-        return EwaldSplitting(chosen, rows, target, None, strengths)
+        return EwaldSplitting(chosen, rows, target, None, strengths, values, sizes_known)
     if cutoff is None:
         if compiling:
             raise ValuesNeededError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
         spacing = sizes_of_system(system).spacing
         screened = chosen.detach() if limit is None else torch.minimum(chosen.detach(), limit)
         cutoff = float(core.real_cutoff(on_host(screened), spacing, target).max(initial=0.0))
-    return EwaldSplitting(chosen, system.rows_within(cutoff), target, cutoff, strengths)
+    return EwaldSplitting(chosen, system.rows_within(cutoff), target, cutoff, strengths, values, sizes_known)
 
 
 def _choose(
@@ -196,7 +203,8 @@ def _choose(
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
         model = _on_host(model)
-    key = _key_of_choice(system, long_range, model, strengths, limit, accuracy, costs)
+    sizes_known = _sizes_known(system)
+    key = _key_of_choice(sizes_known, system, long_range, model, strengths, limit, accuracy, costs)
 
     def optimum() -> tuple[Any, _Splittings]:
         return optimal_splitting(system, long_range, accuracy, costs, strengths, limit), Kept(MOST_SPLITTINGS)
@@ -238,7 +246,7 @@ def _choose(
         measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=True)
         force = measure(system, rows, near, spacing)
 
-    def settled() -> tuple[torch.Tensor, core.Target]:
+    def settled() -> tuple[torch.Tensor, np.ndarray | None, core.Target]:
         target, suited = optimal_target, model
         if force is not None:
             target = target._replace(force=force)
@@ -258,11 +266,15 @@ def _choose(
             warn_of_errors(
                 accuracy, np.hypot(*errors), f"the given {long_range.argument} and this reach of the neighbor list"
             )
-        return given_alpha(torch.as_tensor(alpha, device=device), system), target
+        if compiling:
+            return given_alpha(alpha, system), None, target
+        precision = np.float32 if system.positions.dtype is torch.float32 else np.float64
+        values = np.asarray(alpha).astype(precision).astype(np.float64)  # rounded as by `given_alpha`
+        return torch.tensor(values, device=device), values, target
 
     of_both = None if of_reach is None or force is None else (of_reach, force.tobytes())
-    alpha, target = _kept_or_made(splittings, of_both, settled)
-    return EwaldSplitting(alpha, rows, target, longest, strengths)
+    alpha, values, target = _kept_or_made(splittings, of_both, settled)
+    return EwaldSplitting(alpha, rows, target, longest, strengths, values, sizes_known)
 
 
 def costs_of_call(system: ChargedSystem, rows: Rows | None, cutoff: float | None) -> core.Costs:
@@ -333,13 +345,16 @@ _choices: Kept[tuple[Any, _Splittings]] = Kept(MOST_CHOICES)
 """Choices that do not depend on positions, by `_key_of_choice`: the results of `optimal_splitting`; and splittings."""
 
 
-def _may_keep_choices(system: ChargedSystem) -> bool:
-    """Whether choices for this system may be kept: in plain eager mode."""
+def _sizes_known(system: ChargedSystem) -> Hashable:
+    """The values on which sizes depend; None if choices are not to be kept, as outside of plain eager mode."""
     is_known = may_read(system.cell, system.batch_idx, wait=True)
-    return is_known and is_eager(system.positions, system.moments, system.cell, system.batch_idx, system.widths)
+    if is_known and is_eager(system.positions, system.moments, system.cell, system.batch_idx, system.widths):
+        return key_of_sizes(system)
+    return None
 
 
 def _key_of_choice(
+    sizes_known: Hashable,
     system: ChargedSystem,
     long_range: LongRange,
     model: core.Reciprocal | None,
@@ -349,14 +364,14 @@ def _key_of_choice(
     costs: core.Costs,
 ) -> Hashable:
     """All on which a choice depends besides the reach of the list and forces; None if it is not to be kept."""
-    if not _may_keep_choices(system) or (sizes := key_of_sizes(system)) is None:
+    if sizes_known is None:
         return None
     order = getattr(long_range, "spline_order", 0)
     # forces between moments follow from these squares and from the sizes
     values = (None if strengths is None else strengths.squares, limit, *(vars(model).values() if model else ()))
     known = tuple([value.tobytes() if isinstance(value, np.ndarray) else value for value in values])
     place = place_of(system.positions.device)  # tensors that were made on another stream may not be there yet
-    return (sizes, system.positions.dtype, accuracy, type(long_range), order, type(model), known, costs, place)
+    return (sizes_known, system.positions.dtype, accuracy, type(long_range), order, type(model), known, costs, place)
 
 
 def _kept_or_made(kept: Kept[Any], key: Hashable, make: Callable[[], Any]) -> Any:

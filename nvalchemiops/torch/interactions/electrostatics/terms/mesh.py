@@ -23,9 +23,8 @@ from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
-from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import mesh_for
-from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes, key_of_sizes, sizes_of_system
-from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import Strengths
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import EwaldSplitting, mesh_for
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes, sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
@@ -275,24 +274,24 @@ class MeshSum(NamedTuple):
             return core.alpha_for_cutoff(cutoff, core.average_distance(n_atoms, volume), target)
         return core.mesh_alpha(n_atoms, volume, target, self.spline_order, costs, xp)
 
-    def chosen(
-        self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target, strengths: Strengths | None
-    ) -> "MeshSum":
+    def chosen(self, system: ChargedSystem, found: EwaldSplitting) -> "MeshSum":
         """As for `LongRange`. Reads values on the host."""
-        values = on_host(alpha.detach()).astype(np.float64)
+        values, target, strengths = found.values, found.target, found.strengths
+        if values is None:
+            values = on_host(found.alpha.detach())  # which says what cannot be read
         key: Any = None
-        sizes_known = key_of_sizes(system)
-        if sizes_known is not None:
+        if found.sizes_known is not None:
             force, squares = np.asarray(target.force), None if strengths is None else strengths.squares.tobytes()
             options = self.spline_order, self.precomputed.are_none, squares
             # the basis is a tensor, which on another stream may not be there yet
-            key = (sizes_known, values.tobytes(), target.accuracy, force.tobytes(), options, place_of(alpha.device))
+            others = target.accuracy, force.tobytes(), options, place_of(found.alpha.device)
+            key = (found.sizes_known, values.tobytes(), *others)
             if (kept := _meshes.get(key)) is not None:
                 return self._replace(mesh=kept[0], basis=kept[1])
         sizes, basis, notes = sizes_of_system(system), None, notices.count()
         if system.domain is None and self.precomputed.are_none:  # a domain is divided along the vectors of its cell
-            sizes, found = sizes.for_mesh()
-            basis = _basis_on(alpha.device, found)
+            sizes, matrices = sizes.for_mesh()
+            basis = _basis_on(found.alpha.device, matrices)
         mesh = mesh_for(sizes, values, target, self.spline_order, strengths=strengths)
         if key is not None and notices.count() == notes:  # choices with warnings must warn in each call
             _meshes.keep(key, (mesh, basis))

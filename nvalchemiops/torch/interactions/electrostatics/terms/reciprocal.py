@@ -11,7 +11,7 @@ and therefore S, do not change under strain. The two Fourier sums are ops; every
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,8 @@ from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import key_of_sizes, spacing_of
-from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import Strengths
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import EwaldSplitting
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of_system, spacing_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     MOST_STRETCH,
     WaveVectors,
@@ -34,6 +34,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     per_system,
     points_of_indices,
     points_of_systems,
+    points_on_host,
     points_within,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
@@ -44,8 +45,8 @@ from nvalchemiops.torch.interactions.pair.shares import summed_for_shares
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice, lattice_of
 from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
-from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import may_keep, may_read, on_host
+from nvalchemiops.torch.runtime.cache import cached_by_value, cached_on_device
+from nvalchemiops.torch.runtime.context import may_read, on_host
 
 # -- which k-vectors ------------------------------------------------------------------------------
 
@@ -153,34 +154,33 @@ class KVectorSum(NamedTuple):
         """As for `LongRange`."""
         return core.ewald_alpha(n_atoms, volume, target, costs, xp)
 
-    def chosen(
-        self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target, strengths: Strengths | None
-    ) -> "KVectorSum":
+    def chosen(self, system: ChargedSystem, found: EwaldSplitting) -> "KVectorSum":
         """As for `LongRange`."""
-        cell, splitting = system.cell.detach(), alpha.detach()
-
-        def k_cutoff() -> torch.Tensor:
-            force = torch.as_tensor(target.force, device=alpha.device)
-            return core.reciprocal_cutoff(splitting, spacing_of(system), target._replace(force=force), torch)
-
-        sizes_known = None
-        if isinstance(target.force, np.ndarray) and may_keep(cell, splitting):
-            sizes_known = key_of_sizes(system)
-        if sizes_known is None:
-            lengths = k_cutoff()
-            vectors = cached_by_value("k-vectors in steps", (cell, lengths), (), lambda: chosen_points(cell, lengths))
-            return self._replace(k_vectors=WaveVectors(*vectors))
+        values, target, device = found.values, found.target, found.alpha.device
+        if values is None:
+            target = target._replace(force=torch.as_tensor(target.force, device=device))
+            lengths = core.reciprocal_cutoff(found.alpha.detach(), spacing_of(system), target, torch)
+            return self._replace(k_vectors=WaveVectors(*chosen_points(system.cell.detach(), lengths)))
+        force = np.broadcast_to(target.force, values.shape)
+        known = (found.sizes_known, target.accuracy)
+        parts = None if found.sizes_known is None else _parts.find(known)
 
         def of_systems() -> tuple[torch.Tensor, ...]:
-            parts = _parts.find(key := (sizes_known, target.accuracy))
-            if parts is None:  # most cells that change in each call never return
-                _parts.keep(key, {})
-                return chosen_points(cell, k_cutoff())
-            return _joined_parts(parts, cell, splitting, target.force, k_cutoff)
+            sizes = sizes_of_system(system)
+            lengths = core.reciprocal_cutoff(values, sizes.spacing, target)
+            if parts is None:
+                on_cpu = points_on_host(sizes.cell, lengths)
+            else:
+                on_cpu = _joined_parts(parts, sizes.cell, values, force, lengths)
+            return tuple([t.to(device) for t in on_cpu])
 
-        others = (sizes_known, target.accuracy, target.force.tobytes())
-        vectors = cached_by_value("chosen k-vectors", (cell, splitting), others, of_systems)
-        return self._replace(k_vectors=WaveVectors(*vectors[:4]), factors=vectors[4:] or None)
+        if parts is not None:
+            key = (*known, values.tobytes(), force.tobytes())
+            points, begin, numbers, weights, *factors = cached_on_device("k-vectors", device, key, of_systems)
+            return self._replace(k_vectors=WaveVectors(points, begin, numbers, weights), factors=tuple(factors))
+        if found.sizes_known is not None:
+            _parts.keep(known, {})  # factors are kept if the cells return, as most cells that change never do
+        return self._replace(k_vectors=WaveVectors(*of_systems()))
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
         """As for `LongRange`."""
@@ -201,38 +201,35 @@ MOST_BYTES = 2**25
 
 
 def _joined_parts(
-    parts: dict[Hashable, _Part],
-    cell: torch.Tensor,
-    alpha: torch.Tensor,
-    force: np.ndarray,
-    k_cutoff: Callable[[], torch.Tensor],
+    parts: dict[Hashable, _Part], cell: np.ndarray, alpha: np.ndarray, force: np.ndarray, k_cutoff: np.ndarray
 ) -> tuple[torch.Tensor, ...]:
     """The chosen points of a batch and their factors, from kept ``parts``; those of other systems are added."""
-    keys = list(enumerate(zip(on_host(alpha).tolist(), force.tolist())))
+    keys = list(enumerate(zip(alpha.tolist(), force.tolist())))
     found = [parts.get(key) for key in keys]
     new = [number for number, part in enumerate(found) if part is None]
     if new:
-        added = _parts_of(np.array(new), cell, alpha, k_cutoff())
+        added = _parts_of(np.array(new), cell, alpha, k_cutoff)
         for number, part in zip(new, added):
             found[number] = part
         if sum([array.nbytes for part in (*parts.values(), *added) for array in part]) > MOST_BYTES:
             parts.clear()
         parts.update({keys[number]: part for number, part in zip(new, added)})
     points, weights, *factors = zip(*[part for part in found if part is not None])
-    vectors = joined(list(zip(points, weights)), alpha.device, in_steps=True)
+    vectors = joined(list(zip(points, weights)), torch.device("cpu"), in_steps=True)
     # the points that are added have no weight
     more = np.full((vectors[0].shape[0] - sum(map(len, points)), 4), -0.0)
     return (*vectors, *[torch.from_numpy(np.concatenate([*values, more])) for values in factors])
 
 
-def _parts_of(numbers: np.ndarray, cell: torch.Tensor, alpha: torch.Tensor, k_cutoff: torch.Tensor) -> list[_Part]:
+def _parts_of(numbers: np.ndarray, cell: np.ndarray, alpha: np.ndarray, k_cutoff: np.ndarray) -> list[_Part]:
     """The parts of the systems with these ``numbers``."""
-    each = points_of_systems(numbers, cell, k_cutoff)
+    each = points_of_systems(cell[numbers], k_cutoff[numbers])
     counts = [len(points) for points, _ in each]
     points, weights = (torch.from_numpy(np.concatenate(values)) for values in zip(*each))
     system = torch.from_numpy(np.repeat(numbers, counts))
     vectors = WaveVectors(points, system, system, weights)  # rows of systems are not needed
-    factors = reciprocal_factors(COULOMB, lattice_of(cell, None, 0), alpha, vectors, True)
+    lattice = lattice_of(torch.from_numpy(cell), None, 0)
+    factors = reciprocal_factors(COULOMB, lattice, torch.from_numpy(alpha), vectors, True)
     split = [np.split(on_host(values), np.cumsum(counts)[:-1]) for values in factors if values is not None]
     return [(*part, *[values.copy() for values in own]) for part, *own in zip(each, *split)]
 
