@@ -466,6 +466,25 @@ def test_sums_with_chosen_parameters(name, with_searches, gpu, monkeypatch):
     assert ("\nsum: plan (replayed" in f"\n{ways[-1]}") == (name != "exclusions")
 
 
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_gradients_of_batches_with_chosen_parameters(function, made, gpu):
+    """Of plain sums of energies, in which cells have the weights of systems and all else those of atoms."""
+    inputs = [t.to(gpu.device).requires_grad_() for t in (MIXED.positions, MIXED.charges, MIXED.cell)]
+    numbers = MIXED.batch_idx.to(gpu.device)
+    weights = 1.0 + numbers
+
+    def gradients():
+        energies = function(*inputs, batch_idx=numbers, accuracy=1e-3)
+        sums = energies.sum(), (weights * energies).sum()
+        return [g for each in sums for g in torch.autograd.grad(each, inputs, retain_graph=True)]
+
+    with plans.off():
+        expected = gradients()
+    for _ in range(4):
+        close(gradients(), expected, 1e-12)
+    assert n_replays(made)
+
+
 def test_garbage_waits_for_the_end_of_a_capture():
     """What it frees may need a call of the driver that ends the capture with an error."""
     seen = []

@@ -75,7 +75,8 @@ class Call(NamedTuple):
     options : tuple or str
         *Fixed*: all other arguments on which results depend; or the reason why the call has no plan.
     along : bool
-        Whether the body returns the gradients of the inputs together with the results.
+        Whether the body returns the gradients of the inputs together with the results. The last input are then the
+        cells; all others have a row for each atom.
     others : tuple
         Further arguments that hold tensors, which are functions of the tensors above.
     batch_idx : tensor, optional

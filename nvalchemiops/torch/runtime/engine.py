@@ -297,11 +297,11 @@ def _products(
     for k, is_needed in enumerate(needed):
         if not is_needed:
             found.append(None)
-        elif k < call.n_moving:
+        elif k < len(call.inputs) - 1:
             gradient = first[k]
             factor = of_atoms.to(gradient.dtype)
             found.append(gradient * factor.reshape(-1, *(1,) * (gradient.ndim - 1)))
-        else:  # of cells
+        else:  # of the cells
             found.append((first[k] * weights[:, None, None]).reshape(inputs[k].shape).to(inputs[k].dtype))
     return tuple(found)
 
