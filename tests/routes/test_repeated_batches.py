@@ -132,15 +132,18 @@ def test_repeated_choices_wait_for_cells_alone(function, monkeypatch):
     expected, read = forces(), []
     with gpu_layout():
         found = [forces() for _ in range(3)]
-        monkeypatch.setattr(sizes, "on_host", lambda t: read.append(t) or on_host(t))
-        for module in (choice, meshes, reciprocal, k_vectors):
-            monkeypatch.setattr(module, "on_host", None)
-        for name in ("points_on_host", "_joined_parts"):
-            monkeypatch.setattr(reciprocal, name, None)
-        monkeypatch.setattr(meshes, "mesh_for", None)
-        found.append(forces())
-    close(found, [expected] * 4, 1e-12)
-    assert [t.shape for t in read] == [cell.shape, numbers.shape]
+        with monkeypatch.context() as patch:
+            patch.setattr(sizes, "on_host", lambda t: read.append(t) or on_host(t))
+            for module in (choice, meshes, reciprocal, k_vectors):
+                patch.setattr(module, "on_host", None)
+            for name in ("points_on_host", "_joined_parts"):
+                patch.setattr(reciprocal, name, None)
+            patch.setattr(meshes, "mesh_for", None)
+            found.append(forces())
+        numbers[:6] = 2
+        of_other_sizes = forces()
+    close([*found, of_other_sizes], [*[expected] * 4, forces()], 1e-12)
+    assert [t.shape for t in read if t.shape != (len(cell),)] == [cell.shape]  # the others are on the host
 
 
 OF_BATCHES = {

@@ -8,7 +8,9 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.kernels.lattice import WORTH_CHANGING, is_skewed, shortest_on_host
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import may_read, on_host
 
 MOST_SYSTEMS = 512
@@ -82,10 +84,19 @@ def sizes_of(cell: torch.Tensor, count: np.ndarray) -> Sizes:
 
 
 def counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.ndarray:
-    """Atoms (n_systems,) of each system. Reads values on the host."""
+    """Atoms (n_systems,) of each system. Reads values on the host, on a GPU once for a tensor."""
     if batch_idx is None:
         return np.full(1, float(n_atoms))
-    return np.bincount(on_host(batch_idx), minlength=n_systems).astype(np.float64)
+
+    def read() -> np.ndarray:
+        return np.bincount(on_host(batch_idx), minlength=n_systems)
+
+    if layout(batch_idx.device.type).reads:
+        return read().astype(np.float64)
+    known = cached_by_identity(
+        "atoms in systems", batch_idx, n_systems, lambda: (torch.from_numpy(read()),), on_host=True
+    )
+    return on_host(known[0]).astype(np.float64)
 
 
 def key_of_sizes(system: ChargedSystem) -> Hashable:
