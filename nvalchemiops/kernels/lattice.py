@@ -195,12 +195,17 @@ def usable_cells(precision: str) -> Any:
         h = wp.mat33d(cell[n])
         smallest = wp.float64(wp.static(SMALLEST_VOLUME_RATIO**2))
         none = wp.float64(0.0)
+        # in any unit products have digits; entries that are not finite become NaN
+        for a in range(3):
+            largest = wp.max(wp.abs(h[a]))
+            if largest > none:
+                h[a] = h[a] / largest
         aa = wp.dot(h[0], h[0])
         bb = wp.dot(h[1], h[1])
         cc = wp.dot(h[2], h[2])
         volume = wp.dot(h[0], wp.cross(h[1], h[2]))
-        # each of these is false for NaN; infinite values become NaN
-        found = volume * volume >= smallest * (aa * bb * cc) and (aa + bb + cc) * none == none
+        # false for NaN
+        found = volume * volume >= smallest * (aa * bb * cc)
         if may_be_open != 0:
             ab = wp.cross(h[0], h[1])
             bc = wp.cross(h[1], h[2])

@@ -3,6 +3,7 @@
 A compiled graph stands for all places where values are not read: the kernels are those of a GPU, and nothing raises.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from nvalchemiops.torch.interactions.dispersion import (
 from nvalchemiops.torch.interactions.lj import lj_energy_forces
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.operators.lattice import check_vectors, usable_cells
 from nvalchemiops.torch.spline import spline_gather_with_force, spline_spread
 from tests.lanes.fibers import gpu_layout
 from tests.support.systems import batch, triclinic
@@ -136,6 +138,37 @@ def test_an_unusable_cell_that_is_not_read_gives_nan_in_its_system_only(op):
 def test_an_unusable_cell_that_is_read_is_named(op, how):
     with pytest.raises(ValueError, match="`cell`"):
         OPS[op](POSITIONS, unusable(how))
+
+
+SCALES = ([1.0] * 3, [1e-3, 1.0, 1e6], [1e-150] * 3, [1e102] * 3, [1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0])
+
+
+def doubtful_cells() -> list[torch.Tensor]:
+    """Flat and left-handed ones, in any unit, with vectors of zeros, and with entries that are not finite."""
+    cells = []
+    for turn in range(3):
+        for angle in (1.0, -1.0, 1e-7, 1e-9, 1e-11, 0.0):
+            vectors = torch.tensor([[2.0, 0.0, 0.0], [1.0, angle, 0.0], [0.5, 0.25, 3.0]], dtype=torch.float64)
+            for scales in SCALES:
+                scale = torch.tensor(scales, dtype=torch.float64).unsqueeze(1)
+                cells.append((scale * vectors).roll((turn, turn), (0, 1)))
+        for value in (torch.nan, torch.inf, -torch.inf):
+            cells.append(CELL[0].clone())
+            cells[-1][turn, 1] = value
+    return [*cells, torch.zeros_like(CELL[0])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("may_be_open", [False, True])
+def test_cells_that_are_not_read_are_judged_as_those_that_are(may_be_open, dtype):
+    cells = torch.stack(doubtful_cells()).to(dtype)
+    usable = torch.full((len(cells),), torch.nan, dtype=dtype)
+    for number, cell in enumerate(cells):
+        with contextlib.suppress(ValueError):
+            check_vectors(cell[None], may_be_open)
+            usable[number] = 1.0
+    torch.testing.assert_close(usable_cells(cells, may_be_open), usable, rtol=0.0, atol=0.0, equal_nan=True)
+    assert 10 < int(usable.nansum()) < len(cells) - 10
 
 
 NOT_EXCLUDABLE = {
