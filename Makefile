@@ -111,7 +111,7 @@ clients:  ## install real clients into .venv-clients and run their code on this 
 	@$(CLIENTS)/python -m pip install -qq -r tests/clients/requirements.txt
 	$(CLIENTS)/python tests/clients/run.py
 
-mutations: $(STAMP)  ## whether tests notice the mistakes of tests/mutations.txt, one at a time (a quarter of an hour)
+mutations: $(STAMP)  ## whether tests notice the mistakes of tests/mutations.txt, one at a time (half an hour)
 	@$(BIN)/python -m tests.mutations
 
 clean:  ## remove what the targets above made, except environments and Warp's kernel cache

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvalchemiops.torch import System
 from nvalchemiops.torch.interactions.electrostatics import ewald_reciprocal_space, pme_reciprocal_space
+from nvalchemiops.torch.operators.lattice import lattice_of
+from tests.lanes.fibers import gpu_layout
 from tests.support.systems import crystal
 
 SALT = crystal("rocksalt", 5.6, 1, 0.1)
@@ -57,3 +59,17 @@ def test_of_a_cubic_cell(name):
     found.append((torch.func.hessian(lambda c: function(c).sum())(cell) * weights).sum((2, 3)))
     for f in found:
         torch.testing.assert_close(f, expected, rtol=0.0, atol=1e-6 * scale)
+
+
+def test_what_is_traced_with_the_layout_of_a_gpu_can_be_differentiated():
+    """Kernels without derivatives take the place of operations only where nobody sees these."""
+
+    def function(cell):
+        lattice = lattice_of(cell.unsqueeze(0), None, len(SALT.positions))
+        return lattice.volume * (lattice.metric.sum() + lattice.fractional(SALT.positions).sin().sum())
+
+    cell = SALT.cell.reshape(3, 3)
+    with gpu_layout():
+        traced = make_fx(function)(cell)  # without gradients
+        found = second(traced, cell)
+    torch.testing.assert_close(found, second(function, cell), rtol=1e-9, atol=1e-9)

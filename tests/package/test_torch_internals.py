@@ -4,10 +4,12 @@ import json
 import logging
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nvalchemiops.torch.autograd import arrays
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from tests.support.ops import leaf
 from tests.support.processes import output_of, run_python
@@ -60,6 +62,16 @@ def test_the_current_stream_is_that_of_torch():
         with torch.cuda.stream(stream):
             assert internals.stream_handle(device) == stream.cuda_stream
             assert internals.stream_handle(torch.device("cuda")) == stream.cuda_stream
+
+
+def test_each_device_has_its_own_streams(monkeypatch):
+    """A device without a number is the current one."""
+    monkeypatch.setattr(internals, "_raw_stream", (lambda index: 100 + index,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=103))
+    monkeypatch.setattr(arrays, "warp_device", lambda device: None)
+    monkeypatch.setattr(arrays, "_warp_stream", lambda index, handle: (index, handle))
+    assert [arrays.current_stream(torch.device(name)) for name in ("cuda:1", "cuda")] == [(1, 101), (3, 103)]
 
 
 def test_transforms_are_counted():

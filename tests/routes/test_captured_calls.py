@@ -161,6 +161,16 @@ def test_long_lists_elsewhere(made, calls, gpu, long_lists):
     assert [graph.n_replays for graph in made] == [2, 2]
 
 
+def test_a_long_list_as_long_as_an_axis_of_the_mesh(made, gpu, long_lists):
+    """A graph that reads the list in place does not depend on which of the two a number is."""
+    x, q, cell = (t.to(gpu.device) for t in (ONE.positions, ONE.charges, ONE.cell))
+    near = pointers(gpu.device, n_fewer=26)
+    mesh = (near["neighbor_list"].shape[1],) * 3
+    for step in range(4):
+        particle_mesh_ewald(x + 0.1 * step, q, cell, 0.6, mesh_dimensions=mesh, **near)
+    assert len(made) == 1 and n_replays(made) == 2
+
+
 def test_derivatives_of_sums_over_long_lists(made, gpu, long_lists):
     """Those of any order have graphs that read the list in place, too, and notice its changes before they run."""
     x, q, cell = (t.to(gpu.device) for t in (ONE.positions, ONE.charges, ONE.cell))
@@ -266,10 +276,14 @@ def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
 
     twice(0.6)
     assert len(made) == 1 and table.n_bytes(True) > 0 and table.n_bytes(False) == 0
+    of_one = table.n_bytes(True)
+    monkeypatch.setattr(graphs, "most_bytes", lambda device: 3 * of_one // 2)
+    twice(0.5)
+    assert len(made) == len(table.entries) == 2
     monkeypatch.setattr(table, "most_bytes_on_gpu", table.most_bytes_on_gpu)  # which puts it back
-    plans.limit(table.n_bytes(True), "cuda")
+    plans.limit(of_one, "cuda")
     twice(0.7)
-    assert len(made) == 2 and len(table.entries) == 1
+    assert len(made) == 3 and len(table.entries) == 1
 
 
 def test_no_plan_where_memory_is_short(made, calls, gpu, monkeypatch):

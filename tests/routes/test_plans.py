@@ -263,6 +263,8 @@ def test_sums_share_a_plan_where_cells_change(name):
             call(given[0], given[1][..., [0, 0, 2]])
         with pytest.raises(ValueError, match="`cell` has entries that are not finite"):
             call(given[0], math.nan * given[1])
+        with pytest.raises(ValueError, match="`cell` has a zero lattice vector"):
+            call(given[0], given[1] * torch.tensor([[1.0], [0.0], [1.0]], dtype=F64))
     if name == "prepared":
         with pytest.warns(AccuracyWarning, match="prepared for another cell"):
             results(x, 1.2 * h)
