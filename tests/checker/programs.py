@@ -19,9 +19,10 @@ from nvalchemiops.kernels.mesh import splines
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.programs import program_kernel
 from nvalchemiops.kernels.simd import WARP
+from nvalchemiops.kernels.sorting import ROWS
 from nvalchemiops.launch import registered_kernels
 from nvalchemiops.layout import GPU, replaced_layout
-from nvalchemiops.neighbors.grid import end_rows, sort_atoms
+from nvalchemiops.neighbors.grid import N_FAULTS, end_rows, sort_atoms
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.neighbors.staleness import stale_kernel
 from nvalchemiops.torch import neighbors, ops  # noqa: F401  # all kernels are registered
@@ -40,6 +41,7 @@ from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.lattice import shortest_vectors
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.operators.sorting import counted_rows, pointers_of_sorted, sort_rows
 from tests.checker.launches import Fault
 from tests.checker.session import checked
 from tests.support.potentials import TABLE
@@ -263,6 +265,17 @@ def segments_program() -> None:
                     system_sums(values, None, 1)
 
 
+def sorting_program() -> None:
+    """Rows of entries, and counts of as many rows as a warp adds up, fewer, and more."""
+    rng = torch.Generator().manual_seed(6)
+    fault = torch.zeros(N_FAULTS, dtype=torch.int32)
+    for n in (0, *SIZES, ROWS, ROWS + 1, 33 * ROWS + 7):
+        rows = torch.randint(1, 40, (n,), generator=rng, dtype=torch.int32)
+        sort_rows(rows, 41)
+        pointers_of_sorted(rows.sort().values, 41)
+        counted_rows(rows, fault)
+
+
 def dynamics_program() -> None:
     """Chains of systems, and noise of atoms and systems."""
     for sizes in (SIZES, (0, 1, 0, 300), (1,)):
@@ -401,6 +414,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "potentials": potentials_program,
     "moments": moments_program,
     "segments": segments_program,
+    "sorting": sorting_program,
     "dynamics": dynamics_program,
     "fourier": fourier_program,
     "mesh": mesh_program,
