@@ -24,7 +24,7 @@ OPTIONAL_PACKAGES = ("torch", "jax", "ase")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 for success, 1 for a failed kernel, 2 for misuse."""
+    """Run the command line and return its exit status: 0 for success, 1 if some results are missing, 2 for misuse."""
     options = _parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_note
@@ -202,7 +202,7 @@ def _show_note(message: Warning | str, *details: Any, **more: Any) -> None:
     print(f"note: {message}", file=sys.stderr)
 
 
-def _fail(command: str, error: object, status: int = 2) -> int:
+def fail(command: str, error: object, status: int = 2) -> int:
     """Print why a command failed, and return its exit status."""
     print(f"nvalchemiops {command}: {error}", file=sys.stderr)
     return status
@@ -304,17 +304,17 @@ def _warmup(options: argparse.Namespace) -> int:
     from nvalchemiops.loading import compile_for, is_cpu_only, load
 
     if options.device and options.compute_capability:
-        return _fail("warmup", "give --device or --compute-capability, not both")
+        return fail("warmup", "give --device or --compute-capability, not both")
     cards = [str(device) for device in wp.get_cuda_devices()]
     if options.device == "cuda" and not cards:
-        return _fail("warmup", "there is no CUDA device that Warp can use")
+        return fail("warmup", "there is no CUDA device that Warp can use")
     devices = {"cpu": ["cpu"], "cuda": cards, None: ["cpu", *cards]}[options.device]
     targets: Sequence[str | int] = options.compute_capability or devices
     known = all_kernels()
     unknown = [part for part in options.name if not any(part in name for name, _ in known)]
     if unknown:
         names = ", ".join(dict.fromkeys(name.partition("(")[0] for name, _ in known))
-        return _fail("warmup", f"no kernel is called {' or '.join(unknown)}; there are {names}")
+        return fail("warmup", f"no kernel is called {' or '.join(unknown)}; there are {names}")
     kernels = [(n, build) for n, build in known if not options.name or any(part in n for part in options.name)]
     jobs = [(name, build, target) for target in targets for name, build in kernels]
     failures, n_ready = [], 0
@@ -331,7 +331,7 @@ def _warmup(options: argparse.Namespace) -> int:
         except Exception as error:  # one broken kernel must not hide the others
             failures.append(f"{_job(name, target)}: {error}")
     for failure in failures:
-        _fail("warmup", failure)
+        fail("warmup", failure)
     print(f"{n_ready} of {n_ready + len(failures)} kernels ready in {wp.config.kernel_cache_dir}")
     return 1 if failures else 0
 
@@ -359,7 +359,7 @@ def _tune(options: argparse.Namespace) -> int:
     quiet_warp()
     torch = _import_if_installed("torch")
     if torch is None:
-        return _fail("tune", "torch is not installed")
+        return fail("tune", "torch is not installed")
     from nvalchemiops.torch.interactions.electrostatics.accuracy.tuning import measure
 
     try:
@@ -367,13 +367,13 @@ def _tune(options: argparse.Namespace) -> int:
         if device.type not in costs.BUILT_IN or (device.type == "cuda" and not torch.cuda.is_available()):
             raise ValueError(f"there is no device '{options.device}' here")
     except (RuntimeError, ValueError) as error:
-        return _fail("tune", error)
+        return fail("tune", error)
     found = measure(device)
     print(f"{device.type:5s}{_costs_line(found)}")
     try:
         print(f"kept in {costs.write({device.type: found})}")
     except OSError as error:
-        return _fail("tune", error, 1)
+        return fail("tune", error, 1)
     return 0
 
 
@@ -420,7 +420,7 @@ def _stand_in(options: argparse.Namespace) -> int:
     try:
         print(write_stand_in(options.folder, options.release))
     except ValueError as error:
-        return _fail("stand-in", error)
+        return fail("stand-in", error)
     return 0
 
 
@@ -463,4 +463,4 @@ def _of_ase(module: str, command: str, options: argparse.Namespace) -> int:
         found = importlib.import_module(f"nvalchemiops.ase.{module}")
         return int(getattr(found, command)(options))
     except (ImportError, ValueError, TypeError, FloatingPointError, OSError) as error:
-        return _fail(command, error)
+        return fail(command, error)

@@ -6,7 +6,6 @@ What it has in common with other commands about structures, in `nvalchemiops.ase
 import argparse
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import ase
@@ -16,22 +15,31 @@ import numpy as np
 from nvalchemiops._warp import quiet_warp
 from nvalchemiops.ase.calculator import Calculator
 from nvalchemiops.ase.electrostatics import Electrostatics
+from nvalchemiops.ase.neighbors import neighbor_list
 from nvalchemiops.ase.pair import Pair
 from nvalchemiops.ase.system import Term
+from nvalchemiops.cli import fail
 from nvalchemiops.constants import EV_PER_ANGSTROM3_IN_GPA
+
+OVERLAP = 1e-3
+"""Atoms closer than this, in angstrom, are named as the reason for values that are not finite."""
 
 UNITS = {"energy": "eV", "forces": "eV/angstrom", "stress": "eV/angstrom^3, in the order xx yy zz yz xz xy"}
 
 
 def energy(options: argparse.Namespace) -> int:
-    """Print energies according to the options of the command; returns the exit status."""
+    """Print energies according to the options of the command; returns the exit status: 1 if one is not finite."""
     frames, calculator = read(options)
-    results = list(_evaluate(frames, calculator, options.forces))
+    results = [_evaluate(options, number, atoms, calculator) for number, atoms in frames]
+    finite = [result for result in results if "error" not in result]
     if options.json:
         print(as_json(options, calculator, UNITS, frames=results))
-    else:
-        print_results(results)
-    return 0
+    elif finite:
+        print_results(finite)
+    for result in results:
+        if "error" in result:
+            fail("energy", f"{_frame(options, result['frame'])}: {result['error']}")
+    return 0 if len(finite) == len(results) else 1
 
 
 def read(options: argparse.Namespace) -> tuple[list[tuple[int, ase.Atoms]], Calculator]:
@@ -143,13 +151,33 @@ def _frames(file: str, index: str) -> list[tuple[int, ase.Atoms]]:
     return frames
 
 
-def _evaluate(
-    frames: list[tuple[int, ase.Atoms]], calculator: Calculator, with_forces: bool
-) -> Iterator[dict[str, Any]]:
-    for number, atoms in frames:
-        atoms.set_constraint()  # with constraints of the file ASE would change forces and energies
-        atoms.calc = calculator
-        yield result_of(number, atoms, with_forces, atoms.cell.rank == 3)
+def _evaluate(options: argparse.Namespace, number: int, atoms: ase.Atoms, calculator: Calculator) -> dict[str, Any]:
+    """The result of a frame, or an ``error`` instead, if its values are not finite: the other frames have theirs."""
+    atoms.set_constraint()  # with constraints of the file ASE would change forces and energies
+    atoms.calc = calculator
+    try:
+        result = result_of(number, atoms, options.forces, atoms.cell.rank == 3)
+    except ValueError as error:
+        raise ValueError(f"{_frame(options, number)}: {error}") from error
+    if all(np.isfinite(value).all() for value in calculator.results.values()):
+        return result
+    return {name: result[name] for name in ("frame", "formula", "n_atoms")} | {"error": _reason(atoms)}
+
+
+def _frame(options: argparse.Namespace, number: int) -> str:
+    return f"frame {number} of {options.file}"
+
+
+def _reason(atoms: ase.Atoms) -> str:
+    """Which atoms have energies or forces that are not finite, or lie so close together that they have none."""
+    i, j, distances = neighbor_list("ijd", atoms, OVERLAP)
+    names = [f"{n} ({symbol})" for n, symbol in enumerate(atoms.symbols)]
+    found = [f"atoms {names[a]} and {names[b]} are {d:.3g} Å apart" for a, b, d in zip(i, j, distances) if a <= b]
+    if not found:
+        values = np.column_stack([atoms.calc.results["energies"], atoms.calc.results["forces"]])
+        found = [f"atom {names[n]}" for n in np.flatnonzero(~np.isfinite(values).all(axis=1))]
+    listed = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return f"energies or forces are not finite: {listed}"
 
 
 def result_of(number: int, atoms: ase.Atoms, with_forces: bool, with_stress: bool) -> dict[str, Any]:

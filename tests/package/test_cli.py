@@ -471,6 +471,49 @@ def test_energy_tells_what_is_wrong(name, files, capsys, monkeypatch):
     assert len(printed.splitlines()) == 1
 
 
+OVERLAPPING_TERMS = [
+    ["--potential", "lennard_jones", "--parameters", "cutoff=6", "sigma=2.4", "epsilon=0.02"],
+    ["--electrostatics", "coulomb", *SALT],
+    ["--electrostatics", "ewald", "--pbc", "xyz", *SALT],
+    ["--electrostatics", "pme", "--pbc", "xyz", *SALT],
+    ["--electrostatics", "dsf", "--electrostatics-parameters", "cutoff=8", "alpha=0.2", *SALT],
+    ["--dispersion", "pbe", "--damping", "zero"],
+]
+
+
+@pytest.mark.parametrize("term", OVERLAPPING_TERMS, ids=lambda term: term[1])
+def test_a_frame_with_atoms_at_one_place_is_named_and_the_others_are_printed(term, files, capsys):
+    first, second, _ = (atoms.copy() for atoms in ase.io.read(files / "salt.extxyz", ":"))
+    second.positions[5] = second.positions[2]
+    for atoms in (first, second):
+        atoms.pbc = "xyz" in term
+    ase.io.write(files / "overlap.traj", [first, second, first])
+    arguments = ["energy", str(files / "overlap.traj"), *term]
+    names = " and ".join(f"{n} ({second.symbols[n]})" for n in (2, 5))
+    reason = f"energies or forces are not finite: atoms {names} are 0 Å apart"
+    assert cli.main(arguments) == 1
+    captured = capsys.readouterr()
+    assert [line.split()[0] for line in captured.out.splitlines()] == ["frame", "0", "2"]
+    assert captured.err == f"nvalchemiops energy: frame 1 of {files / 'overlap.traj'}: {reason}\n"
+    assert cli.main([*arguments, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [found.get("error") for found in report["frames"]] == [None, reason, None]
+
+
+def test_atoms_whose_energies_are_not_finite_without_an_overlap_are_named(files, capsys):
+    options = ["--electrostatics", "coulomb", "--charges", "O=1e200,H=1e200"]
+    printed = energy(capsys, files / "water.xyz", *options, status=1)
+    assert printed.endswith("water.xyz: energies or forces are not finite: atom 0 (O), atom 1 (H), atom 2 (H)\n")
+
+
+def test_a_frame_that_is_refused_is_named(files, capsys):
+    mixed = [bulk("NaCl", "rocksalt", a=5.6), bulk("LiCl", "rocksalt", a=5.1)]
+    ase.io.write(files / "mixed.extxyz", mixed)
+    printed = energy(capsys, files / "mixed.extxyz", "--electrostatics", "ewald", *SALT, status=2)
+    reason = "`charges` has no value for Li,"
+    assert printed.startswith(f"nvalchemiops energy: frame 1 of {files / 'mixed.extxyz'}: {reason}")
+
+
 def test_energy_as_a_command_is_clean(files):
     finished = command("energy", str(files / "salt.extxyz"), "--electrostatics", "ewald", *SALT, "--index=0", "--json")
     assert finished.returncode == 0, finished.stderr
