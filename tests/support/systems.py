@@ -113,14 +113,24 @@ FORMS = ("pointers", "int64", "half list", "matrix", "half matrix", "padding in 
 
 
 def in_form(near, n_atoms, form, padding_name="fill_value"):
-    """The pairs of a list in another form, as arguments."""
+    """The pairs of a list in another form, as arguments. A half matrix has every other pair as (j, i, -S)."""
     pairs, shifts = near["neighbor_list"], near["neighbor_shifts"]
     if form == "int64":
         return {"neighbor_list": pairs.long(), "neighbor_shifts": shifts.long()}
-    ptr = torch.searchsorted(pairs[0].contiguous(), torch.arange(n_atoms + 1, dtype=torch.int32), out_int32=True)
+
+    def pointers():
+        return torch.searchsorted(pairs[0].contiguous(), torch.arange(n_atoms + 1, dtype=torch.int32), out_int32=True)
+
+    ptr = pointers()
     half = {"half_list": True} if "half" in form else {}
     if half:
         pairs, ptr, shifts = full_to_half(pairs, ptr, shifts)
+    if form == "half matrix":
+        turned = torch.arange(pairs.shape[1], device=pairs.device) % 2 == 0
+        pairs, shifts = torch.where(turned, pairs.flip(0), pairs), torch.where(turned[:, None], -shifts, shifts)
+        order = torch.sort(pairs[0], stable=True).indices
+        pairs, shifts = pairs[:, order], shifts[order]
+        ptr = pointers()
     if form in ("pointers", "half list"):
         return {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts, **half}
     matrix, _, images = get_neighbor_matrix_from_neighbor_list(pairs, ptr, shifts, fill_value=n_atoms)

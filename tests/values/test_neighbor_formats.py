@@ -166,18 +166,27 @@ def test_any_order_within_the_rows_is_allowed(crystal):
     check_full_list(*expanded)
 
 
+def test_a_half_list_may_hold_each_pair_in_either_direction(crystal):
+    _, full, half = crystal
+    rng = np.random.default_rng(2)
+    reverse = [(j, i, -a, -b, -c) for i, j, a, b, c in half]
+    mixed = [pair if rng.random() < 0.5 else back for pair, back in zip(half, reverse)]
+    for pairs in (reverse, mixed):
+        assert same(half_to_full(*as_list(sorted(pairs), 5)), as_list(full, 5))
+
+
 def test_a_list_of_the_other_kind_is_refused(crystal):
     _, full, half = crystal
     with pytest.raises(ValueError, match="not a half list") as caught:
         half_to_full(*as_list(full, 5))
-    first = next(p for p in full if p not in half)
-    assert str((first[0], first[1], first[2:])) in str(caught.value)
+    assert str((*full[0][:2], full[0][2:])) in str(caught.value)
     with pytest.raises(ValueError, match="not a full list"):
         full_to_half(*as_list(half, 5))
-    reverse = sorted((j, i, -a, -b, -c) for i, j, a, b, c in half)
-    with pytest.raises(ValueError, match="not a half list"):
-        half_to_full(*as_list(reverse, 5))
-    with pytest.raises(ValueError, match="not a half list"):
+    back = next((j, i, -a, -b, -c) for i, j, a, b, c in reversed(half) if i != j)
+    for twice in (back, half[-1]):
+        with pytest.raises(ValueError, match="not a half list"):
+            half_to_full(*as_list(sorted([*half, twice]), 5))
+    with pytest.raises(ValueError, match="joins an atom with itself"):
         half_to_full(*as_list([(0, 0, 0, 0, 0), (0, 1, 0, 0, 0)], 2))
     with pytest.raises(ValueError, match="itself"):
         full_to_half(*as_list([(0, 0, 0, 0, 0), (0, 1, 0, 0, 0), (1, 0, 0, 0, 0)], 2))

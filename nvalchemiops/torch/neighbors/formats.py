@@ -176,9 +176,8 @@ def half_to_full(
 ) -> tuple[torch.Tensor, ...]:
     """Both directions of each pair of a half list.
 
-    A half list holds each pair in the direction (i, j, S) with i < j, or i = j and the first non-zero entry of S
-    positive. The full list also holds (j, i, -S). Its rows are sorted by j for any order of the half list. They are
-    sorted by j, then S, if the rows of the half list are.
+    A half list holds each pair once, as (i, j, S) or (j, i, -S). The full list holds both. Its rows are sorted by j for
+    any order of the half list, and then by S if its entries are small.
 
     Parameters
     ----------
@@ -198,27 +197,27 @@ def half_to_full(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; or a pair in the direction that a half list does not hold, as in a full
-        list, whose pairs would be duplicated. A pair that is listed twice is not detected here; see `check_full_list`.
+        A bad argument, named in the message; a pair that is listed twice, or in both directions as in a full list, or
+        that joins an atom with itself.
     """
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
-    if may_read(neighbor_list, wait=True):
+    reads = may_read(neighbor_list, wait=True)
+    fault = " is not a half list: the pair (i, j, S) = {} "
+    if reads:
         _check_entries(neighbor_list, neighbor_ptr)
-        fault = (
-            " is not a half list: it holds (i, j, S) = {}, but a half list keeps i < j, or i = j and the first "
-            "non-zero entry of S positive. A full list needs no expanding"
-        )
-        _raise_at(direction_of(neighbor_list, shifts) <= 0, neighbor_list, shifts, fault)
+        _raise_at(direction_of(neighbor_list, shifts) == 0, neighbor_list, shifts, fault + "joins an atom with itself")
 
-    # reversed as a whole, so that a stable sort leaves -S of one pair ascending where S was
     i, j = neighbor_list.to(torch.int64).unbind(0)
-    row, column = torch.cat([j.flip(0), i]), torch.cat([i.flip(0), j])
-    order = torch.sort(row * n_atoms + column, stable=True).indices
+    row, column = torch.cat([i, j]), torch.cat([j, i])
+    images = None if shifts is None else torch.cat([shifts, -shifts]).to(torch.int32)
+    order = order_of_pairs(row, column, images, n_atoms)
     pairs = torch.stack([row, column]).to(torch.int32).index_select(1, order)
+    images = None if images is None else images.index_select(0, order)
+    if reads:
+        advice = "is listed twice or in both directions. A full list needs no expanding"
+        _raise_at(repeats(pairs, images), pairs, images, fault + advice)
     ptr = row_pointers(pairs[0], n_atoms)
-    if shifts is None:
-        return pairs, ptr
-    return pairs, ptr, torch.cat([-shifts.flip(0), shifts]).to(torch.int32).index_select(0, order)
+    return (pairs, ptr) if images is None else (pairs, ptr, images)
 
 
 def full_to_half(
@@ -370,6 +369,28 @@ def direction_of(neighbor_list: torch.Tensor, shifts: torch.Tensor | None) -> to
         for component in shifts.unbind(1):
             sign = torch.where(sign == 0, component.sign().to(torch.int8), sign)
     return sign
+
+
+def order_of_pairs(row: torch.Tensor, column: torch.Tensor, images: torch.Tensor | None, n: int) -> torch.Tensor:
+    """The order of pairs by row, then column, then image, so that equal pairs follow each other.
+
+    Rows and columns are int64 numbers below ``n``. Images share what is left of 64 bits: those at the ends of the range
+    are not told apart. There, in systems of many atoms, a pair of atoms has one image within a cutoff.
+    """
+    place = row * n + column
+    if images is not None:
+        left = (2**63 - 1) // ((n + 1) * n + 1)
+        x, y, z = images.to(torch.int64).unbind(1)
+        place = place * left + (((x * 257) + y) * 257 + z + left // 2).clamp(0, left - 1)
+    return torch.sort(place, stable=True).indices
+
+
+def repeats(pairs: torch.Tensor, images: torch.Tensor | None) -> torch.Tensor:
+    """Whether each of some sorted pairs equals the one before."""
+    same = (pairs[:, 1:] == pairs[:, :-1]).all(0)
+    if images is not None:
+        same = same & (images[1:] == images[:-1]).all(1)
+    return torch.cat([same.new_zeros(min(pairs.shape[1], 1)), same])
 
 
 def _number_of_each(keys: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, half_to_full
+from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, half_to_full, order_of_pairs, repeats
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search, found_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
@@ -32,7 +32,7 @@ class GivenNeighbors(NamedTuple):
     Attributes
     ----------
     half_list : bool
-        The list or matrix holds each pair only once.
+        The list or matrix holds each pair only once, in either direction.
     shifts_name, fill_name : str
         Names of the arguments for ``shifts`` and ``fill_value``, for messages.
     fits_cell : bool
@@ -91,7 +91,7 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
         Whether there is a cell, which requires shifts. Without a cell shifts must be zero, and are dropped; if they
         cannot be read, they are kept for use with `cell_without_images`.
     check : bool
-        Raise unless a full list is full and a half list is half. Sorts all pairs and reads values.
+        Raise unless a full list is full. Sorts all pairs and reads values.
 
     Raises
     ------
@@ -225,22 +225,24 @@ def _both_directions(
 ) -> Rows:
     """A full list of the pairs in a half list, including its padding, so that nothing is read.
 
-    A pair in the direction that a half list does not hold gets an invalid neighbor, for which kernels give NaN.
+    A pair that is listed twice or in both directions gets an invalid neighbor, for which kernels give NaN.
     """
     absent = NO_PADDING + 1
     is_pair = neighbors != padding
-    is_kept = direction_of(torch.stack([first, neighbors]), shifts) > 0
+    is_proper = direction_of(torch.stack([first, neighbors]), shifts) != 0
     has_reverse = is_pair & (neighbors >= 0) & (neighbors < n_atoms)
-    there = torch.where(is_pair, torch.where(is_kept, neighbors, n_atoms), absent)
+    there = torch.where(is_pair, torch.where(is_proper, neighbors, n_atoms), absent)
     # padding stays in the row of its atom; otherwise one row would collect all padding
-    row = torch.cat([torch.where(has_reverse, neighbors, first).flip(0), first])
-    column = torch.cat([torch.where(has_reverse, first, absent).flip(0), there])
+    row = torch.cat([first, torch.where(has_reverse, neighbors, first)])
+    column = torch.cat([there, torch.where(has_reverse, first, absent)])
+    images = None if shifts is None else torch.cat([shifts, -shifts])
     last = torch.where(column < 0, n_atoms + 1, column.clamp(max=n_atoms)).to(torch.int64)
-    order = torch.sort(row.to(torch.int64) * (n_atoms + 2) + last, stable=True).indices
-    row = row.index_select(0, order)
-    if shifts is not None:
-        shifts = torch.cat([-shifts.flip(0), shifts]).index_select(0, order)
-    return Rows(row_pointers(row, n_atoms), column.index_select(0, order), shifts, 0, absent, row)
+    order = order_of_pairs(row.to(torch.int64), last, images, n_atoms + 2)
+    row, column = row.index_select(0, order), column.index_select(0, order)
+    images = None if images is None else images.index_select(0, order)
+    is_repeated = repeats(torch.stack([row, column]), images) & (column != absent)
+    column = torch.where(is_repeated, n_atoms, column)
+    return Rows(row_pointers(row, n_atoms), column, images, 0, absent, row)
 
 
 def check_reach(

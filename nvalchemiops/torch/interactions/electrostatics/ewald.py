@@ -117,7 +117,7 @@ def ewald_summation(
     cutoff : float, length, optional
         Cutoff of the given list, which must hold all pairs closer than this, or of the list that is built.
     half_list : bool, optional
-        The list holds each pair only once.
+        The list holds each pair only once, in either direction.
     exclusions : (2, n_pairs) int tensor or OwnedPairs, optional
         Pairs of atoms, each listed once, whose nearest images do not interact. With a ``domain`` those from
         `Domain.distribute_pairs`, or the numbers of atoms in all pairs, the same on all ranks.

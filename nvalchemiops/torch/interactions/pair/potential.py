@@ -166,8 +166,8 @@ class PairPotential:
             Value of entries that are padding, even if an atom has this index. By default n_atoms for a matrix, and no
             padding for a list.
         half_list : bool, optional
-            The list has each pair once (i < j, or i = j and the first non-zero entry of the shift is positive). A half
-            list is expanded in each call, so a full list is faster.
+            The list has each pair once, in either direction. A half list is expanded in each call, so a full list is
+            faster.
         neighbor_cutoff : float, length, optional
             Cutoff of the given list. If this is shorter than the cutoff of the potential, the call raises.
         batch_idx : (n_atoms,) int32 tensor, optional
