@@ -344,6 +344,37 @@ def test_polarization_catastrophe():
         induced_moments(pair_of_dipoles, (torch.tensor(0.95 * limit).double(),), **field)
 
 
+def test_polarization_catastrophe_without_a_field():
+    """Zero dipoles are stationary then, but no minimum if points are too close; nor are zero charges."""
+
+    def energy(dipoles, distances):
+        return -2.0 * dipoles[:2, 0] * dipoles[2:, 0] / distances**3
+
+    alpha, systems = torch.ones(4, dtype=torch.float64), torch.tensor([0, 1, 0, 1], dtype=torch.int32)
+    options = {"polarizabilities": alpha, "batch_idx": systems, "num_systems": 2}
+    limit, along_x = 4.0 ** (1 / 6), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    far, close_by = (limit * torch.tensor(r, dtype=torch.float64) for r in ([1.3, 1.05], [1.3, 0.95]))
+    for field in ({}, {"external_field": torch.stack([along_x, 0.0 * along_x])}):
+        found = induced_moments(energy, (far,), **options, **field)
+        assert not found.dipoles[1::2].any()
+        with pytest.raises(RuntimeError, match=r"systems \[1\] has no minimum"):
+            induced_moments(energy, (close_by,), **options, **field)
+    # what was induced before does not stay
+    before = induced_moments(energy, (far,), **options, external_field=along_x)
+    assert not induced_moments(energy, (far,), **options, initial=before).dipoles.any()
+
+    def attraction(charges):
+        return 1.2 * charges[0] * charges[1]
+
+    for hardness, is_stable in ((1.3, True), (1.1, False)):
+        given = {"hardness": hardness * torch.ones(2, dtype=torch.float64)}
+        if is_stable:
+            assert not induced_moments(attraction, **given).charges.any()
+        else:
+            with pytest.raises(RuntimeError, match=r"systems \[0\] has no minimum"):
+                induced_moments(attraction, **given)
+
+
 def test_no_convergence_says_so():
     values = [leaf.detach() for leaf in leaves_for("both")]
     with pytest.raises(RuntimeError, match=r"not converged after 3 iterations .*relative residuals"):

@@ -32,6 +32,7 @@ from nvalchemiops.torch.interactions.electrostatics.response.solver import (
     Problem,
     Tensors,
     check_dependence,
+    check_minimum,
     check_order,
     check_quadratic,
     returns_atoms,
@@ -141,7 +142,8 @@ def induced_moments(
     RuntimeError
         The energy has no minimum, because polarizable atoms are too close (the polarization catastrophe; Gaussian
         widths prevent it) or hardnesses are too small; conjugate gradients have not converged; or the energy is not
-        quadratic.
+        quadratic. The error needs sources that are induced: along others, which have another symmetry than all fields,
+        the energy may fall without a word. If none are induced at all, a random direction is searched.
 
     Notes
     -----
@@ -258,9 +260,12 @@ class _Minimum(torch.autograd.Function):
     def forward(ctx: Any, problem: Problem, start: torch.Tensor | None, *tensors: torch.Tensor) -> Any:
         operator = Operator(problem, tensors)
         check_dependence(operator)
+        check_minimum(operator)
         if start is not None and problem.has_dipoles:
             slopes, _ = problem.slopes(start, operator.tensors)
             start = with_fields(problem, start, operator.right + operator.slopes_at_zero - slopes)
+        if start is not None:  # a residual relative to zero cannot become small
+            start = torch.where(operator.at_rest(), 0.0, start)
         found, residuals, count = solve(operator, operator.right, start)
         slopes, energies = problem.slopes(problem.polarized(found, tensors), operator.tensors)
         left = problem.gradient(found, tensors) + slopes

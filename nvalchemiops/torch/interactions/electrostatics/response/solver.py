@@ -13,6 +13,7 @@ atoms. Energies of systems are replicated (`Domain.sum`): the loss is computed f
 ranks, and gradients with respect to the variables are complete.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -239,6 +240,10 @@ class Operator:
         """Inner products (n_systems,) in float64, of fields with polarizabilities."""
         return self.problem.sums((a.to(torch.float64) * self.problem.polarized(b, self.tensors)).sum(1))
 
+    def at_rest(self) -> torch.Tensor:
+        """Whether nothing induces sources in the system of each atom, as a column (n_atoms, 1)."""
+        return self.problem.spread(self.scale == 0.0).unsqueeze(1)
+
     def scaled(self, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """These sources scaled to a physical magnitude in each system, and the factors (n_atoms, 1).
 
@@ -272,6 +277,10 @@ class Operator:
         return left, torch.cat([(self.softness * charges).unsqueeze(1), residual[:, 1:]], 1)
 
 
+class NotConvergedError(RuntimeError):
+    """Conjugate gradients have reached the largest number of iterations."""
+
+
 def solve(
     operator: Operator, right: torch.Tensor, start: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -300,7 +309,7 @@ def solve(
             residuals = (square / first).sqrt()
             worse = torch.nonzero(residuals > problem.tolerance).squeeze(1)
             some = ", ".join(f"{value:.1e}" for value in residuals[worse[:8]].tolist())
-            raise RuntimeError(
+            raise NotConvergedError(
                 f"induced moments have not converged after {iterations} iterations (`max_iterations`): systems "
                 f"{worse[:8].tolist()} have relative residuals {some}{', ...' * (len(worse) > 8)}, above the tolerance "
                 f"{problem.tolerance:.1e}"
@@ -391,6 +400,21 @@ def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
             'complete, as by `energy_reduction="system"` or `domain.sum`'
         )
     return differ
+
+
+def check_minimum(operator: Operator) -> None:
+    """Raise if sources are zero in a system where nothing induces any, but its energy falls along others.
+
+    Conjugate gradients take no step there, so they get random fields and electronegativities to start from.
+    """
+    problem = operator.problem
+    if not bool((operator.scale == 0.0).any()):
+        return
+    # ranks whose atoms have the same surroundings must not excite only what they have in common
+    generator = torch.Generator().manual_seed(0 if problem.domain is None else problem.domain.rank)
+    numbers = torch.randn(operator.right.shape, generator=generator, dtype=torch.float64).to(operator.right)
+    with contextlib.suppress(NotConvergedError):
+        solve(operator, torch.where(operator.at_rest(), numbers, 0.0))
 
 
 def check_quadratic(operator: Operator, residual: torch.Tensor) -> None:
