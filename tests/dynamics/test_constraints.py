@@ -229,6 +229,22 @@ def test_a_rigid_rotor_turns_by_the_same_angle_in_each_step(frozen):
         assert state.pressures.abs() < 1e-13 < 0.01 < (state.kinetic_energies / state.volumes).item()
 
 
+@pytest.mark.parametrize(("angle", "needed"), [(0.02, 2), (0.3, 3)])
+def test_iterations_square_the_error_of_lengths(angle, needed):
+    """It is about the square of the angle by which a bond turns. Fewer than it takes give NaN, not a wrong length."""
+    positions = tensor([[0.0, 0.0, 0.0], [1.3, 0.0, 0.0]])
+    velocities = tensor([[0.0, 0.0, 0.0], [0.0, 1.3 * math.sin(angle), 0.0]])
+    for iterations in (2, 3, 4, 5):
+        integrator = nve(1.0).constrained(Constraints(torch.tensor([[0, 1]]), iterations=iterations))
+        system = System(positions, cell=9.0 * torch.eye(3, dtype=float64))
+        state = integrator.start(system, ideal_gas, velocities=velocities, masses=tensor([torch.inf, 1.0]))
+        bond = run(integrator, state, ideal_gas, 1).system.positions.diff(dim=0)
+        if iterations < needed:
+            assert bond.isnan().all()
+        else:
+            assert (bond[0] - 1.3 * tensor([math.cos(angle), math.sin(angle), 0.0])).abs().max() < 1e-11
+
+
 CHARGES = tensor([-0.8, 0.4, 0.4]).repeat(4)
 
 

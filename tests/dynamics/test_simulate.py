@@ -5,6 +5,7 @@ import functools
 import ase.io
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nvalchemiops.torch.dynamics import (
     Constraints,
@@ -14,10 +15,12 @@ from nvalchemiops.torch.dynamics import (
     SumOfTerms,
     csvr,
     langevin,
+    load_state,
     nose_hoover,
     npt,
     nve,
     relax,
+    save_state,
     simulate,
     stochastic_cell,
 )
@@ -62,6 +65,18 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(make, tmp_path):
     rest = simulate(again, argon(skin=0.0), integrator, 6).state
     assert torch.equal(whole.system.positions, rest.system.positions)
     assert torch.equal(whole.velocities, rest.velocities)
+
+
+def test_a_state_is_loaded_where_it_is_asked_for(tmp_path):
+    """All of its tensors. No machine lacks the device without memory."""
+    state = nve(0.2).start(systems(), argon())
+    for number, saved in enumerate((state, state.system)):
+        save_state(tmp_path / f"{number}.pt", saved)
+        for asked, device in ((None, "cpu"), ("meta", "meta"), (torch.device("meta"), "meta")):
+            loaded = load_state(tmp_path / f"{number}.pt", device=asked)
+            assert type(loaded) is type(saved)
+            found = {t.device.type for t in tree_leaves(loaded) if isinstance(t, torch.Tensor)}
+            assert found == {device}
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (False, True, True)])

@@ -590,6 +590,33 @@ def test_derivatives_by_parameters_are_those_of_torch():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+def test_modules_of_forces_and_declared_outputs():
+    """Forces need ``requires_grad``; a module that reads its values cannot be traced, and needs ``out_shapes``."""
+
+    class Forces(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stiffness = torch.nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            energy = self.stiffness * x.square().sum() if float(x.detach().sum()) > 0.0 else x.sum()
+            return -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def shapes(parameters, x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    x, parameters = jnp.arange(3.0), {"stiffness": jnp.asarray(2.0)}
+    for declared in (shapes, jax.ShapeDtypeStruct(x.shape, x.dtype)):
+        apply, _ = from_module(Forces(), declared, requires_grad=True)
+        assert_same(jax.jit(apply)(parameters, x), -4.0 * x)
+        slope = jax.jit(jax.grad(lambda p, apply=apply: apply(p, x).sum()))(parameters)["stiffness"]
+        assert_same(slope, -2.0 * x.sum())
+    for options in ({"requires_grad": True}, {"out_shapes": shapes}):
+        with pytest.raises((RuntimeError, ValueError)):
+            jax.block_until_ready(from_module(Forces(), **options)[0](parameters, x))
+
+
 def test_modules_with_several_names_keep_their_parameters():
     """One block that is applied twice: torch's functional call would leave the tensors of the last call in it."""
     block = torch.nn.Linear(3, 3).double()

@@ -21,11 +21,21 @@ def structures():
     return [argon(), ase.build.molecule("CH3CH2OH"), ase.Atoms(), slab, ase.Atoms("H"), salt()]
 
 
-@pytest.mark.parametrize("nearest", [None, 7])
+OPTIONS = {
+    "all": {},
+    "nearest": {"nearest": 7},
+    "symmetric": {"nearest": 7, "symmetric": True},
+    "ties": {"nearest": 5, "ties": "index"},
+    "tolerance": {"nearest": 5, "tie_tolerance": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("at_once", [1, 40, 10**6])
-def test_each_structure_has_the_pairs_that_it_has_alone(nearest, at_once, monkeypatch):
+def test_each_structure_has_the_pairs_that_it_has_alone(name, at_once, monkeypatch):
     monkeypatch.setattr(graphs, "ATOMS_PER_SEARCH", at_once)
-    graph = atoms_to_graph(iter(structures()), 5.0, nearest, dtype=torch.float64)
+    options = OPTIONS[name]
+    graph = atoms_to_graph(iter(structures()), 5.0, dtype=torch.float64, **options)
     begins, first_pair = graph.batch_ptr.tolist(), graph.neighbor_ptr.tolist()
     assert begins[-1] == len(graph.positions) and first_pair[-1] == graph.neighbor_list.shape[1]
     for number, atoms in enumerate(structures()):
@@ -38,8 +48,8 @@ def test_each_structure_has_the_pairs_that_it_has_alone(nearest, at_once, monkey
             5.0,
             torch.tensor(atoms.cell.array),
             torch.tensor(atoms.pbc),
-            nearest=nearest,
             return_neighbor_list=True,
+            **options,
         )
         pairs = slice(first_pair[part.start], first_pair[part.stop])
         assert torch.equal(graph.neighbor_list[:, pairs] - part.start, alone[0])
@@ -60,6 +70,36 @@ def test_one_structure_no_structure_and_precision():
         assert graph.batch_ptr.tolist() == [0] * (len(empty) + 1) and graph.neighbor_list.shape == (2, 0)
         assert graph.shifts.shape == (0, 3) and graph.neighbor_ptr.tolist() == [0]
         assert graph.cell.shape == (len(empty), 3, 3)
+
+
+TIES = {"none": {"tie_tolerance": 0.0}, "index": {"ties": "index"}, "some": {"tie_tolerance": 2.0}}
+
+
+def test_options_of_nearest_neighbors_tell():
+    """12 at one distance are ties in a perfect crystal; where atoms moved a little, only within a tolerance."""
+    crystal, counts = ase.build.bulk("Ar", "fcc", a=5.4, cubic=True), {}
+    given = {"cutoff": 5.0, "nearest": 5, "dtype": torch.float64}
+    for rattled in (False, True):
+        if rattled:
+            crystal.rattle(0.01, seed=1)
+        for name in TIES:
+            counts[name, rattled] = atoms_to_graph(crystal, **given, **TIES[name]).neighbor_ptr.diff().tolist()
+    assert counts["some", False] == counts["some", True] == [12] * 4
+    assert counts["index", False] == counts["index", True] == counts["none", True] == [5] * 4
+
+    def pairs(**options):
+        graph = atoms_to_graph(crystal, **given, **TIES["none"], **options)
+        return {(*ij, *s) for ij, s in zip(graph.neighbor_list.T.tolist(), graph.shifts.tolist())}
+
+    reverse = {(j, i, -a, -b, -c) for i, j, a, b, c in pairs()}
+    assert pairs() != reverse and pairs(symmetric=True) == pairs() | reverse
+
+
+def test_a_device_that_is_given_is_used_beside_the_default():
+    with torch.device("meta"):
+        graph = atoms_to_graph(structures(), 4.0, device="cpu")
+    assert {t.device.type for t in graph} == {"cpu"}
+    assert torch.equal(graph.neighbor_list, atoms_to_graph(structures(), 4.0).neighbor_list)
 
 
 def test_mistakes_are_named():

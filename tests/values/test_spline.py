@@ -497,3 +497,6 @@ def test_a_prepared_inverse_changes_nothing():
         found = spline.spline_spread(X, Q, cell, SMALL, **options)
         assert torch.equal(found.detach(), spline.spline_spread(X, Q, CELL, SMALL))
         assert torch.autograd.grad(found.square().sum(), cell)[0].any()
+        forces = spline.spline_gather_gradient(X, Q, FIELD, cell, **options)
+        assert torch.equal(forces.detach(), spline.spline_gather_gradient(X, Q, FIELD, CELL))
+        assert torch.autograd.grad(forces.square().sum(), cell)[0].any()
