@@ -44,3 +44,8 @@ def in_threads(work, arguments):
     """Results of ``work(argument)``, one thread each, all of them at once; an error in one of them is raised."""
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(work, arguments))
+
+
+def command(*arguments, **environment):
+    """``python -m nvalchemiops`` in a process of its own, as the command silences Warp there."""
+    return run_interpreter("-m", "nvalchemiops", *arguments, timeout=600, **environment)
