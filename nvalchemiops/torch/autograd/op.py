@@ -379,8 +379,9 @@ def refuse_transforms(name: str) -> None:
     """Raise if an autograd implementation is called under transforms of torch.func."""
     if internals.DERIVATIVES_KNOWN and internals.transforms_active():
         raise RuntimeError(
-            f"{name}: torch.func transforms of this op work in eager mode only. Inside torch.compile use "
-            "torch.autograd.grad (docs/custom_ops.md), or leave the transform outside of the compiled function"
+            f"{name}: with this release of torch, torch.func transforms of the op work in eager mode only. Inside "
+            "torch.compile use torch.autograd.grad (docs/custom_ops.md), or leave the transform outside of the "
+            "compiled function"
         )
 
 
