@@ -3,8 +3,9 @@
 Submodules are loaded when used.
 """
 
-import importlib
 from typing import Any
+
+from nvalchemiops.submodules import loaded_when_used
 
 try:
     import jax as _jax  # noqa: F401  # only to see whether it works
@@ -19,12 +20,11 @@ _SUBMODULES = frozenset(
 _OF_SYSTEMS = frozenset({"Neighbors", "System"})
 
 
+_submodule = loaded_when_used(__name__, _SUBMODULES)
+
+
 def __getattr__(name: str) -> Any:
-    if name in _OF_SYSTEMS:
-        return getattr(importlib.import_module(f"{__name__}.systems"), name)
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(_submodule("systems"), name) if name in _OF_SYSTEMS else _submodule(name)
 
 
 def __dir__() -> list[str]:

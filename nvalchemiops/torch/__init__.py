@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvalchemiops.launch import set_openmp, set_thread_count
+from nvalchemiops.submodules import loaded_when_used
 from nvalchemiops.torch.runtime.openmp import adapt_threads as adapt_threads
 from nvalchemiops.torch.runtime.openmp import openmp_of_torch
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _SUBMODULES = frozenset(
     {
         "autograd",
+        "distributed",
         "dynamics",
         "fire2",
         "graph",
@@ -57,12 +59,13 @@ _NAMES = {
 }
 
 
+_submodule = loaded_when_used(__name__, _SUBMODULES)
+
+
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
     if name in _NAMES:
         return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return _submodule(name)
 
 
 def __dir__() -> list[str]:

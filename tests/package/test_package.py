@@ -1,6 +1,7 @@
 """The package as a thing to install and import: what it loads, what it needs, what it leaves alone."""
 
 import ast
+import importlib
 import importlib.metadata
 import json
 import re
@@ -275,6 +276,20 @@ def test_subpackages_load_on_first_use():
     )
     with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
         _ = nvalchemiops.no_such_thing
+    said = "nvalchemiops.torch.interactions.electrostatics.ewald_summation.__name__"
+    assert python_says(f"import nvalchemiops, json\nprint(json.dumps({said}))") == "ewald_summation"
+
+
+@pytest.mark.parametrize("package", ["", ".interactions", ".torch", ".torch.interactions", ".jax", ".jax.interactions"])
+def test_documented_modules_load_on_first_use(package):
+    if "jax" in package:
+        pytest.importorskip("jax")
+    package = importlib.import_module(f"nvalchemiops{package}")
+    below = re.findall(rf":: {package.__name__}\.(\w+)", (ROOT / "docs" / "api.md").read_text())
+    of_clients = ["dynamics", "segment_ops"] if package is nvalchemiops else []
+    assert below
+    for name in {*below, *of_clients} - {"operators", "runtime"}:  # which explain how it works
+        assert package.__getattr__(name).__name__ == f"{package.__name__}.{name}"
 
 
 def test_importing_the_torch_layer_compiles_nothing_and_leaves_warp_settings_alone(tmp_path):

@@ -1,1 +1,5 @@
 """Interaction energies, forces and virials for torch tensors."""
+
+from nvalchemiops.submodules import loaded_when_used
+
+__getattr__ = loaded_when_used(__name__, ["dispersion", "electrostatics", "lj", "pair"])
