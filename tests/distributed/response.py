@@ -103,6 +103,7 @@ def ranks_find_the_minimum_together(group: Any) -> None:
             raise AssertionError(text)
 
     raises(lambda: solved(x, q, 100.0 * alpha, field, domain, max_iterations=40), RuntimeError, "induced")
+    raises(lambda: solved(x, 0.0 * q, 100.0 * alpha, 0.0 * field, domain), RuntimeError, "has no minimum")
     kind, shorter = (ValueError if here else OtherRankError), slice(1 if here else 0, None)
     raises(lambda: solved(x, q, alpha[shorter], field, domain), kind, "`polarizabilities`")
     share = dist.get_rank(group) + torch.zeros(2, dtype=F64)
