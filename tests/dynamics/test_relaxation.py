@@ -33,6 +33,7 @@ from nvalchemiops.torch.dynamics import (
     simulate,
 )
 from nvalchemiops.torch.dynamics.chart import _exp_minus_one
+from nvalchemiops.torch.interactions.electrostatics import EwaldSummation
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.systems import System
 from tests.support.comparing import close
@@ -571,6 +572,19 @@ def test_models_that_hold_values_of_atoms_say_so() -> None:
         relax(system, model, compact_every=1)
     assert any("compact_every=None" in note for note in caught.value.__notes__)
     assert relax(system, model, compact_every=None).converged.all()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_sums_that_were_estimated_for_a_batch_keep_all_systems(nested: bool) -> None:
+    """Their alpha has a value for each system, so they fit no part of the batch."""
+    salts = [bulk("NaCl", "rocksalt", length) for length in (5.6, 6.4)]
+    salts[1].rattle(0.05, seed=1)  # the other one is at a minimum
+    batch = System.from_ase(salts, charges={"Na": 1.0, "Cl": -1.0})
+    coulomb = EwaldSummation.estimate(batch, accuracy=1e-4)
+    assert coulomb.alpha is not None and coulomb.alpha.shape == (2,)
+    model = SumOfTerms(coulomb, partial(lennard_jones(**SMOOTH), sigma=2.5, epsilon=0.1))
+    result = relax(batch, SumOfTerms(model) if nested else model, compact_every=1)
+    assert result.converged.all() and result.steps[0] == 0 < result.steps[1]
 
 
 @pytest.mark.parametrize("bound", ["exclusions", "parameters"])

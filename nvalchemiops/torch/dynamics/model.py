@@ -305,6 +305,12 @@ def holds_atoms(model: Any) -> bool:
     """Whether a model is known to hold values of the atoms or systems of one batch, so that it fits no part of it."""
     for term in model.terms if isinstance(model, SumOfTerms) else ():
         interaction, bound = _interaction(term), getattr(term, "keywords", {})
+        if holds_atoms(interaction):
+            return True
+        if isinstance(interaction, ConfiguredSum | DFTD3):  # such as the alpha of each system, which was estimated
+            kept = [value for value in interaction._settings().values() if isinstance(value, torch.Tensor)]
+            if any(value.ndim and value.shape[0] > 1 for value in kept):
+                return True
         if isinstance(interaction, PairPotential | ConfiguredSum | DFTD3):
             of_kinds = interaction.formula.per_pair if isinstance(interaction, PairPotential) else ()
             if any(getattr(value, "ndim", 0) and name not in of_kinds for name, value in bound.items()):
