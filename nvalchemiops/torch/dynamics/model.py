@@ -403,7 +403,8 @@ class FromEnergies:
         if torch.is_inference_mode_enabled():
             # no graph is kept in it, so there would be no forces
             with torch.inference_mode(False), torch.no_grad():
-                return self(System(*map(ordinary, system)))
+                return self(system)
+        system = System(*map(ordinary, system))
         positions, cell = system.positions, system.cell
         keep = self.create_graph
         if keep is None:
