@@ -3,14 +3,17 @@
 The default here is a device without memory, so that a tensor that is made there by mistake is an error.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from ase.build import bulk, fcc111
 
 from nvalchemiops.ase import Calculator, Dispersion, Electrostatics, Pair, neighbor_list
+from nvalchemiops.torch import System, spline
 from nvalchemiops.torch import neighbors as lists
-from nvalchemiops.torch import spline
+from nvalchemiops.torch.dynamics import CellFilter, SumOfTerms, relax
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import (
     DFTD3,
@@ -141,6 +144,15 @@ def test_calculators(make, terms):
             found.append((atoms.get_potential_energy(), atoms.get_forces()))
     assert found[0][0] == found[1][0]
     np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("cell", [True, "axes", CellFilter(mask=[1, 1, 0, 0, 0, 1], constant_volume=True)])
+def test_relaxation_of_cells(cell):
+    model, system = SumOfTerms(partial(lennard_jones(6.0), sigma=2.4, epsilon=0.1)), System.from_ase(salt())
+    with torch.device("meta"):
+        found = relax(system, model, cell=cell, fmax=0.01)
+    here = relax(system, model, cell=cell, fmax=0.01)
+    assert here.steps > 0 and torch.equal(found.system.cell, here.system.cell)
 
 
 def test_neighbor_lists_of_ase():

@@ -420,11 +420,14 @@ def _free(fixed: Any, positions: torch.Tensor) -> torch.Tensor:
 
 def _mask(options: CellFilter, n_systems: int, device: torch.device) -> torch.Tensor:
     """Components of F that may change (n_systems, 3, 3)."""
-    mask = torch.ones((3, 3), dtype=torch.bool) if options.mask is None else torch.as_tensor(options.mask) != 0
+    mask = options.mask
+    if not isinstance(mask, torch.Tensor):  # whatever the default device is
+        mask = torch.as_tensor(np.ones((3, 3)) if mask is None else mask, device="cpu")
+    mask = mask != 0
     if mask.shape == (3,):
         mask = mask & mask.unsqueeze(1)
     if mask.shape == (6,):
-        full = torch.zeros((3, 3), dtype=torch.bool)
+        full = mask.new_zeros((3, 3))
         for (i, j), value in zip(VOIGT, mask.tolist()):
             full[i, j] = full[j, i] = value
         mask = full
