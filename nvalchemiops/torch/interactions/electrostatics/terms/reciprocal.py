@@ -11,7 +11,7 @@ and therefore S, do not change under strain. The two Fourier sums are ops; every
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,13 +165,15 @@ class KVectorSum(NamedTuple):
         known = (found.sizes_known, target.accuracy)
         parts = None if found.sizes_known is None else _parts.find(known)
 
-        def of_systems() -> tuple[torch.Tensor, ...]:
+        def cells_and_lengths() -> tuple[np.ndarray, np.ndarray]:
             sizes = sizes_of_system(system)
-            lengths = core.reciprocal_cutoff(values, sizes.spacing, target)
+            return sizes.cell, core.reciprocal_cutoff(values, sizes.spacing, target)
+
+        def of_systems() -> tuple[torch.Tensor, ...]:
             if parts is None:
-                on_cpu = points_on_host(sizes.cell, lengths)
+                on_cpu = points_on_host(*cells_and_lengths())
             else:
-                on_cpu = _joined_parts(parts, sizes.cell, values, force, lengths)
+                on_cpu = _joined_parts(parts, values, force, cells_and_lengths)
             return tuple([t.to(device) for t in on_cpu])
 
         if parts is not None:
@@ -201,14 +203,17 @@ MOST_BYTES = 2**25
 
 
 def _joined_parts(
-    parts: dict[Hashable, _Part], cell: np.ndarray, alpha: np.ndarray, force: np.ndarray, k_cutoff: np.ndarray
+    parts: dict[Hashable, _Part],
+    alpha: np.ndarray,
+    force: np.ndarray,
+    cells_and_lengths: Callable[[], tuple[np.ndarray, np.ndarray]],
 ) -> tuple[torch.Tensor, ...]:
     """The chosen points of a batch and their factors, from kept ``parts``; those of other systems are added."""
     keys = list(enumerate(zip(alpha.tolist(), force.tolist())))
     found = [parts.get(key) for key in keys]
     new = [number for number, part in enumerate(found) if part is None]
     if new:
-        added = _parts_of(np.array(new), cell, alpha, k_cutoff)
+        added = _parts_of(np.array(new), alpha, *cells_and_lengths())
         for number, part in zip(new, added):
             found[number] = part
         if sum([array.nbytes for part in (*parts.values(), *added) for array in part]) > MOST_BYTES:
@@ -221,7 +226,7 @@ def _joined_parts(
     return (*vectors, *[torch.from_numpy(np.concatenate([*values, more])) for values in factors])
 
 
-def _parts_of(numbers: np.ndarray, cell: np.ndarray, alpha: np.ndarray, k_cutoff: np.ndarray) -> list[_Part]:
+def _parts_of(numbers: np.ndarray, alpha: np.ndarray, cell: np.ndarray, k_cutoff: np.ndarray) -> list[_Part]:
     """The parts of the systems with these ``numbers``."""
     each = points_of_systems(cell[numbers], k_cutoff[numbers])
     counts = [len(points) for points, _ in each]
