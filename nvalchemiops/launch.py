@@ -192,6 +192,8 @@ def launch_adjoint(
 
     Parameters
     ----------
+    kernel, dim, device, stream
+        As for `launch`.
     inputs, adjoints : sequence
         An entry for each kernel parameter, including outputs. None for an adjoint that is not needed.
     """

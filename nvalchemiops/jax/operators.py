@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,7 +105,7 @@ def operator(
             raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
         return bridge(**(arguments if prepare is None else prepare(arguments)))
 
-    return named(of_arrays, name, _for_jax(function), signature)
+    return named(of_arrays, name, _for_jax(function, signature, ignored), signature)
 
 
 def named(call: Callable[..., Any], name: str, doc: str, signature: inspect.Signature) -> Any:
@@ -230,9 +230,15 @@ def _for_jax_arrays(text: str) -> str:
     return re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", text).replace(".to(", ".astype(")
 
 
-def _for_jax(function: Callable[..., Any]) -> str:
-    """Rewrite the docstring of a torch function for JAX."""
+def _for_jax(function: Callable[..., Any], signature: inspect.Signature, ignored: Iterable[str] = ()) -> str:
+    """Rewrite the docstring of a torch function for JAX, where its parameters are those of ``signature``."""
     text = inspect.getdoc(function) or ""
+    if absent := inspect.signature(function).parameters.keys() - signature.parameters:
+        some = "|".join(sorted(absent))
+        text = re.sub(rf"^(?:{some}) :.*\n(?: .*\n)*", "", text, flags=re.MULTILINE)
+        text = re.sub(rf"^((?:\w+, )+)(?:{some})(?= :|$)", lambda m: m[1][:-2], text, flags=re.MULTILINE)
+    if ignored:
+        text += f"\n\nWithout effect: {', '.join(f'``{name}``' for name in sorted(ignored))}."
     # inside of jit the torch functions run with values, so requirements of torch.compile do not apply
     text = re.sub(r"\s*Inside ``torch\.compile``[^.]*\.", "", text)
     text = re.sub(r"``torch\.compile``", "``jax.jit``", text)
@@ -305,7 +311,7 @@ def eager(
             return (into or type(result))(**from_torch_values(result))
         return from_torch_values(result)
 
-    return named(call, function.__name__, _for_jax(function), signature)
+    return named(call, function.__name__, _for_jax(function, signature), signature)
 
 
 def to_torch(value: Any) -> Any:

@@ -182,6 +182,10 @@ def prepare_neighbor_list(
         call searches.
     wrap_positions, atomic_density, max_tiles_per_group, span_margin, strategy, atom_centric_path, fixed_cell
         Without effect.
+    pair_fn, target_indices : None
+        Not supported.
+    **without_effect
+        Other names of scratch memory that nvalchemi-toolkit-ops takes.
 
     Returns
     -------

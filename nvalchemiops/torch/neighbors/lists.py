@@ -107,7 +107,8 @@ def neighbor_list(
         columns (an order independent of distances), ``num_neighbors`` counts all neighbors, *a wider matrix is
         returned* in new memory, and a `NeighborListWarning` is issued: continue with the returned matrix. Shifts given
         without a cell are filled with zeros; only the functions for cell lists then return them.
-    neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1, neighbor_matrix2, ... : tensors, optional
+    neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1 : tensors, optional
+    neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2 : tensors, optional
         Memory for each of two lists.
     rebuild_flags : (n_systems,) or (1,) bool tensor, optional
         Search only the systems with True. Rows of other systems stay unchanged in the memory, which must be given for
