@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import ase.build
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +81,22 @@ DETERMINISTIC = list(deterministic(0.1))
 def started(integrator, model, n=4, **options):
     system, masses, velocities = few_atoms(n)
     return integrator.start(system, model, masses=masses, velocities=velocities, removed=0, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, float64])
+def test_masses_in_any_form(dtype):
+    """As ASE has them, as a list, and one number for all atoms."""
+    positions = torch.zeros(3, 3, dtype=dtype)
+
+    def masses(given):
+        return nve(1.0).start(System(positions), springs(1.0), masses=given, velocities=positions).masses
+
+    for given in (40.0, torch.tensor(40.0), [40.0] * 3, np.full(3, 40.0), torch.full((3,), 40.0)):
+        found = masses(given)
+        assert torch.equal(found, torch.full((3,), 40.0, dtype=dtype)) and found.is_contiguous()
+    for given in ([40.0] * 2, 0.0, math.nan):
+        with pytest.raises(ValueError, match="`masses`"):
+            masses(given)
 
 
 # -- energies -------------------------------------------------------------------------------------

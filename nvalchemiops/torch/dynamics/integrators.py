@@ -122,7 +122,7 @@ class Integrator:
         system: System,
         model: Model,
         *,
-        masses: torch.Tensor | None = None,
+        masses: Any = None,
         velocities: torch.Tensor | None = None,
         seed: int | torch.Tensor = 0,
         keys: torch.Tensor | None = None,
@@ -135,7 +135,7 @@ class Integrator:
         system : System
         model : Model
             Evaluated once.
-        masses : (n_atoms,) tensor, optional
+        masses : (n_atoms,) tensor or array, or number, optional
             Infinite for frozen atoms: they keep their position, or their place in a cell that changes, and count in no
             temperature, pressure or momentum. By default the masses of the elements, in u, if ASE is installed.
         velocities : (n_atoms, 3) tensor, optional
@@ -398,7 +398,7 @@ def _rows(system: System) -> tuple[System, int]:
     return system._replace(cell=cell, pbc=pbc, batch_idx=batch_idx), n_systems
 
 
-def _masses(system: System, masses: torch.Tensor | None) -> torch.Tensor:
+def _masses(system: System, masses: Any) -> torch.Tensor:
     positions = system.positions
     if masses is None:
         if system.numbers is None:
@@ -411,6 +411,10 @@ def _masses(system: System, masses: torch.Tensor | None) -> torch.Tensor:
             ) from None
         table = torch.as_tensor(atomic_masses, device=positions.device)
         masses = table[system.numbers.to(torch.int64)]
+    if not isinstance(masses, torch.Tensor):
+        masses = torch.as_tensor(masses, dtype=positions.dtype, device=positions.device)
+    if masses.ndim == 0:
+        masses = masses.repeat(len(positions))
     if masses.shape != positions.shape[:1]:
         raise ValueError(f"`masses` must have shape (n_atoms,) = ({len(positions)},), got {tuple(masses.shape)}")
     if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
