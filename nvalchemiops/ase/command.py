@@ -5,6 +5,7 @@ What it has in common with other commands about structures, in `nvalchemiops.ase
 
 import argparse
 import json
+import math
 import re
 from typing import Any
 
@@ -207,8 +208,17 @@ def as_json(options: argparse.Namespace, calculator: Calculator, units: dict[str
 
 def _compact(facts: dict[str, Any]) -> str:
     """As JSON, with a line for each innermost list, such as the force on an atom."""
-    text = json.dumps(facts, indent=2)  # strings in it hold no line breaks
+    text = json.dumps(_finite(facts), indent=2)  # strings in it hold no line breaks
     return re.sub(r"\[\n([^][{}]*)\n\s*\]", lambda found: "[" + re.sub(r",\n\s*", ", ", found[1].strip()) + "]", text)
+
+
+def _finite(value: Any) -> Any:
+    """The value with None in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_results(results: list[dict[str, Any]]) -> None:

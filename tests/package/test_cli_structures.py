@@ -417,6 +417,16 @@ def test_relaxed_structures_are_minima_of_the_calculator(cell, crystals, capsys)
             assert np.abs(stress - [0.2, 0.2, 0.2, 0, 0, 0]).max() < 5e-3
 
 
+def test_frames_that_cannot_be_relaxed_are_json(crystals, capsys):
+    """Without numbers in place of values that are not finite; the other frame is relaxed."""
+    one, other = ase.io.read("argon.xyz", ":")
+    one.positions[3] = one.positions[2]
+    ase.io.write("overlap.xyz", [one, other])
+    printed = said(capsys, "relax", "overlap.xyz", *ARGON, "--fmax", 0.1, "--json", status=1, note="systems")
+    broken, relaxed = json.loads(printed, parse_constant=pytest.fail)["frames"]
+    assert broken["energy"] is None and not broken["converged"] and relaxed["converged"]
+
+
 def test_cells_change_along_the_axes_that_are_named(crystals, capsys):
     options = ["--cell", "full", "--mask", "xz"]
     said(capsys, "relax", "argon.xyz", *ARGON, *options, "--output", "relaxed.xyz")
