@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support.cases import (
+    CUTOFF,
     D3,
     EACH,
     EACH_OF_ATOMS,
@@ -357,6 +359,32 @@ def test_vmap_over_slices_equals_a_loop(case, mapped, what):
     found = torch.func.vmap(function, in_dims)(*slices)
     singles = [function(*(t[k] if d == 0 else t for t, d in zip(slices, in_dims))) for k in range(3)]
     close(found, [torch.stack(parts) for parts in zip(*singles)], 1e-11)
+
+
+@EACH_WHOLE
+@pytest.mark.parametrize("inside", [False, True], ids=["given", "built inside"])
+def test_vmap_over_lists_equals_a_loop(case, inside):
+    """Systems of as many atoms, each with its own matrix, which is as wide as all others."""
+    slices = [case.inputs(ONE).moved(random_like(case.inputs(ONE), k), 0.02) for k in range(3)]
+
+    def neighbors(x, cell):
+        matrix, _, shifts = neighbor_list(x, CUTOFF, cell, max_neighbors=60)
+        return matrix, shifts
+
+    given = [() if inside else neighbors(part.x, part.cell) for part in slices]
+
+    def energy(x, a, cell, b, *near):
+        matrix, shifts = near or neighbors(x.detach(), cell.detach())
+        near = case.near(ONE, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts)
+        return weighted(case.results(x, a, cell, b, near))
+
+    for function in (energy, torch.func.grad(energy, argnums=(0, 1, 2))):
+        arguments = [torch.stack(parts) for parts in zip(*[(*part, *near) for part, near in zip(slices, given)])]
+        found = torch.func.vmap(function)(*arguments)
+        singles = [function(*part, *near) for part, near in zip(slices, given)]
+        if function is energy:
+            found, singles = (found,), [(single,) for single in singles]
+        close(found, [torch.stack(parts) for parts in zip(*singles)], 1e-11)
 
 
 # -- batches, and nothing to do -------------------------------------------------------------------

@@ -295,12 +295,8 @@ def fold_systems(
         refuse_slices()
     mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
     for name in mapped:
-        if name != "shifts" and not given[name].is_floating_point():
-            raise NotImplementedError(
-                f"vmap over `{name}` is not supported: map positions, cells and parameters over one neighbor list"
-            )
         given[name] = given[name].movedim(dims[name], 0)
-    chunk = max(1, FOLDED_SLOTS // max(given["neighbors"].shape[0], 1))
+    chunk = max(1, FOLDED_SLOTS // max(given["neighbors"].shape[-1], 1))
     parts = []
     for start in range(0, info.batch_size, chunk):
         count = min(chunk, info.batch_size - start)
@@ -334,7 +330,7 @@ def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> di
         if value is None:
             return None
         steps = step * torch.arange(count, dtype=value.dtype, device=value.device)
-        return value.unsqueeze(0) + steps.unsqueeze(1)
+        return (value if name in mapped else value.unsqueeze(0)) + steps.unsqueeze(1)
 
     others = {name: v for name, v in given.items() if isinstance(v, torch.Tensor) and name not in _NUMBERS}
     folded = {**given, **{name: repeated(name, value) for name, value in others.items()}}
@@ -357,7 +353,7 @@ def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> di
         folded[name] = None if numbers is None else numbers.flatten()
     for name, entries in (("row_begin", "neighbors"), ("excluded_begin", "excluded")):
         if given[name] is not None:
-            pointers = numbered(name, given[entries].shape[0])
+            pointers = numbered(name, given[entries].shape[-1])
             assert pointers is not None
             folded[name] = torch.cat([pointers[:, :-1].flatten(), pointers[-1, -1:]])
     return folded
