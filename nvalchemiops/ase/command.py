@@ -178,7 +178,7 @@ def _reason(atoms: ase.Atoms) -> str:
         values = np.column_stack([atoms.calc.results["energies"], atoms.calc.results["forces"]])
         found = [f"atom {names[n]}" for n in np.flatnonzero(~np.isfinite(values).all(axis=1))]
     listed = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return f"energies or forces are not finite: {listed}"
+    return f"energies or forces are not finite: {listed}" if listed else "the energy or the stress is not finite"
 
 
 def result_of(number: int, atoms: ase.Atoms, with_forces: bool, with_stress: bool) -> dict[str, Any]:

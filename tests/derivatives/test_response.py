@@ -359,6 +359,10 @@ def test_polarization_catastrophe_without_a_field():
         assert not found.dipoles[1::2].any()
         with pytest.raises(RuntimeError, match=r"systems \[1\] has no minimum"):
             induced_moments(energy, (close_by,), **options, **field)
+    # flat: zero charges are a minimum, if not the only one
+    for flat in (lambda q: 0.0 * q, lambda q: 0.5 * q.sum().square()):
+        for hardness in ([0.0, 0.0], [0.0, 1.0, 0.0]):
+            assert not induced_moments(flat, hardness=torch.tensor(hardness, dtype=torch.float64)).charges.any()
     # what was induced before does not stay
     before = induced_moments(energy, (far,), **options, external_field=along_x)
     assert not induced_moments(energy, (far,), **options, initial=before).dipoles.any()

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -119,6 +120,61 @@ def test_kept_long_range_parts_are_those_of_alpha_and_accuracy(function, monkeyp
         patch.setattr(choice, "_sizes_known", lambda _: None)
         same_bits(tuple(kept), tuple([energies(*each) for each in given]))
     assert len({float(e.sum()) for e in kept}) == len(given)
+
+
+@pytest.mark.parametrize("of_points", [True, False], ids=["charges", "dipoles"])
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_gradients_by_alpha_beside_long_range_parts_that_are_kept(function, of_points, monkeypatch):
+    """Energies and forces depend on a given alpha at fixed k-vectors, or a fixed mesh, in each call alike."""
+    x, q, cell, numbers = a_batch()
+    sources = {} if of_points else {"dipoles": 0.2 * x.cos()}
+
+    def gradients():
+        alpha = torch.full((3,), 0.7, dtype=F64, requires_grad=True)
+        energies, forces = function(
+            x, q, cell, alpha, batch_idx=numbers, cutoff=4.0, accuracy=1e-3, compute_forces=True, **sources
+        )
+        return torch.autograd.grad(energies.sum() + (forces * x.sin()).sum(), alpha)
+
+    found = [gradients() for _ in range(3)]
+    monkeypatch.setattr(choice, "_sizes_known", lambda _: None)
+    close([g for (g,) in found], [gradients()[0]] * 3, 1e-11)
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_invalid_systems_are_nan_in_each_call(function):
+    """Where values are not read, although what was chosen for their cells is kept."""
+    x, q, cell, numbers = a_batch()
+    pbc = torch.ones(3, 3, dtype=torch.bool)
+    pbc[1, 2] = False
+    for given in ({}, {"alpha": 1.2, "cutoff": 1.0}):  # the last leaves atoms without neighbors
+        options = {"batch_idx": numbers, "accuracy": 1e-3, "compute_forces": True, "compute_virial": True, **given}
+        with gpu_layout():
+            for _ in range(3):
+                energies, forces, virial = function(x, q, cell, pbc=pbc, **options)
+                for of_system in (energies.isnan(), forces.isnan().all(1), forces.isnan().any(1)):
+                    assert torch.equal(of_system, numbers == 1)
+                assert torch.equal(virial.isnan().flatten(1).all(1), torch.tensor([False, True, False]))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_graphs_choose_k_vectors():
+    """For the cells and alphas with which they are called, or they raise for another number of k-vectors."""
+    x, q, cell, numbers = a_batch()
+    near = dict(zip(NAMES[False], neighbor_list(x, 3.0, cell, None, numbers, return_neighbor_list=True)))
+
+    def energy(x, cell, alpha):
+        return ewald_summation(x, q, cell, alpha, batch_idx=numbers, accuracy=1e-3, **near).sum()
+
+    alpha = torch.full((3,), 0.7, dtype=F64)
+    energy(x, cell, alpha)
+    for traced in (make_fx(energy)(x, cell, alpha), torch.jit.trace(energy, (x, cell, alpha), check_trace=False)):
+        close([traced(x, cell, alpha)], [energy(x, cell, alpha)], 1e-12)
+        try:
+            found = traced(x, cell, 1.5 * alpha)
+        except RuntimeError:
+            continue
+        close([found], [energy(x, cell, 1.5 * alpha)], 1e-12)
 
 
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])

@@ -347,7 +347,8 @@ _choices: Kept[tuple[Any, _Splittings]] = Kept(MOST_CHOICES)
 
 def _sizes_known(system: ChargedSystem) -> Hashable:
     """The values on which sizes depend; None if choices are not to be kept, as outside of plain eager mode."""
-    is_known = may_read(system.cell, system.batch_idx, wait=True)
+    # a traced graph would hold what was kept as constants
+    is_known = may_read(system.cell, system.batch_idx, wait=True) and not torch.jit.is_tracing()
     if is_known and is_eager(system.positions, system.moments, system.cell, system.batch_idx, system.widths):
         return key_of_sizes(system)
     return None

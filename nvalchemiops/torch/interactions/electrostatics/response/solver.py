@@ -281,10 +281,17 @@ class NotConvergedError(RuntimeError):
     """Conjugate gradients have reached the largest number of iterations."""
 
 
+FLAT = 1e-12
+"""Cosine between a direction and its image below which an energy is taken for flat along the direction."""
+
+
 def solve(
-    operator: Operator, right: torch.Tensor, start: torch.Tensor | None = None
+    operator: Operator, right: torch.Tensor, start: torch.Tensor | None = None, may_be_flat: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Solve ``K v = right`` by preconditioned conjugate gradients, all systems at once.
+
+    With ``may_be_flat`` systems along whose sources the energy neither rises nor falls are left unsolved; otherwise
+    that is an error as for an energy that falls.
 
     Returns v (n_atoms, n_columns), relative residuals (n_systems,) and the number of iterations.
 
@@ -317,6 +324,10 @@ def solve(
         along = operator.product(p)
         curvature = operator.inner(p, along)
         iterations += 1
+        if may_be_flat:
+            size = (operator.inner(p, p).abs() * operator.inner(along, along).abs()).sqrt()
+            is_flat = curvature.abs() <= FLAT * size
+            active, square = active & ~is_flat, torch.where(is_flat, 0.0, square)
         falls = active & (curvature <= 0.0)
         if bool(falls.any()):
             raise RuntimeError(
@@ -387,7 +398,7 @@ def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
         if domain.n_ranks == 1:
             problem.check_order()
         # each rank has as many atoms as systems: if the sources differ between ranks, only energies per atom differ
-        numbers = torch.randn(zero.shape, generator=torch.Generator().manual_seed(domain.rank), dtype=torch.float64)
+        numbers = _random_numbers(zero.shape, domain)
         with torch.no_grad():
             found = problem.returned(numbers.to(zero), [t.detach() for t in tensors])
     # energies per system are equal on all ranks
@@ -410,11 +421,15 @@ def check_minimum(operator: Operator) -> None:
     problem = operator.problem
     if not bool((operator.scale == 0.0).any()):
         return
-    # ranks whose atoms have the same surroundings must not excite only what they have in common
-    generator = torch.Generator().manual_seed(0 if problem.domain is None else problem.domain.rank)
-    numbers = torch.randn(operator.right.shape, generator=generator, dtype=torch.float64).to(operator.right)
+    numbers = _random_numbers(operator.right.shape, problem.domain).to(operator.right)
     with contextlib.suppress(NotConvergedError):
-        solve(operator, torch.where(operator.at_rest(), numbers, 0.0))
+        solve(operator, torch.where(operator.at_rest(), numbers, 0.0), may_be_flat=True)
+
+
+def _random_numbers(shape: Sequence[int], domain: "Domain | None") -> torch.Tensor:
+    """Normal numbers in float64, on the CPU. Ranks whose atoms have the same surroundings have other numbers."""
+    generator = torch.Generator("cpu").manual_seed(0 if domain is None else domain.rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def check_quadratic(operator: Operator, residual: torch.Tensor) -> None:

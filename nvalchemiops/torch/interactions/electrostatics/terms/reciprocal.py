@@ -157,13 +157,13 @@ class KVectorSum(NamedTuple):
     def chosen(self, system: ChargedSystem, found: EwaldSplitting) -> "KVectorSum":
         """As for `LongRange`."""
         values, target, device = found.values, found.target, found.alpha.device
-        if values is None:
-            target = target._replace(force=torch.as_tensor(target.force, device=device))
+        if values is None or found.sizes_known is None:
+            cell, target = system.cell.detach(), target._replace(force=torch.as_tensor(target.force, device=device))
             lengths = core.reciprocal_cutoff(found.alpha.detach(), spacing_of(system), target, torch)
-            return self._replace(k_vectors=WaveVectors(*chosen_points(system.cell.detach(), lengths)))
-        force = np.broadcast_to(target.force, values.shape)
-        known = (found.sizes_known, target.accuracy)
-        parts = None if found.sizes_known is None else _parts.find(known)
+            points = cached_by_value("k-vectors in steps", (cell, lengths), (), lambda: chosen_points(cell, lengths))
+            return self._replace(k_vectors=WaveVectors(*points))
+        force, known = np.broadcast_to(target.force, values.shape), (found.sizes_known, target.accuracy)
+        parts = _parts.find(known)
 
         def cells_and_lengths() -> tuple[np.ndarray, np.ndarray]:
             sizes = sizes_of_system(system)
@@ -176,13 +176,15 @@ class KVectorSum(NamedTuple):
                 on_cpu = _joined_parts(parts, values, force, cells_and_lengths)
             return tuple([t.to(device) for t in on_cpu])
 
-        if parts is not None:
-            key = (*known, values.tobytes(), force.tobytes())
-            points, begin, numbers, weights, *factors = cached_on_device("k-vectors", device, key, of_systems)
-            return self._replace(k_vectors=WaveVectors(points, begin, numbers, weights), factors=tuple(factors))
-        if found.sizes_known is not None:
+        if parts is None:
             _parts.keep(known, {})  # factors are kept if the cells return, as most cells that change never do
-        return self._replace(k_vectors=WaveVectors(*of_systems()))
+            return self._replace(k_vectors=WaveVectors(*of_systems()))
+        key = (*known, values.tobytes(), force.tobytes())
+        points, begin, numbers, weights, *factors = cached_on_device("k-vectors", device, key, of_systems)
+        k_vectors = WaveVectors(points, begin, numbers, weights)
+        # others follow from this alpha, which has a gradient, or which is NaN in systems that are not valid
+        is_known = system.valid is None and not (found.alpha.requires_grad and torch.is_grad_enabled())
+        return self._replace(k_vectors=k_vectors, factors=tuple(factors) if is_known else None)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
         """As for `LongRange`."""
