@@ -157,7 +157,8 @@ class KVectorSum(NamedTuple):
     def chosen(self, system: ChargedSystem, found: EwaldSplitting) -> "KVectorSum":
         """As for `LongRange`."""
         values, target, device = found.values, found.target, found.alpha.device
-        if values is None or found.sizes_known is None:
+        is_trained = found.alpha.requires_grad and torch.is_grad_enabled()  # kept factors have no gradient by it
+        if values is None or found.sizes_known is None or is_trained:
             cell, target = system.cell.detach(), target._replace(force=torch.as_tensor(target.force, device=device))
             lengths = core.reciprocal_cutoff(found.alpha.detach(), spacing_of(system), target, torch)
             points = cached_by_value("k-vectors in steps", (cell, lengths), (), lambda: chosen_points(cell, lengths))
@@ -182,9 +183,8 @@ class KVectorSum(NamedTuple):
         key = (*known, values.tobytes(), force.tobytes())
         points, begin, numbers, weights, *factors = cached_on_device("k-vectors", device, key, of_systems)
         k_vectors = WaveVectors(points, begin, numbers, weights)
-        # others follow from this alpha, which has a gradient, or which is NaN in systems that are not valid
-        is_known = system.valid is None and not (found.alpha.requires_grad and torch.is_grad_enabled())
-        return self._replace(k_vectors=k_vectors, factors=tuple(factors) if is_known else None)
+        # otherwise they follow from alpha, which is NaN in systems that are not valid
+        return self._replace(k_vectors=k_vectors, factors=tuple(factors) if system.valid is None else None)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
         """As for `LongRange`."""
