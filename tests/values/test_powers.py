@@ -238,6 +238,13 @@ def test_other_potentials_need_parameters(method):
         SUMS[method](*system[:3], cutoff=5.0, **options)
 
 
+@METHODS
+def test_the_correction_of_slabs_is_coulombs(method):
+    slab = {"pbc": torch.tensor([True, True, False]), "slab_correction": True}
+    with pytest.raises(ValueError, match="`slab_correction` is for the Coulomb potential"):
+        SUMS[method](*small()[:3], potential=power_law(6), **CONVERGED[method], **slab)
+
+
 # -- made by a user -------------------------------------------------------------------------------
 
 

@@ -294,11 +294,16 @@ def check_dielectric(surface_dielectric: Any) -> float | None:
 
 
 def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielectric: float | None = None) -> None:
-    """Raise if a potential other than Coulomb's is combined with sources besides charges, or with a surface."""
+    """Raise if a potential other than Coulomb's is combined with sources besides charges, a slab or a surface."""
     if potential is COULOMB:
         return
     if not system.of_points:
         raise ValueError("`dipoles`, `quadrupoles` and `widths` are for the Coulomb potential: leave `potential` out")
+    if system.slab_axes is not None:
+        raise ValueError(
+            "`slab_correction` is for the Coulomb potential: with another `potential` leave it and `pbc` out, and "
+            "leave vacuum in the cell"
+        )
     if dielectric is not None:
         raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
 
