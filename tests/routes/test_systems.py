@@ -146,6 +146,8 @@ def test_neighbors_that_are_too_few_are_an_error():
     near = SYSTEM.neighbors(3.0)
     with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):
         EwaldSummation(0.9, 6.0, 4.0)(SYSTEM, near)
+    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):
+        EwaldSummation()(SYSTEM, near, cutoff=4.0)
     with pytest.raises(ValueError, match=r"beyond the list's reach"):
         PAIR(SYSTEM, neighbors=near, **PAIR_PARAMETERS)
     with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):

@@ -157,6 +157,8 @@ class ConfiguredSum(ExactModule):
         if system.cell is None and system.pbc is None:
             system = system._replace(pbc=torch.zeros(3, dtype=torch.bool, device="cpu"))  # as `System` documents
         cutoff = None if self.alpha is None else self.cutoff  # if alpha is None, it is chosen to suit the neighbors
+        if options.get("cutoff") is not None:  # for which the call says that they reach this far
+            cutoff = max(cutoff or 0.0, checks.check_positive("cutoff", options["cutoff"]))
         given = long_arguments(
             system, beside, options, needed=("charges",), padding="mask_value", reach="cutoff", cutoff=cutoff
         )
