@@ -14,6 +14,7 @@ from nvalchemiops.torch import System, plans, record
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
     electrostatic_potential,
+    estimate_errors,
     ewald_summation,
     particle_mesh_ewald,
     pme_reciprocal_space,
@@ -72,6 +73,14 @@ def test_any_way_to_choose_a_mesh(options, alpha):
     if "accuracy" not in options and alpha is not None:
         expected, found = (pme_reciprocal_space(*system[:3], alpha, **options, **ALL) for system in cells)
         close_to_largest(found, expected, 1e-8)
+
+
+def test_the_estimate_of_errors_is_that_of_the_mesh():
+    system, skewed = ions(), along(BASES["hundreds"], ions())
+    options = {"alpha": 0.6, "real_space_cutoff": 6.0, "mesh_spacing": 0.5, "charges": system.charges}
+    expected, found = (estimate_errors(x, cell, **options) for x, _, cell, *_ in (system, skewed))
+    close(found, expected)
+    assert found.reciprocal_space > 10.0 * found.real_space
 
 
 def test_spacings_along_the_vectors_of_the_cell_and_prepared_data_keep_these_vectors():

@@ -289,7 +289,10 @@ def estimate_errors(
     splitting, cutoff = numbers("alpha", alpha), numbers("real_space_cutoff", real_space_cutoff)
     model: core.Reciprocal
     if mesh_dimensions is None and mesh_spacing is not None:
-        mesh_dimensions = mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=spline_order)
+        sizes, _ = sizes.along_spacing(mesh_spacing)
+        mesh_dimensions = mesh_spacing_to_dimensions(
+            torch.as_tensor(sizes.cell), mesh_spacing, spline_order=spline_order
+        )
     given = [v is not None for v in (reciprocal_space_cutoff, miller_bounds, mesh_dimensions)]
     if sum(given) != 1:
         raise ValueError(

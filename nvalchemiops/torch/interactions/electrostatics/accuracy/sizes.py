@@ -1,7 +1,7 @@
 """Sizes of systems, the input of error models: cells, numbers of atoms, average distances."""
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,11 @@ class Sizes(NamedTuple):
             return self, None
         basis = np.where(shorter[:, None, None], found, np.eye(3))
         return self._replace(cell=basis @ self.cell), basis
+
+    def along_spacing(self, mesh_spacing: Any) -> tuple["Sizes", np.ndarray | None]:
+        """`with_shorter_vectors` for a mesh of one spacing in each system; three are those along the given vectors."""
+        several = isinstance(mesh_spacing, torch.Tensor) and mesh_spacing.ndim > 1
+        return (self, None) if several else self.with_shorter_vectors()
 
     def for_mesh(self) -> tuple["Sizes", np.ndarray | None]:
         """The sizes with lattice vectors that make the common mesh smaller, and matrices as `with_shorter_vectors`.

@@ -218,11 +218,9 @@ class MeshSum(NamedTuple):
         if mesh_spacing is None:
             return cls(NOT_CHOSEN if spline_order is None else order, None, precomputed=precomputed)
         cell, basis = system.cell.detach(), None
-        # several spacings are those along the vectors of the cell, and prepared data have a mesh along them
-        of_any_vectors = not isinstance(mesh_spacing, torch.Tensor) or mesh_spacing.ndim < 2
-        if of_any_vectors and precomputed.are_none and system.domain is None:
+        if precomputed.are_none and system.domain is None:  # prepared data have a mesh along the vectors of the cell
             ones = np.ones(system.n_systems)
-            sizes, found = Sizes(on_host(cell).astype(np.float64), ones, ones).with_shorter_vectors()
+            sizes, found = Sizes(on_host(cell).astype(np.float64), ones, ones).along_spacing(mesh_spacing)
             if found is not None:
                 cell, basis = torch.as_tensor(sizes.cell), _basis_on(cell.device, found)
         mesh = mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=order)
