@@ -8,6 +8,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ParticleMeshEwald,
     coulomb_energy,
     electrostatic_potential,
+    generate_k_vectors_ewald_summation,
     power_law,
     prepare_mesh,
 )
@@ -109,6 +110,16 @@ def test_neighbors_of_the_whole_batch_serve_its_periodic_systems(method, form, b
     options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "compute_forces": True, **SPLIT[method]}
     known = SUMS[method](positions, charges, cells, **options, cutoff=6.5)
     close(SUMS[method](positions, charges, cells, **options, **given), known)
+
+
+def test_k_vectors_that_all_systems_share(batch):
+    """With or without an axis for systems."""
+    positions, charges, cells, of_atom, pbc = batch
+    cells[2] = cells[0]
+    given = generate_k_vectors_ewald_summation(cells[0], 5.0)
+    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "cutoff": 6.5}
+    shared, known = (SUMS["ewald"](positions, charges, cells, **options, k_vectors=k) for k in (given[None], given))
+    close(shared, known, 0.0)
 
 
 def test_exclusions_and_one_alpha_each_in_a_mixed_batch(batch):

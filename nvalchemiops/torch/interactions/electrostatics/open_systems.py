@@ -260,7 +260,7 @@ def _of_part(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) ->
     for name, value in zip(inspect.signature(method.given).parameters, given):
         if name in ("k_cutoff", "mesh_spacing"):
             value = part.of_systems(name, value, n_systems)
-        elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3:
+        elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[0] != 1:
             if value.shape[0] != n_systems:
                 raise ValueError(f"`k_vectors` must have shape ({n_systems}, n_k, 3), got {tuple(value.shape)}")
             value = value.index_select(0, part.systems)
