@@ -338,6 +338,18 @@ def test_sums_with_pairs_are_those_of_0_5_0(toolkit, order):
         close_to_largest([found], [torch.tensor(values[f"mesh {name}"], dtype=torch.float64)], 6e-6)
 
 
+def test_a_system_without_atoms_has_parameters():
+    """Beside others, which are as alone."""
+    x, (packed, *_), cell = system(n_atoms=6)
+    alone = [cell, *near(x, cell)]
+    beside = [torch.stack([cell, 2.0 * cell]), *near(x, cell)]
+    options = {"sigma": 0.3, "accuracy": 1e-5}
+    for function in (multipole_ewald_summation, multipole_particle_mesh_ewald):
+        expected = function(x, packed, *alone, **options)
+        found = function(x, packed, *beside, **options, batch_idx=torch.zeros(6, dtype=torch.int32))
+        close_to_largest([found], [expected], 1e-4)
+
+
 def near(positions, cell):
     pairs, ptr, shifts = neighbor_list(positions, 7.5, cell, return_neighbor_list=True)
     return pairs[1], ptr, shifts

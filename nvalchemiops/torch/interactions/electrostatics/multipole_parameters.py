@@ -126,6 +126,7 @@ def _balance(
         n_atoms = torch.full((1,), float(positions.shape[0]), dtype=torch.float64, device=cells.device)
     else:
         n_atoms = torch.bincount(batch_idx, minlength=n_systems).to(torch.float64)
+    n_atoms = n_atoms.clamp(min=1.0)  # a system without atoms counts as one atom, as in other estimates
     volume = torch.linalg.det(cells).abs()
     eta = (volume**2 / (n_atoms * cost_ratio)) ** (1.0 / 6.0) / math.sqrt(2.0 * math.pi)
     left = 2.0 * eta**2 - 4.0 * width**2
