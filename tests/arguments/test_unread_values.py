@@ -21,6 +21,7 @@ from nvalchemiops.torch.interactions.lj import lj_energy_forces
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.operators.lattice import check_vectors, usable_cells
+from nvalchemiops.torch.runtime.context import hidden_values
 from nvalchemiops.torch.spline import spline_gather_with_force, spline_spread
 from tests.lanes.fibers import gpu_layout
 from tests.support.systems import batch, triclinic
@@ -400,3 +401,64 @@ def test_an_alpha_that_is_not_read_gives_nan_in_its_system_only(op):
     for alpha in BAD_NUMBERS[: 3 if op in MAY_BE_ZERO else 4]:
         found = call(torch.tensor([0.5, alpha], dtype=torch.float64))
         assert_nan_in_the_second_only(found, right)
+
+
+# -- other numbers ----------------------------------------------------------------------------------
+
+
+def test_a_cutoff_of_k_vectors_that_is_not_read_gives_nan_in_its_system_only():
+    """Not the sum without any, which looks like energies. So in prepared ones."""
+
+    def call(lengths):
+        return electrostatics.ewald_summation(POSITIONS, CHARGES, CELL, ALPHA, k_cutoff=lengths, **NEAR, **ALL)
+
+    right = call(torch.tensor([3.0, 3.0], dtype=torch.float64))
+    unread = compiled(call)
+    for length in (-3.0, 0.0, torch.nan):
+        lengths = torch.tensor([3.0, length], dtype=torch.float64)
+        assert_nan_in_the_second_only(unread(lengths), right)
+        with hidden_values():
+            prepared = electrostatics.prepare_wave_vectors(CELL, lengths)
+        found = electrostatics.ewald_summation(POSITIONS, CHARGES, CELL, ALPHA, miller_indices=prepared, **NEAR, **ALL)
+        assert_nan_in_the_second_only(found, right)
+
+
+@pytest.mark.parametrize("width", [-0.3, torch.inf, torch.nan])
+def test_widths_that_are_not_read_give_nan(width):
+    """Of sources and of receivers. A Gaussian that is infinitely wide has no energy and sees nothing."""
+    widths = torch.full_like(CHARGES, 0.3)
+    widths[-1] = width
+
+    def energies(widths):
+        return electrostatics.coulomb_energy(POSITIONS, CHARGES, CELL, CUTOFF, **NEAR, widths=widths)
+
+    def seen(widths):
+        return electrostatics.electrostatic_potential(
+            POSITIONS, CHARGES, widths=0.3, receiver_widths=widths[-2:], batch_idx=BATCH
+        ).potential
+
+    assert_nan_in_the_second_only(compiled(energies)(widths), energies(torch.full_like(widths, 0.3)))
+    with pytest.raises(ValueError, match="`receiver_widths`"):
+        seen(widths)
+    with hidden_values():
+        found = seen(widths)
+    torch.testing.assert_close(found[:, 0], seen(torch.full_like(widths, 0.3))[:, 0], rtol=0, atol=0)
+    assert found[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("number", [-0.5, torch.nan])
+def test_numbers_that_are_read_in_any_case_are_checked(number):
+    """Also where that waits for a GPU: a spacing below zero made the coarsest mesh that there is."""
+    given = torch.tensor(number, dtype=torch.float64)
+    alone = POSITIONS[:FIRST], CHARGES[:FIRST], CELL[0]
+    calls = {
+        "mesh_spacing": lambda: electrostatics.pme_reciprocal_space(*alone, ALPHA, mesh_spacing=given),
+        "alpha": lambda: electrostatics.estimate_pme_mesh_dimensions(CELL, given),
+        "real_space_cutoff": lambda: electrostatics.estimate_pme_parameters(
+            POSITIONS, CELL, BATCH, real_space_cutoff=given
+        ),
+        "k_cutoff": lambda: electrostatics.generate_ewald_miller_indices(CELL, given),
+    }
+    for name, call in calls.items():
+        with hidden_values(), pytest.raises(ValueError, match=f"`{name}` must be positive and finite"):
+            call()

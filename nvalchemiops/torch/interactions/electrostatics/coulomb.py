@@ -10,7 +10,7 @@ from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.results import ENERGY_DTYPE
-from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
+from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources, nan_unless_allowed
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, run, sum_pairs
@@ -250,7 +250,7 @@ def _damping(alpha: Any) -> Any:
     if not isinstance(alpha, torch.Tensor):
         allowed = 0.0 <= checks.as_float("alpha", alpha) < math.inf
     elif not may_read(alpha):
-        return torch.where((alpha >= 0.0) & (alpha * 0.0 == 0.0), alpha, torch.nan)  # infinity times zero is NaN
+        return nan_unless_allowed(alpha)
     else:
         numbers = on_host(alpha)
         allowed = bool(((numbers >= 0.0) & (numbers < math.inf)).all())

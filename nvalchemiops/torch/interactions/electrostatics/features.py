@@ -30,11 +30,8 @@ from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectr
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
-from nvalchemiops.torch.interactions.electrostatics.system import (
-    ChargedSystem,
-    check_system,
-    nan_unless,
-)
+from nvalchemiops.torch.interactions.electrostatics.sources import nan_unless_allowed
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
@@ -342,7 +339,10 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
             values = checks.as_real("receiver_widths", values, positions)
             if values.ndim != 1:
                 raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
-            is_wrong = may_read(values) and bool((values < 0.0).any())
+            if may_read(values):
+                is_wrong = not bool(((values >= 0.0) & (values < torch.inf)).all())
+            else:
+                values = nan_unless_allowed(values)
             found = [number.expand(system.n_atoms) for number in values.unbind(0)]
         elif values is not None:
             numbers = [checks.as_float("receiver_widths", value) for value in values]

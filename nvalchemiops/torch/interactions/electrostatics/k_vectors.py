@@ -116,7 +116,7 @@ ELSEWHERE = (
 def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """K-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
 
-    A system with a singular cell, or a length that is not positive, gets only the origin: its results are NaN.
+    A system with a singular cell, or a length that is not positive, gets weights that are NaN, as its results then are.
     """
     return _points_within(on_host(cell).astype(np.float64), k_cutoff)
 
@@ -236,7 +236,7 @@ def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
 
 
 def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
-    """The points of each system; only the origin if the cell or the length is not valid."""
+    """The points of each system; if its cell or length is not valid, a few with which all of its results are NaN."""
     known = lengths > 0.0
     try:
         unit_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
@@ -252,8 +252,9 @@ def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
         longest.tolist(),
         next_one.tolist(),
     )
-    origin = (*core.points_of_indices(np.zeros((0, 3), np.int64)), np.inf, 0.0)
-    return [next(each) if is_known else origin for is_known in known]
+    few, used = core.points_of_indices(np.ones((1, 3), np.int64))  # the origin alone would leave forces as they are
+    unknown = (few, used * np.nan, np.inf, 0.0)
+    return [next(each) if is_known else unknown for is_known in known]
 
 
 @functools.lru_cache(maxsize=64)
@@ -309,7 +310,7 @@ def generate_ewald_miller_indices(
     """
     lattice = check_cells_alone(cell)
     if miller_bounds is None:
-        lengths = on_host(per_system("k_cutoff", k_cutoff, lattice.shape[0], cell.device))
+        lengths = numbers_of_systems("k_cutoff", k_cutoff, lattice.shape[0], cell.device)
         all_bounds = core.bounds(on_host(lattice.detach()).astype(np.float64), lengths)
         most = all_bounds.max(axis=0)
         _check_number("k_cutoff", most)
@@ -471,7 +472,12 @@ def _check_number(name: str, bounds: Any) -> None:
         raise ValuesError(f"`{name}`: this cell has {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it, which is too many")
 
 
-def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
+def numbers_of_systems(name: str, value: Any, n_systems: int, device: torch.device) -> np.ndarray:
+    """`per_system` on the host: a tensor is read and checked, also if that has to wait for a GPU."""
+    return on_host(per_system(name, value, n_systems, device, wait=True).detach())
+
+
+def per_system(name: str, value: Any, n_systems: int, device: torch.device, wait: bool = False) -> torch.Tensor:
     """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
     if type(value) is float and 0.0 < value < math.inf:
         return torch.full((n_systems,), value, dtype=torch.float64, device=device)
@@ -492,7 +498,7 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
         raise TypeError(f"`{name}` must be real numbers, got {tensor.dtype}")
     if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
         raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
-    if may_read(tensor):
+    if may_read(tensor, wait=wait):
         numbers = on_host(tensor).ravel()
         if not all(0.0 < number < np.inf for number in numbers.tolist()):
             raise ValuesError(f"`{name}` must be positive and finite")

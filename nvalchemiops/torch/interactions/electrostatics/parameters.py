@@ -10,7 +10,11 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy import choice
 from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_on_host, is_crowded
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes, counted, sizes_of
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
+    check_bounds,
+    check_cells_alone,
+    numbers_of_systems,
+)
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
@@ -199,7 +203,7 @@ def pme_parameters(
     order = check_spline_order(spline_order)
     r_c, strengths = None, None
     if real_space_cutoff is not None:
-        r_c = on_host(per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device))
+        r_c = numbers_of_systems("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
     if long_range is not None and not _of_charges_alone(atoms):
         alpha, r_c, target, strengths = _as_in_calls(atoms, accuracy, long_range, r_c)
     else:
@@ -284,7 +288,7 @@ def estimate_errors(
     n_systems, device = len(sizes.cell), positions.device
 
     def numbers(name: str, value: Any) -> np.ndarray:
-        return on_host(per_system(name, value, n_systems, device).detach())
+        return numbers_of_systems(name, value, n_systems, device)
 
     splitting, cutoff = numbers("alpha", alpha), numbers("real_space_cutoff", real_space_cutoff)
     model: core.Reciprocal
@@ -342,7 +346,7 @@ def estimate_pme_mesh_dimensions(
     cell = check_cells_alone(cell)
     accuracy = choice.check_accuracy(accuracy)
     order = check_spline_order(spline_order)
-    splitting = on_host(per_system("alpha", alpha, cell.shape[0], cell.device).detach())
+    splitting = numbers_of_systems("alpha", alpha, cell.shape[0], cell.device)
     lattice = on_host(cell.detach()).astype(np.float64)
     sizes = Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
     return choice.mesh_for(sizes, splitting, core.Target(accuracy), order, mesh_safety_factor, fft_padding_fraction)
@@ -380,7 +384,7 @@ def mesh_spacing_to_dimensions(
         if not (np.isfinite(spacings) & (spacings > 0.0)).all():
             raise ValueError("`mesh_spacing` must be positive and finite")
     else:
-        spacings = on_host(per_system("mesh_spacing", spacing, cell.shape[0], cell.device).detach())[:, None]
+        spacings = numbers_of_systems("mesh_spacing", spacing, cell.shape[0], cell.device)[:, None]
     lattice = on_host(cell.detach()).astype(np.float64)
     return choice.mesh_of(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
 

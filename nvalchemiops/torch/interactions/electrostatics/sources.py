@@ -74,10 +74,15 @@ def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
         )
     widths = checks.as_real("widths", widths, positions).expand(positions.shape[0])
     if not may_read(widths):
-        return torch.where(widths >= 0.0, widths, torch.nan)
+        return nan_unless_allowed(widths)
     if not bool(((widths >= 0.0) & (widths < torch.inf)).all()):
         raise ValueError("`widths` must be finite and non-negative")
     return widths
+
+
+def nan_unless_allowed(values: torch.Tensor) -> torch.Tensor:
+    """Values that are not read and so cannot raise: NaN where they are negative or infinite."""
+    return torch.where((values >= 0.0) & (values * 0.0 == 0.0), values, torch.nan)  # infinity times zero is NaN
 
 
 def _warn_of_trace(quadrupoles: torch.Tensor) -> None:
