@@ -394,6 +394,18 @@ def test_wide_gaussians_limit_alpha():
         ewald_summation(positions, cell=cell, **values, cutoff=5.0, alpha=1.0)
 
 
+def test_a_wide_gaussian_without_neighbors_needs_no_longer_list(recwarn):
+    """A list of its cell does not end at the farthest pair that it happens to hold: there is none."""
+    x, charges = torch.zeros(1, 3, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    cell = 60.0 * torch.eye(3, dtype=torch.float64)
+    near = System(x, charges, cell).neighbors(30.0).given()
+    listed = {"neighbor_list": near.neighbor_list, "neighbor_ptr": near.neighbor_ptr, "neighbor_shifts": near.shifts}
+    options = {"alpha": 0.8, "k_cutoff": 3.0, "widths": 1.0}
+    found = ewald_summation(x, charges, cell, **options, **listed)
+    torch.testing.assert_close(found, ewald_summation(x, charges, cell, **options, cutoff=30.0))
+    assert not [w for w in recwarn if "reach of the neighbor list" in str(w.message)]
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -165,10 +165,12 @@ def choose_splitting(
     # a GPU is not asked: the answer would only be a warning
     if limit is not None and may_read(chosen, limit) and bool((chosen > limit).any()):
         reach: Any = cutoff
+        numbers, widest = on_host(chosen.detach()), on_host(limit)
         if reach is None and rows is not None:
-            reach = _reach(rows, system, np.full(system.n_systems, np.inf))
+            needed = core.real_cutoff(np.minimum(numbers, widest), sizes_of_system(system).spacing, target)
+            reach = _reach(rows, system, needed)
         if reach is not None:
-            _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), reach, accuracy)
+            _warn_of_widths(system, numbers, widest, reach, accuracy)
     is_open, strengths = rows is None or not long_range.is_given, None
     if is_open and not compiling and has_known_moments(system):
         strengths = strengths_of(system, np)
