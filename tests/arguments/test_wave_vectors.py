@@ -345,6 +345,8 @@ def test_vectors_of_a_mesh_are_in_the_order_of_the_fourier_transform(mesh):
     for given, times in ((reciprocal, 1.0), (3.0 * reciprocal, 9.0)):
         found = generate_k_squared_pme(cell, mesh, reciprocal_cell=given).flatten()
         torch.testing.assert_close(found[1:], times * k_squared.flatten()[1:], rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="`reciprocal_cell` is for 2 systems"):
+        generate_k_vectors_pme(cell, mesh, torch.stack([reciprocal, 3.0 * reciprocal]))
     steps = [torch.arange(n).double() / n for n in mesh]
     points = torch.cartesian_prod(*steps).reshape(-1, 3) @ cell
     for place in ((0, 0, 0), (mesh[0] - 1, mesh[1] // 2, half[2] - 1), (mesh[0] // 2, mesh[1] - 1, 0)):

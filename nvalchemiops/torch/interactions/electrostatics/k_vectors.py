@@ -383,6 +383,10 @@ def generate_k_vectors_pme(
         reciprocal = 2.0 * math.pi * lattice_of(lattice, None, 0).inverse
     else:
         reciprocal = check_cells_alone(reciprocal_cell, "reciprocal_cell").to(torch.float64)
+        if reciprocal.shape != lattice.shape:
+            raise ValueError(
+                f"`reciprocal_cell` is for {reciprocal.shape[0]} systems, but `cell` is for {lattice.shape[0]}"
+            )
     axes = [mesh_frequencies(n, axis == 2, cell.device) for axis, n in enumerate(dimensions)]
     x, y, z = (indices.reshape([-1 if a == axis else 1 for a in range(3)] + [1]) for axis, indices in enumerate(axes))
     columns = [
