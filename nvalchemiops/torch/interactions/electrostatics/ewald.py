@@ -82,7 +82,8 @@ def ewald_summation(
         the sum. Their values are recomputed from the cell, so that gradients with respect to the cell are complete.
         One vector of each pair k and -k is enough.
     k_cutoff : float or (n_systems,) tensor, 1/length, optional
-        Use all k-vectors up to this length. By default the length that ``accuracy`` needs at this alpha.
+        Use all k-vectors up to this length, if they are not given in another way. By default the length that
+        ``accuracy`` needs at this alpha.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
@@ -100,8 +101,8 @@ def ewald_summation(
         within a factor of 3. Errors are smaller for very small systems, and larger for nearly cancelling forces and
         some virials.
     hybrid_forces : bool, optional
-        Treat positions, cell and alpha as constants: gradients flow through the charges alone. If the charges depend on
-        the geometry, the total force is the explicit force minus the gradient of this energy.
+        Treat positions, cell and alpha as constants: gradients flow through the sources alone. If these depend on the
+        geometry, the total force is the explicit force minus the gradient of this energy.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         True along all axes, or with ``slab_correction`` along all but one. In a system without any periodic axis all
         pairs are summed, and given neighbors are ignored. Compiled graphs cannot read ``pbc``: there the results of

@@ -145,7 +145,7 @@ class ConfiguredSum(ExactModule):
         Raises
         ------
         ValueError
-            The neighbors do not reach the ``cutoff`` that belongs to ``alpha``.
+            The neighbors do not reach the ``cutoff`` that belongs to ``alpha``, or that of the call.
         """
         if not isinstance(positions, System):
             if neighbors is not None:

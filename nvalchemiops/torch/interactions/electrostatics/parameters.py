@@ -265,6 +265,7 @@ def estimate_errors(
     mesh_dimensions : (int, int, int), optional
         Number of mesh points. If given, ``mesh_spacing`` is ignored, so that both may come from `PMEParameters`.
     mesh_spacing : float, or tensor (n_systems,) or (n_systems, 3), length, optional
+        As for `particle_mesh_ewald`.
     spline_order : int, optional
 
     Returns

@@ -38,7 +38,7 @@ class SumRequest(NamedTuple):
         ``charge_gradients`` means gradients with respect to all sources.
     energy_reduction : {"atom", "system"}
     hybrid : bool
-        Results are differentiable in the charges only.
+        Results are differentiable in the sources only.
     of_sources : (bool, bool, bool)
         Whether gradients with respect to charges, dipoles and quadrupoles are returned.
     """
