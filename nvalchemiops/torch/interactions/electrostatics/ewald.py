@@ -108,7 +108,7 @@ def ewald_summation(
         pairs are summed, and given neighbors are ignored. Compiled graphs cannot read ``pbc``: there the results of
         such a system are NaN, and transforms of ``torch.func`` raise an error.
     slab_correction : bool, optional
-        Add `compute_slab_correction` for systems with an open axis.
+        Add `compute_slab_correction` for systems with an open axis. It is for the Coulomb potential.
     miller_bounds : (int, int, int), optional
         Use the box of k-vectors up to these Miller indices. Their number then does not depend on the cell.
     miller_indices : (n_k, 3) int tensor or WaveVectors, optional
