@@ -340,6 +340,22 @@ def test_a_checkpointed_run_has_the_same_results_and_gradients(tmp_path):
         assert torch.equal(direct, again)
 
 
+@pytest.mark.parametrize("every", [None, 2])
+def test_gradients_to_parameters_of_a_model_contain_the_first_evaluation(every):
+    """There positions need not depend on anything that requires gradients, by which a model decides to keep a graph."""
+    system, masses, velocities = few_atoms(2)
+    inner, options = wells().function, {"masses": masses, "velocities": velocities, "removed": 0}
+
+    def last(weight, **more):
+        model = FromEnergies(lambda system: weight * inner(system))
+        return simulate(system, model, nve(0.3), 4, **options, **more).state.system.positions.square().sum()
+
+    weight, h = torch.tensor(1.2, dtype=float64, requires_grad=True), 1e-5
+    (slope,) = torch.autograd.grad(last(weight, gradients=True, checkpoint_every=every), weight)
+    expected = (last(1.2 + h) - last(1.2 - h)) / (2 * h)
+    assert abs(slope - expected) < 1e-7 * abs(expected)
+
+
 def test_without_leaves_that_require_gradients_there_is_no_graph():
     weight = torch.tensor(1.2, dtype=float64, requires_grad=True)
 

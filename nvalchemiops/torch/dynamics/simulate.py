@@ -104,8 +104,8 @@ def simulate(
     progress : bool, optional
         Show a progress bar, if tqdm is installed.
     gradients : bool, optional
-        Keep the graph of all steps. By default if ``start``, ``options`` or parameters of the integrator require
-        gradients, or with ``checkpoint_every``.
+        Keep the graph of all steps, also to parameters of the model. By default if ``start``, ``options`` or parameters
+        of the integrator require gradients, or with ``checkpoint_every``.
     checkpoint_every : int, optional
         For gradients of long runs, of first order: keep the states after every so many steps alone, and compute the
         steps between them again in the backward pass. Hooks are then called again, too.
@@ -181,6 +181,8 @@ def simulate(
     shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
     grad = torch.enable_grad() if gradients else torch.no_grad()
     with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer:
+        if gradients:
+            start = _tracked(start)
         if isinstance(start, State):
             if options:
                 raise TypeError(f"`{next(iter(options))}` goes with a System; the State has it")
@@ -216,6 +218,19 @@ def _requires_grad(start: System | State, integrator: Integrator, options: Mappi
     if integrator.constraints is not None:
         tensors.append(integrator.constraints.lengths)
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def _tracked(start: System | State) -> System | State:
+    """The same start, whose positions require gradients.
+
+    A model keeps a graph to its own parameters if positions require gradients (`FromEnergies`). Those of later steps
+    often do, so without this the first evaluation alone would be missing in gradients.
+    """
+    positions = (start.system if isinstance(start, State) else start).positions
+    if positions.requires_grad:
+        return start
+    tracked = positions.detach().requires_grad_()
+    return start.at(tracked) if isinstance(start, State) else start._replace(positions=tracked)
 
 
 def _after_hook(returned: Any, state: State) -> State:
