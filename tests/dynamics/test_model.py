@@ -232,6 +232,16 @@ def test_a_batch_and_its_systems():
         assert (together.stress[n] - alone.stress[0]).abs().max() < 1e-13
 
 
+@pytest.mark.parametrize("model", [wells(), argon()])
+def test_systems_of_a_batch_may_share_a_cell(model):
+    one, other = (System.from_ase(crystal(seed=n)) for n in range(2))
+    both = joined([one, other])
+    apart = model(both._replace(cell=torch.stack([one.cell, one.cell])))
+    shared = model(both._replace(cell=one.cell, pbc=None))
+    for found, expected in zip(shared, apart):
+        assert found.shape == expected.shape and (found - expected).abs().max() < 1e-13
+
+
 def test_bad_arguments_are_named():
     for terms, options, word in (
         ((), {}, "terms"),

@@ -425,7 +425,9 @@ class FromEnergies:
                 # no products of matrices, which autocast would round
                 moved = positions + (positions.unsqueeze(-1) * of_atoms).sum(-2)
                 matrices = cell.reshape(-1, 3, 3)
-                cell = (matrices + (matrices.unsqueeze(-1) * symmetric.unsqueeze(-3)).sum(-2)).reshape(cell.shape)
+                strained = matrices + (matrices.unsqueeze(-1) * symmetric.unsqueeze(-3)).sum(-2)
+                # systems that share a cell are strained one by one
+                cell = strained.reshape(cell.shape) if len(strained) == len(matrices) else strained
                 wanted.append(strain)
             energies = self.function(system._replace(positions=moved, cell=cell))
             energies = energies.reshape(1) if energies.ndim == 0 else energies
