@@ -83,7 +83,11 @@ def segmented_dot(x: torch.Tensor, y: torch.Tensor, idx: torch.Tensor, num_segme
     if x.shape != y.shape:
         raise ValueError(f"`y` must have the shape of `x`, {tuple(x.shape)}, got {tuple(y.shape)}")
     products = x * y
-    return system_sums(products.flatten(1).sum(1) if x.ndim > 1 else products, idx, num_segments)
+    if x.ndim == 1:
+        return system_sums(products, idx, num_segments)
+    # sums over rows alone would be those of torch, whose order depends on the number of threads
+    of_columns = system_sums(products.to(torch.float64).flatten(1), idx, num_segments)
+    return system_sums(of_columns.mT.contiguous(), None, 1).squeeze(0).to(products.dtype)
 
 
 def segmented_mul(x: torch.Tensor, y: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:

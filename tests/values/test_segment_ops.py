@@ -88,6 +88,8 @@ def test_products(dtype, device):
     dots = torch.zeros(M, dtype=dtype, device=device).index_add(0, i, (v * w).sum(1))
     torch.testing.assert_close(segmented_dot(v, w, idx, M), dots)
     torch.testing.assert_close(segmented_dot(v[:, 0], w[:, 0], idx, M), segmented_sum(v[:, 0] * w[:, 0], idx, M))
+    large = torch.tensor([[2.0**30, 1.0, -(2.0**30)]], dtype=dtype, device=device)  # summed in float64, too
+    assert segmented_dot(large, torch.ones_like(large), idx[:1] * 0, 1).tolist() == [1.0]
     torch.testing.assert_close(segmented_mul(v[:, 0], y, idx, M), v[:, 0] * y[i])
     torch.testing.assert_close(segmented_mul(v, y, idx, M), v * y[i, None])
     torch.testing.assert_close(segmented_mul(v, m[:, 0], idx, M), v * m[i, 0])
