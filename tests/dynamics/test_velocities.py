@@ -6,6 +6,7 @@ import torch
 
 from nvalchemiops.constants import ASE_TIME_IN_FEMTOSECOND, BOLTZMANN_EV_PER_KELVIN, FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.torch.dynamics import (
+    csvr,
     degrees_of_freedom,
     kinetic_energy,
     kinetic_tensor,
@@ -15,8 +16,9 @@ from nvalchemiops.torch.dynamics import (
     temperature,
 )
 from nvalchemiops.torch.operators.chains import chain_steps, move_chains
+from nvalchemiops.torch.systems import System
 
-from .systems import float64
+from .systems import float64, springs
 
 SIZES = (5, 0, 1, 7)
 BATCH = torch.arange(4, dtype=torch.int32).repeat_interleave(torch.tensor(SIZES))
@@ -70,6 +72,16 @@ def test_degrees_of_freedom_and_temperatures():
     energies = kinetic_energy(velocities, MASSES, BATCH, 4)
     assert torch.equal(found[[0, 3]], 2.0 * energies[[0, 3]] / torch.tensor([9.0, 11.0], dtype=float64))
     assert found[1] == 0.0
+
+
+def test_a_single_atom_without_momentum_is_at_rest():
+    """Exactly, whatever its mass: what rounding leaves would have a temperature, which thermostats would raise."""
+    n = 20
+    masses, batch_idx = 1.0 + numbers(n, seed=1).abs(), torch.arange(n, dtype=torch.int32)
+    assert not remove_momentum(numbers(n, 3), masses, batch_idx).any()
+    system = System(numbers(n, 3), batch_idx=batch_idx, pbc=torch.zeros(n, 3, dtype=torch.bool))
+    state = csvr(0.1, 0.5).start(system, springs(1.0), masses=masses)
+    assert not state.velocities.any() and not state.extra["degrees_of_freedom"].any()
 
 
 def test_momentum_and_rotation_are_removed():

@@ -192,10 +192,12 @@ def remove_momentum(
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Velocities without the motion of the centre of mass of the atoms that are not frozen."""
-    division = Division.of(masses, batch_idx, num_systems, domain)
-    drift = mean_by_mass(division, inertia_of(masses).to(torch.float64), velocities)
+    division, inertia = Division.of(masses, batch_idx, num_systems, domain), inertia_of(masses).to(torch.float64)
+    drift = mean_by_mass(division, inertia, velocities)
     without = velocities - division.of_atoms(drift, len(masses)).to(velocities.dtype)
-    return torch.where(masses.isinf().unsqueeze(1), 0.0, without)
+    # a single atom is at rest then: what rounding leaves of its velocity would count as motion, with a temperature
+    is_alone = division.of_atoms(division.sums((inertia > 0.0).to(torch.float64)), len(masses)) == 1.0
+    return torch.where(masses.isinf().unsqueeze(1) | is_alone, 0.0, without)
 
 
 def remove_rotation(
