@@ -19,7 +19,11 @@ from tests.values.test_all_calls import (
     test_the_form_of_neighbors_does_not_matter,
 )
 from tests.values.test_dispersion_references import test_slow_reference_of_few_atoms
-from tests.values.test_dispersion_three_body import test_all_shapes_of_lists, test_molecules_equal_s_dftd3
+from tests.values.test_dispersion_three_body import (
+    test_all_shapes_of_lists,
+    test_molecules_equal_s_dftd3,
+    test_molecules_without_cells_have_a_virial,
+)
 from tests.values.test_ewald_physics import test_madelung_constants, test_torch_pme_gives_the_same
 from tests.values.test_exclusions import test_an_excluded_pair_at_the_same_spot, test_exclusions_in_a_batch
 from tests.values.test_neighbors_exact import (

@@ -113,6 +113,18 @@ def test_explicit_forces_and_virial_are_those_of_autograd():
     torch.testing.assert_close(virial[0].detach(), -(x.mT @ by_x + cell.mT @ by_cell).detach(), rtol=1e-10, atol=1e-14)
 
 
+def test_molecules_without_cells_have_a_virial():
+    """``Σ r F^T`` of the three-body energy alone, whose part of the whole is small."""
+    x, numbers, _ = tensors(molecule("C6H6"))
+    both, batch_idx = torch.cat([x, 1.1 * x]), torch.arange(2, dtype=torch.int32).repeat_interleave(len(x))
+    options = {"batch_idx": batch_idx, "compute_forces": True, "compute_virial": True, "smoothing": None}
+    found, without = (energy(both, None, numbers.repeat(2), s9, **options) for s9 in (1.0, 0.0))
+    dyads = both.unsqueeze(-1) * (found[1] - without[1]).unsqueeze(-2)
+    expected = torch.zeros(2, 3, 3, dtype=torch.float64).index_add(0, batch_idx, dyads)
+    torch.testing.assert_close(found[3] - without[3], expected, rtol=1e-9, atol=1e-15)
+    assert expected.abs().amax() > 1e-5
+
+
 def test_forward_mode():
     x, numbers, _ = tensors(molecule("H2O"))
     x.requires_grad_()

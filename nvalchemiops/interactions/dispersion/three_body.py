@@ -190,9 +190,8 @@ _CPU = """
             for (int a = 0; a < 3; ++a) {
                 const double of_neighbor = 2.0 * add_up(g[a]);
                 gradient[a] -= of_neighbor;
-                if (!periodic) continue;
                 for (int c = 0; c < 3; ++c) {
-                    sums[3 * c + a] += shifts.data[3 * at + c] * of_neighbor / 3.0;
+                    if (periodic) sums[3 * c + a] += shifts.data[3 * at + c] * of_neighbor / 3.0;
                     sums[9 + 3 * a + c] -= of_neighbor * it.d[c] / 3.0;
                 }
             }
@@ -202,8 +201,7 @@ _CPU = """
         coefficient_gradients.data[static_cast<long long>(i) * n_coefficients + q] = by_coefficient[q];
     energies.data[i] = energy / 6.0;
     for (int a = 0; a < 3; ++a) position_gradients.data[3LL * i + a] = gradient[a];
-    if (periodic)
-        for (int c = 0; c < @n_sums@; ++c) system_sums.data[@n_sums@LL * i + c] = sums[c];
+    for (int c = 0; c < @n_sums@; ++c) system_sums.data[@n_sums@LL * i + c] = sums[c];
 """
 
 _GPU = """
@@ -307,10 +305,9 @@ _GPU = """
         for (int a = 0; a < 3; ++a) {
             const double of_neighbor = 2.0 * g[a];
             gradient[a] -= of_neighbor;
-            if (!periodic) continue;
             // the lane c has the sum of column c
             for (int c = 0; c < 3; ++c) {
-                const int shift = there ? shifts.data[3 * (begin + its_place) + c] : 0;
+                const int shift = periodic && there ? shifts.data[3 * (begin + its_place) + c] : 0;
                 const double by_cell = add_up(shift * of_neighbor / 3.0), virial = add_up(of_neighbor * it.d[c] / 3.0);
                 if (lane == 3 * c + a) own_sum += by_cell;
                 if (lane == 9 + 3 * a + c) own_sum -= virial;
@@ -319,7 +316,7 @@ _GPU = """
     }
     energy = add_up(energy);
     for (double &part : gradient) part = add_up(part);
-    if (periodic && lane < @n_sums@) system_sums.data[@n_sums@LL * i + lane] = own_sum;
+    if (lane < @n_sums@) system_sums.data[@n_sums@LL * i + lane] = own_sum;
     if (lane > 0) return;
     energies.data[i] = energy / 6.0;
     for (int a = 0; a < 3; ++a) position_gradients.data[3LL * i + a] = gradient[a];
@@ -360,7 +357,7 @@ def three_body(precision: str) -> Any:
         energies: wp.array(dtype=real),  # (n_atoms,), without weights
         position_gradients: wp.array2d(dtype=real),  # (n_atoms, 3)
         coefficient_gradients: wp.array2d(dtype=real),  # (n_atoms, n_coefficients)
-        system_sums: wp.array2d(dtype=wp.float64),  # (n_atoms, N_SUMS), or none
+        system_sums: wp.array2d(dtype=wp.float64),  # (n_atoms, N_SUMS)
     ):
         """Sum over the triples of an atom."""
 

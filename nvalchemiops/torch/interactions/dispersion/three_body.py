@@ -86,13 +86,10 @@ def three_body_derivatives(
     if sent is not None:
         given = with_ghosts(given, ("positions", "coefficients", "weights"))
     n_atoms, device, dtype = positions.shape[0], positions.device, positions.dtype
-    sums = torch.empty((n_atoms, N_SUMS), dtype=torch.float64, device=device) if cell is not None else None
+    sums = torch.empty((n_atoms, N_SUMS), dtype=torch.float64, device=device)
     results = [positions.new_empty(n_atoms), torch.empty_like(positions), torch.empty_like(coefficients)]
     launch(three_body(precision_of(positions)), n_atoms, [given[n] for n in _READ], [*results, sums], lanes=WARP)
-    if sums is None:
-        of_system = positions.new_zeros(n_systems, 2, 3, 3)
-    else:
-        of_system = add_systems(sums, batch_idx, n_systems).view(-1, 2, 3, 3).to(dtype)
+    of_system = add_systems(sums, batch_idx, n_systems).view(-1, 2, 3, 3).to(dtype)
     return *results, of_system[:, 0].clone(), of_system[:, 1].clone()
 
 
