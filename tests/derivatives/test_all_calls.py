@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from tests.support.cases import (
     CUTOFF,
     D3,
@@ -385,6 +386,30 @@ def test_vmap_over_lists_equals_a_loop(case, inside):
         if function is energy:
             found, singles = (found,), [(single,) for single in singles]
         close(found, [torch.stack(parts) for parts in zip(*singles)], 1e-11)
+
+
+@EACH_WHOLE
+def test_vmap_over_lists_with_room_equals_a_loop(case):
+    """Lists in memory that is larger than the longest of them."""
+    slices = [case.inputs(ONE).moved(random_like(case.inputs(ONE), k), 0.02) for k in range(3)]
+    lists = [neighbor_list(part.x, CUTOFF, part.cell, return_neighbor_list=True) for part in slices]
+    size = max(pairs.shape[1] for pairs, *_ in lists) + 3
+
+    def with_room(pairs, pointers, shifts):
+        room = torch.full((2, size - pairs.shape[1]), NO_PADDING, dtype=torch.int32)
+        return torch.cat([pairs, room], 1), pointers, torch.cat([shifts, room.new_zeros(room.shape[1], 3)])
+
+    def energy(part, pairs, pointers, shifts):
+        near = case.near(ONE, neighbor_list=pairs, neighbor_ptr=pointers, neighbor_shifts=shifts)
+        return weighted(case.results(*part, near))
+
+    for given in ([with_room(*one) for one in lists], [with_room(*lists[0])]):
+        near = [torch.stack(parts) for parts in zip(*given)] if len(given) > 1 else given[0]
+        mapped = (0, *[0 if len(given) > 1 else None] * 3)
+        parts = [torch.stack(values) for values in zip(*slices)]
+        found = torch.func.vmap(lambda part, *near: energy(part, *near), in_dims=mapped)(tuple(parts), *near)
+        singles = [energy(part, *one) for part, one in zip(slices, given if len(given) > 1 else given * 3)]
+        close((found,), [torch.stack(singles)], 1e-11)
 
 
 # -- batches, and nothing to do -------------------------------------------------------------------

@@ -345,18 +345,42 @@ def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> di
     # an index out of range must not become a valid index in another slice
     original = given["neighbors"]
     absent = (original == given["padding"]) & (given["padding"] > NO_PADDING)
+    unused = _unused_slots(given)
+    absent = absent if unused is None else absent | unused
     neighbors = torch.where((original < 0) | (original >= n_atoms), -1, neighbors)
     folded["neighbors"] = torch.where(absent, ABSENT, neighbors).flatten()
     folded["padding"] = ABSENT
     for name in ("first", "excluded"):
         numbers = numbered(name, n_atoms)
+        if name == "first" and numbers is not None and unused is not None:
+            ends = n_atoms * torch.arange(1, count + 1, dtype=numbers.dtype, device=numbers.device)
+            numbers = torch.where(unused, ends.unsqueeze(1) - 1, numbers)
         folded[name] = None if numbers is None else numbers.flatten()
     for name, entries in (("row_begin", "neighbors"), ("excluded_begin", "excluded")):
         if given[name] is not None:
-            pointers = numbered(name, given[entries].shape[-1])
+            n_entries = given[entries].shape[-1]
+            pointers = numbered(name, n_entries)
             assert pointers is not None
-            folded[name] = torch.cat([pointers[:, :-1].flatten(), pointers[-1, -1:]])
+            end = pointers[-1, -1:]
+            if entries == "neighbors" and unused is not None:
+                end = torch.where(unused[-1, -1:], count * n_entries, end)
+            folded[name] = torch.cat([pointers[:, :-1].flatten(), end])
     return folded
+
+
+def _unused_slots(given: dict[str, Any]) -> torch.Tensor | None:
+    """Slots (1 or n_slices, n_slots) of lists that have room for more pairs; None for a matrix, and without slots.
+
+    The entry after the last pair says so. In a repeated list they belong to the row of the last atom of their slice.
+    """
+    begin, entries = given["row_begin"], given["neighbors"] if given["first"] is None else given["first"]
+    n_slots = entries.shape[-1]
+    if begin is None or n_slots == 0:
+        return None
+    end = begin[..., -1:].reshape(-1, 1).to(torch.int64)
+    entries = entries.reshape(-1, n_slots).expand(max(len(end), entries.numel() // n_slots), n_slots)
+    after = entries.gather(1, end.clamp(0, n_slots - 1).expand(len(entries), 1))
+    return (torch.arange(n_slots, device=end.device) >= end) & (after == NO_PADDING)
 
 
 # -- the op ---------------------------------------------------------------------------------------
