@@ -11,7 +11,7 @@ from nvalchemiops.interactions.pair.loop_in_vectors import BLOCK
 from nvalchemiops.layout import CPU, layout
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial
-from nvalchemiops.torch.interactions.pair import PairPotential, buckingham, lennard_jones, morse
+from nvalchemiops.torch.interactions.pair import PairPotential, buckingham, lennard_jones, morse, reaction_field
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference import pair as ref
 from tests.support.potentials import (
@@ -245,6 +245,18 @@ def test_a_rule_is_a_table(rule):
         found,
         lj_energy_forces(system.positions, sigma[species], epsilon[species], CUTOFF, system.cell, mixing=rule),
     )
+
+
+def test_a_reaction_field_of_a_conductor():
+    """An infinite dielectric constant is the limit of large ones."""
+    x, q = (
+        torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.3, 0.0]], dtype=torch.float64),
+        torch.tensor([1.0, -1.0], dtype=torch.float64),
+    )
+    field, options = reaction_field(2.0), {"compute_forces": True, "compute_gradients": ("dielectric",)}
+    infinite, large = (field(x, q=q, dielectric=eps, **options) for eps in (torch.inf, 1e14))
+    for found, expected in zip(infinite, large):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_a_number_among_tables_is_the_same_for_all_pairs():

@@ -75,7 +75,7 @@ def damped_shifted_force(cutoff: float) -> PairPotential:
 def reaction_field(cutoff: float) -> PairPotential:
     """Coulomb energy of charges ``q`` with a reaction field (Tironi et al. 1995).
 
-    Beyond the cutoff is a continuum with the dielectric constant ``dielectric`` (global).
+    Beyond the cutoff is a continuum with the dielectric constant ``dielectric`` (global), infinite for a conductor.
     """
     return PairPotential.of(potentials.REACTION_FIELD, cutoff=cutoff)
 
