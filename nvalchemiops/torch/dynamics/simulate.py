@@ -18,6 +18,7 @@ from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
+from nvalchemiops.torch.runtime.context import ordinary
 from nvalchemiops.torch.systems import System
 
 Hook = Callable[[State], State | None]
@@ -229,7 +230,7 @@ def _tracked(start: System | State) -> System | State:
     positions = (start.system if isinstance(start, State) else start).positions
     if positions.requires_grad:
         return start
-    tracked = positions.detach().requires_grad_()
+    tracked = ordinary(positions).detach().requires_grad_()
     return start.at(tracked) if isinstance(start, State) else start._replace(positions=tracked)
 
 
