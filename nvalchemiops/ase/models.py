@@ -10,7 +10,8 @@ from nvalchemiops.ase.system import SharedLists
 from nvalchemiops.ase.system import System as AtomsOfTerms
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.dynamics import Evaluation, SumOfTerms, to_ase
+from nvalchemiops.torch.dynamics import Evaluation, SumOfTerms
+from nvalchemiops.torch.dynamics.simulate import structures_of
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import on_host
 from nvalchemiops.torch.systems import System
@@ -114,10 +115,11 @@ class FromASE:
 
     def _one_by_one(self, system: System) -> Evaluation:
         wants_stress = self.stress and system.cell is not None
-        energies, forces, stresses = [], [], []
-        for atoms in to_ase(system):
+        energies, stresses = [], []
+        forces = torch.zeros(system.positions.shape, dtype=torch.float64)
+        for atoms, places in structures_of(system):
             atoms.calc = self.calculator
-            forces.append(torch.tensor(atoms.get_forces()))
+            forces[places] = torch.tensor(atoms.get_forces())
             energies.append(atoms.get_potential_energy(force_consistent=self._energy))
             if wants_stress:
                 has_volume = int(atoms.cell.rank) == 3
@@ -127,7 +129,7 @@ class FromASE:
                     else torch.zeros(3, 3, dtype=torch.float64)
                 )
                 stresses.append(stress)
-        results = [torch.tensor(energies, dtype=torch.float64), torch.cat([torch.zeros(0, 3), *forces])]
+        results = [torch.tensor(energies, dtype=torch.float64), forces]
         if wants_stress:
             results.append(torch.stack(stresses))
         return Evaluation(*(result.to(system.positions) for result in results))

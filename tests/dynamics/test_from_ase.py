@@ -9,7 +9,7 @@ from ase.calculators.emt import EMT
 
 from nvalchemiops.ase import Calculator, Contribution, Dispersion, Electrostatics, FromASE, Pair
 from nvalchemiops.torch.dynamics import npt, nve, relax, simulate, to_ase
-from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.systems import System, of_each_atom
 
 from .systems import SOFT, crystal
 
@@ -112,6 +112,14 @@ def test_terms_for_one_system_and_other_calculators_go_one_by_one():
         np.testing.assert_allclose(found.energies, energies, rtol=1e-13)
         np.testing.assert_allclose(found.forces, forces, atol=1e-13)
         np.testing.assert_allclose(found.stress, stresses, atol=1e-13)
+
+
+def test_forces_one_by_one_are_those_of_their_atoms_in_any_order():
+    system = System.from_ase([ase.build.molecule(name) for name in ("H2O", "NH3")])
+    order = torch.randperm(len(system.positions), generator=torch.Generator().manual_seed(0))
+    shuffled = of_each_atom(system, lambda t: t[order])._replace(batch_idx=system.batch_idx[order])
+    model = FromASE(Calculator(Trap()))
+    torch.testing.assert_close(model(shuffled).forces, model(system).forces[order])
 
 
 def test_one_list_is_kept_while_atoms_move_and_follows_other_batches():

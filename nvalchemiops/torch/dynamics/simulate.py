@@ -358,13 +358,13 @@ def to_ase(state: State | System) -> list[Any]:
     elif state.domain is not None:
         state = state.domain.collect(state)
     if not isinstance(state, State):
-        return [atoms for atoms, _ in _structures(state)]
+        return [atoms for atoms, _ in structures_of(state)]
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.constraints import FixAtoms
     from ase.stress import full_3x3_to_voigt_6_stress
 
     evaluation = state.evaluation
-    found = _structures(state.system)
+    found = structures_of(state.system)
     for n, (atoms, of) in enumerate(found):
         masses = _array(state.masses)[of]
         frozen = masses == float("inf")
@@ -381,7 +381,7 @@ def to_ase(state: State | System) -> list[Any]:
     return [atoms for atoms, _ in found]
 
 
-def _structures(system: System) -> list[tuple[Any, Any]]:
+def structures_of(system: System) -> list[tuple[Any, Any]]:
     """For each system its ``ase.Atoms``, and where its atoms are in the batch."""
     import ase
 
