@@ -207,6 +207,17 @@ def test_wrong_exclusions_that_are_not_read_give_nan(how):
             function(POSITIONS, pairs)
 
 
+def test_a_full_list_that_is_not_read_is_not_taken_for_a_half_one():
+    """Its pairs would count twice. The kernels find them, which on a CPU is an error."""
+    call = compiled(lambda x, near: lennard_jones(CUTOFF)(x, CELL, **LJ, **near, half_list=True))
+    half = neighbor_list(POSITIONS, CUTOFF, CELL, batch_idx=BATCH, return_neighbor_list=True, half_fill=True)
+    right = lennard_jones(CUTOFF)(POSITIONS, CELL, **LJ, **NEAR)
+    names = ("neighbor_list", "neighbor_ptr", "neighbor_shifts")
+    torch.testing.assert_close(call(POSITIONS, NEAR | dict(zip(names, half))), right, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="with `half_list` a pair twice"):
+        call(POSITIONS, NEAR)
+
+
 def dispersion(x: torch.Tensor, cell: torch.Tensor, near: dict[str, Any], tables: ReferenceStates) -> Any:
     numbers = 6 + torch.arange(len(x)) % 3
     return d3_dispersion(x, numbers, DAMPING, tables, cell, BATCH, cutoff=CUTOFF, **near, **ALL)[0]

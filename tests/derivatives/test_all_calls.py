@@ -363,20 +363,21 @@ def test_vmap_over_slices_equals_a_loop(case, mapped, what):
 
 
 @EACH_WHOLE
-@pytest.mark.parametrize("inside", [False, True], ids=["given", "built inside"])
-def test_vmap_over_lists_equals_a_loop(case, inside):
+@pytest.mark.parametrize("form", ["given", "half", "built inside"])
+def test_vmap_over_lists_equals_a_loop(case, form):
     """Systems of as many atoms, each with its own matrix, which is as wide as all others."""
+    inside, half = form == "built inside", form == "half"
     slices = [case.inputs(ONE).moved(random_like(case.inputs(ONE), k), 0.02) for k in range(3)]
 
     def neighbors(x, cell):
-        matrix, _, shifts = neighbor_list(x, CUTOFF, cell, max_neighbors=60)
+        matrix, _, shifts = neighbor_list(x, CUTOFF, cell, max_neighbors=60, half_fill=half)
         return matrix, shifts
 
     given = [() if inside else neighbors(part.x, part.cell) for part in slices]
 
     def energy(x, a, cell, b, *near):
         matrix, shifts = near or neighbors(x.detach(), cell.detach())
-        near = case.near(ONE, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts)
+        near = case.near(ONE, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts, half_list=half)
         return weighted(case.results(x, a, cell, b, near))
 
     for function in (energy, torch.func.grad(energy, argnums=(0, 1, 2))):

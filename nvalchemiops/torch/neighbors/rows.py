@@ -6,7 +6,6 @@ import torch
 import warp as wp
 
 from nvalchemiops.arguments import ValuesError
-from nvalchemiops.layout import layout
 from nvalchemiops.neighbors import rows as core
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
@@ -206,7 +205,7 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     _, neighbors, shifts, width, padding, first = rows
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
-    if not (check or layout(neighbors.device.type).reads):
+    if not (check or may_read(neighbors)):
         return _both_directions(first, neighbors, shifts, padding, n_atoms)
     places = (neighbors != padding).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
