@@ -515,6 +515,21 @@ def test_another_pbc_or_batch_makes_a_list_stale():
     assert call(pbc, systems[::-1], state).rebuilt.all()
 
 
+def test_pbc_tells_how_many_systems_there_are():
+    """The last one has no atoms, and all share a cell."""
+    pbc, systems = jnp.stack([PBC, ~PBC, PBC]), jnp.repeat(jnp.arange(2, dtype=jnp.int32), 10)
+
+    def search(x, systems):
+        state = neighbors.prepare_neighbor_list(x, 3.0, CELL[0], pbc, systems, skin=0.5, max_neighbors=300)
+        return neighbors.neighbor_list(x, state=state)
+
+    expected = neighbors.neighbor_list(X, 3.5, CELL[0], pbc, systems, max_neighbors=300)
+    for found, state in (search(X, systems), jax.jit(search)(X, systems)):
+        assert state.valid.shape == (3,)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("form", ["matrix", "list", "two"])
 def test_a_list_with_a_skin_that_is_too_small_says_so_and_grows_outside_of_jit(form):
     options = {"list": {"return_neighbor_list": True}, "two": {"cutoff2": 3.5}}.get(form, {})
@@ -530,6 +545,10 @@ def test_a_list_with_a_skin_that_is_too_small_says_so_and_grows_outside_of_jit(f
         found, outside = neighbors.neighbor_list(X, state=state)
     assert outside.valid.all()
     np.testing.assert_array_equal(outside.largest, inside.largest)
+    with pytest.warns(NeighborListWarning):  # what was cut is not kept
+        whole, _ = neighbors.neighbor_list(X, state=inside)
+    for a, b in zip(whole, found, strict=True):
+        np.testing.assert_array_equal(a, b)
     expected = neighbors.neighbor_list(X, 3.4, CELL, PBC, **{k: v + 0.4 for k, v in options.items() if k == "cutoff2"})
     if form != "list":
         np.testing.assert_array_equal(found[1], expected[1])
@@ -591,6 +610,7 @@ def test_a_state_with_a_skin_takes_cells_and_pbc_as_python_lists(jitted):
         (jax.jit(call) if jitted else call)(x, state), neighbors.neighbor_list(x, state=state)[0]
     ):
         np.testing.assert_array_equal(found, expected)
+    assert neighbors.prepare_neighbor_list(x, 3.0, cell, True, skin=0.5, max_neighbors=300).reference.pbc.all()
 
 
 def test_a_skin_refuses_what_it_cannot_keep():

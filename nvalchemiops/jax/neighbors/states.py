@@ -16,7 +16,7 @@ from nvalchemiops.jax.operators import Shape, as_array, as_static
 from nvalchemiops.jax.utils import dataclass, field, is_traced
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.search import NOT_FINITE
-from nvalchemiops.torch.checks import check_count, check_not_negative
+from nvalchemiops.torch.checks import check_count, check_not_negative, systems_in_shapes
 
 
 class _Search(NamedTuple):
@@ -267,15 +267,17 @@ def prepare_neighbor_list(
 
 
 def _number_of_systems(arrays: Mapping[str, Any]) -> int:
-    cell, pointers, batch_idx = (arrays.get(name) for name in ("cell", "batch_ptr", "batch_idx"))
+    cell, pbc, pointers, batch_idx = (arrays.get(name) for name in ("cell", "pbc", "batch_ptr", "batch_idx"))
     if pointers is not None:
         return int(pointers.shape[0]) - 1
-    if cell is not None and cell.ndim == 3 and (cell.shape[0] > 1 or batch_idx is None):
-        return int(cell.shape[0])
+    if (found := systems_in_shapes((cell, 3), (pbc, 2))) is not None:
+        return found
     if batch_idx is None:
         return 1
     if is_traced(batch_idx):
-        raise ValueError("`batch_ptr` is needed under jit to know the number of systems, unless each has a cell")
+        raise ValueError(
+            "`batch_ptr` is needed under jit to know the number of systems, unless each has a cell or `pbc`"
+        )
     return int(np.asarray(batch_idx).max(initial=-1)) + 1
 
 
@@ -371,7 +373,8 @@ def _searched_if_stale(
         if arguments[name] is not other:
             stale = stale | (True if other is None else jnp.any(arguments[name] != other))
     if not traced:
-        if not bool(stale.any()):
+        # rows that were cut under `jit` are not kept: here they get the room that they need
+        if not bool((stale | ~_occupancy(search, state.lists, arguments)[1]).any()):
             return before, reference, stale
         found = find_neighbors("neighbor_list", arguments)
         return found, _reference(search, arguments), jnp.ones_like(stale)
@@ -405,7 +408,7 @@ def _where(flags: Any, new: Any, old: Any) -> Any:
 def _reference(search: _Search, arguments: Mapping[str, Any], kept: bool = True) -> Reference:
     """The reference for a search with these arguments, which has no derivative; an inverse only if it is kept."""
     n_systems, cell, pbc = search.num_systems, arguments["cell"], arguments["pbc"]
-    pbc = jnp.broadcast_to(True if pbc is None else jnp.reshape(pbc, (-1, 3)), (n_systems, 3))
+    pbc = jnp.broadcast_to(True if pbc is None else pbc, (n_systems, 3))
     lattice = inverse = None
     if cell is not None:
         lattice = jnp.broadcast_to(jnp.reshape(cell, (-1, 3, 3)), (n_systems, 3, 3))
