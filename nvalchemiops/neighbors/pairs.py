@@ -4,8 +4,9 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.kernels.native import filled, native_kernel
 from nvalchemiops.launch import kernel_module, kernel_variants
+from nvalchemiops.neighbors.rows import NOWHERE
 from nvalchemiops.types import REAL
 
 SLOTS_PER_THREAD = 64
@@ -42,7 +43,7 @@ _MEASURE = """
                 const int s = shift.data[slot][axis];
                 if (s == 0) continue;
                 const auto *vector = cell.data[system].data[axis];
-                const decltype(a) count = s;
+                const decltype(a) count = s == @nowhere@ || s == -@nowhere@ ? NAN : s;
                 a += count * vector[0];
                 b += count * vector[1];
                 c += count * vector[2];
@@ -56,7 +57,7 @@ _MEASURE = """
 
 @kernel_variants(("float64",), ("float32",))
 def measure_pairs(precision: str) -> Any:
-    """Kernel that measures the slots of a list or a matrix: zero in padding, NaN for an index out of range.
+    """Kernel that measures the slots of a list or a matrix: zero in padding, NaN for no atom or `NOWHERE`.
 
     Lattice vectors along which a pair is not shifted are not read. Nothing is contracted to fused operations, so that
     the same arithmetic written in torch gives the same bits.
@@ -66,7 +67,7 @@ def measure_pairs(precision: str) -> Any:
     name = f"measure_pairs_{precision}"
     wp.set_module_options({"fuse_fp": False}, module=kernel_module(name))
 
-    @native_kernel(name, _MEASURE)
+    @native_kernel(name, filled(_MEASURE, nowhere=NOWHERE))
     def kernel(
         thread: wp.int32,
         positions: wp.array(dtype=vec3),  # (n_atoms,)

@@ -12,6 +12,7 @@ import torch
 
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.neighbors.formats import matrix_geometry
 from tests.support.processes import output_of, run_python
 
 NAN, INF = float("nan"), float("inf")
@@ -359,20 +360,25 @@ def test_system_numbers_beyond_32_bits_are_systems_of_their_own():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_distances_where_an_atom_is_lost_and_nobody_looks(compiled):
-    """Its count says so, and its row has only itself, nowhere; the other rows are as they were."""
+    """Its count says so, and its row has only itself, nowhere, at no distance; the other rows are as they were."""
     x = X.clone()
     x[1, 2] = NAN
 
-    def search(x):
+    def search(x, cell):
         options = {"max_neighbors": 8, "check": False, "return_distances": True, "return_vectors": True}
-        return neighbors.neighbor_list(x, 1.0, CELL, **options)
+        return neighbors.neighbor_list(x, 1.0, cell, **options)
 
     find = torch.compile(search, backend="aot_eager", fullgraph=True) if compiled else search
-    matrix, count, shifts, distances, vectors = find(x)
+    matrix, count, shifts, distances, vectors = find(x, CELL)
     assert count.tolist() == [2, 2**31 - 1, 2, 2]
     assert matrix[1].tolist() == [1] + 7 * [4] and shifts[1].sum(1).tolist() == [3 * (2**31 - 1)] + 7 * [0]
-    assert not distances[1].any() and not vectors[1].any()
-    assert distances[0, :2].tolist() == [0.5, 0.5] and distances.isfinite().all()
+    assert distances[1, 0].isnan() and vectors[1, 0].isnan().all() and not distances[1, 1:].any()
+    assert distances[0, :2].tolist() == [0.5, 0.5] and int(distances.isfinite().sum()) == 31
+    # a cell of which nobody looked at the volume, with positions and vectors that are finite
+    matrix, _, shifts, distances, _ = find(X, torch.ones_like(CELL))
+    assert distances[:, 0].isnan().all() and not distances[:, 1:].any()
+    reverse, _ = matrix_geometry(X, matrix, None, -shifts, torch.ones_like(CELL))
+    assert torch.equal(reverse.isnan(), distances.isnan())
 
 
 def test_a_list_is_looked_at_even_if_that_is_not_asked_for():

@@ -161,6 +161,8 @@ def test_what_names_no_atom_is_an_error_and_a_lost_atom_is_not(as_list):
         for row in (-1, 4, far):
             with pytest.raises(IndexError, match="index"):
                 call(row=row)
+        with pytest.raises(IndexError, match="`target_indices` has none"):
+            call(target=torch.zeros(0, dtype=torch.int32))
     lost = torch.cat([x[:3], torch.full((1, 3), torch.nan, dtype=torch.float64)])
     distances, _ = call(j=3, x=lost)
     assert bool(distances.flatten()[0].isnan()) and not bool(distances.flatten()[1].isnan())

@@ -151,7 +151,8 @@ def build(
             search, width, room, rebuild_flags, fill_value, readable
         )
         is_marked = is_marked and (as_list or any(wanted.values()))
-        present = torch.where(count == NOT_FINITE, 0, count) if is_marked else count
+        # with a cell the row of an atom without known neighbors has one slot, the mark
+        present = torch.where(count == NOT_FINITE, int(cell is not None), count) if is_marked else count
         if as_list:
             images = None if cell is None else shifts
             pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, present, images)

@@ -11,11 +11,12 @@ import torch
 
 from nvalchemiops.layout import layout
 from nvalchemiops.neighbors import pairs as core
-from nvalchemiops.neighbors.rows import NO_PADDING
+from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.operators.lattice import one_or_nan
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.memory import new_empty
 
@@ -115,6 +116,8 @@ def list_geometry(
         checks.check_index("shifts", shifts, positions, (neighbor_list.shape[1], 3))
     if target_indices is not None:
         checks.check_index("target_indices", target_indices, positions, (None,))
+        if target_indices.shape[0] == 0 and neighbor_list.shape[1] > 0:  # to kernels, which read rows, none is no list
+            raise IndexError("`neighbor_list` has rows of atoms, but `target_indices` has none")
     lattice, system = _lattice(positions, shifts, cell, batch_idx)
     pairs = Pairs(lattice, system, target_indices, neighbor_list[0], neighbor_list[1], shifts)
     return distances_and_vectors(positions, pairs)
@@ -354,7 +357,8 @@ def _displaced(vectors: torch.Tensor, shifts: torch.Tensor, cell: torch.Tensor) 
     """
     for axis in range(3):
         count = shifts[..., axis, None]
-        vectors = vectors + torch.where(count != 0, count.to(cell.dtype) * cell[..., axis, :], 0.0)
+        known = one_or_nan((count != NOWHERE) & (count != -NOWHERE)).to(cell.dtype)
+        vectors = vectors + torch.where(count != 0, count.to(cell.dtype) * known * cell[..., axis, :], 0.0)
     return vectors
 
 
