@@ -93,6 +93,15 @@ def test_a_capacity_is_that_of_a_list_of_pairs():
         neighbors.neighbor_list(X, 3.0, CELL, coo_capacity=9, max_neighbors=9)
     with pytest.raises(ValueError, match="must not be negative"):
         jax.make_jaxpr(lambda x: neighbors.neighbor_list(x, 3.0, return_neighbor_list=True, coo_capacity=-1))(X)
+    for capacity, others in (((9, 9), {}), ((9,), {"cutoff2": 4.0}), ((), {})):
+        for function in (neighbors.neighbor_list, neighbors.prepare_neighbor_list):
+            with pytest.raises(ValueError, match="`coo_capacity` must be one int, or one for each cutoff"):
+                function(X, 3.0, CELL, return_neighbor_list=True, coo_capacity=capacity, **others)
+
+
+def test_a_width_that_is_given_for_one_of_two_lists_is_kept():
+    state = neighbors.prepare_neighbor_list(X, 3.0, CELL, cutoff2=2.0, max_neighbors1=250)
+    assert state.sizes[0] == 250 > state.sizes[1] > 0
 
 
 def test_operators_take_lists_of_a_declared_capacity():

@@ -39,7 +39,10 @@ def rooms_of(
 ) -> tuple[Any, ...]:
     """The declared width of each matrix, or capacity of each list; None if it is missing."""
     if return_neighbor_list:
-        return coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
+        rooms = coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
+        if len(rooms) != n_lists:
+            raise ValueError(f"`coo_capacity` must be one int, or one for each cutoff, of which there are {n_lists}")
+        return rooms
     return tuple(max_neighbors if room is None else room for room in (max_neighbors1, max_neighbors2)[:n_lists])
 
 
@@ -91,7 +94,7 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
             raise ValueError(
                 f"{name}: `coo_capacity` is the capacity of a list of pairs: it needs return_neighbor_list=True"
             )
-        for room in rooms_of(1, True, arguments["coo_capacity"]):
+        for room in rooms_of(2 if "cutoff2" in arguments else 1, True, arguments["coo_capacity"]):
             check_count("coo_capacity", room)
     if declared or is_traced(arguments):
         if "cutoff2" in arguments and "max_neighbors" in arguments:

@@ -228,7 +228,8 @@ def prepare_neighbor_list(
         given["return_neighbor_list"] = return_neighbor_list
         reaches = [r + (skin or 0.0) for r in (cutoff, cutoff2)[:n_lists]]
         longest = [find_neighbors("neighbor_list", {**given, "cutoff": r})[0].shape[1] for r in reaches]
-        rooms = tuple(capacity_for(n) if return_neighbor_list else n for n in longest)
+        needed = [capacity_for(n) if return_neighbor_list else n for n in longest]
+        rooms = tuple(n if room is None else room for n, room in zip(needed, rooms))
     rooms = tuple(check_count(size, room) for room in rooms)
     n_atoms = positions.shape[0]
     search = _Search(
