@@ -451,6 +451,20 @@ def ranks_without_atoms(group: Any) -> None:
     compare(group, atoms, energies_of, (torch.tensor(0.7, dtype=F64),))
 
 
+@case(2)
+def weights_that_are_not_finite(group: Any) -> None:
+    """Of the energies of one rank, or of all: gradients are not finite, although a maximum over ranks may lose NaN."""
+    atoms, size = Atoms(n=3), dist.get_world_size(group)
+    domain = Domain(atoms.positions[atoms.mine(group)], atoms.cell, cutoff=3.0, group=group)
+    x, q = (domain.distribute(values[atoms.mine(group)]) for values in (atoms.positions, atoms.charges))
+    x.requires_grad_()
+    for weight, ranks in ((torch.nan, (size - 1,)), (-torch.inf, range(size))):
+        energies = particle_mesh_ewald(x, q, atoms.cell, 0.7, mesh_dimensions=(8, 9, 10), cutoff=3.0, domain=domain)
+        share = energies.sum() * (weight if domain.rank in ranks else 1.0)
+        (gradient,) = torch.autograd.grad(share, x)
+        assert not gradient.isfinite().any(), (weight, gradient)
+
+
 @case(1, 3)
 def pair_potentials(group: Any) -> None:
     table = torch.tensor([[1.0, 0.5, 0.2], [0.5, 2.0, 0.7], [0.2, 0.7, 1.5]], dtype=F64)

@@ -583,7 +583,8 @@ class Domain(Ranks):
             found.fill_(torch.inf)
         elif weights is not None:
             here = slice(None) if batch_idx is None else torch.unique(batch_idx.long())
-            found[0, here], found[1, here] = weights[here], -weights[here]
+            ends = torch.stack([weights[here], -weights[here]])
+            found[:, here] = ends.where(ends.isfinite(), torch.inf)  # a message may lose NaN
         highest, lowest = maximum(found, self.group) * found.new_tensor([[1.0], [-1.0]])
         empty = highest == -torch.inf
         return torch.where(empty, 0.0, highest) if decided((empty | (highest == lowest)).all()) else None
