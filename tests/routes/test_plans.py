@@ -31,6 +31,7 @@ from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import calls, tables
 from nvalchemiops.torch.runtime import plans as runtime_plans
+from nvalchemiops.torch.runtime.engine import run_function
 from nvalchemiops.torch.runtime.recorder import Recorder
 from tests.support.comparing import close
 from tests.support.plans import forget, ordinary, plans_of_calls
@@ -69,6 +70,16 @@ def test_numbers_and_tensors_are_told_apart():
 
         close(several(call), ordinary(call), 0.0)
     assert len(plans_of_calls(potential)) == 6
+
+
+def test_lists_and_matrices_are_told_apart():
+    """Both of the shape (2, 2), for two atoms."""
+    potential, x = lennard_jones(), X[:2]
+    pairs, matrix = torch.tensor([[0, 1], [1, 0]]).int(), torch.tensor([[1, 2], [0, 2]]).int()
+    given = {"sigma": 1.0, "epsilon": 1.0}
+    expected = several(lambda: potential(x, neighbor_list=pairs, **given))
+    found = several(lambda: potential(x, neighbor_matrix=matrix, **given))
+    assert torch.equal(found, expected)
 
 
 def test_precisions_are_told_apart():
@@ -438,6 +449,24 @@ def test_arguments_beside_large_cells_have_gradients(monkeypatch):
         return torch.autograd.grad(energies.sum(), (x, alpha))
 
     close(several(slope), ordinary(slope), 1e-11)
+
+
+def test_a_derivative_that_is_zero_is_differentiated():
+    """Plans return zeros where torch returns None, which has derivatives, too."""
+
+    def evaluate(_, positions, factors):
+        return ((positions**3).sum(1) * factors,)
+
+    x, factors = X.clone().requires_grad_(), Q.clone().requires_grad_()
+
+    def call():
+        (energy,) = run_function("of a test", evaluate, {"positions": x, "factors": factors}, (), {}, ())
+        (slope,) = torch.autograd.grad(energy.sum(), factors, create_graph=True)
+        mixed, zero = torch.autograd.grad(slope.sum(), (x, factors), create_graph=True, allow_unused=True)
+        return torch.autograd.grad(mixed.sum() + (0.0 if zero is None else zero.sum()), x)[0]
+
+    for _ in range(6):
+        close(call(), 6.0 * x.detach())
 
 
 def test_results_that_depend_on_nothing_have_no_graph():

@@ -203,10 +203,10 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     if has_function_modes() or has_other_modes():
         return "a mode, such as a default device, sees the operations"
     listed: list[torch.Tensor] = []
-    of_near: list[Any] = []  # with None in place of tensors
+    of_near: list[Any] = []  # with a mark in place of tensors: a list is not a matrix of the same shape
     for value in near:
         is_tensor = isinstance(value, torch.Tensor)
-        of_near.append(None if is_tensor else value)
+        of_near.append("a tensor" if is_tensor else value)
         if is_tensor:
             listed.append(value)
     tensors = (*inputs, *listed, *call.prepared)

@@ -182,7 +182,9 @@ def _value(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence
             if not points[k].requires_grad:
                 points[k].requires_grad_()
         results = _value(body, tuple(lower), (), points)
-        both = [(results[k], g) for k, g in zip(given, tensors[count:]) if results[k].requires_grad]
+        # a derivative of lower order is None where it is zero for all values
+        some = [(results[k], g) for k, g in zip(given, tensors[count:]) if results[k] is not None]
+        both = [(result, g) for result, g in some if result.requires_grad]
         if not both:
             return tuple([None] * len(wanted))
         outputs, weights = zip(*both)
