@@ -279,8 +279,10 @@ def result_and_draw(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
     """The result of an operation, and whether it has drawn random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs), False
-    before = torch.get_rng_state()
-    return func(*args, **kwargs), not torch.equal(before, torch.get_rng_state())
+    given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator) and v.device.type == "cpu"]
+    generator = given[0] if given else torch.default_generator
+    before = generator.get_state()
+    return func(*args, **kwargs), not torch.equal(before, generator.get_state())
 
 
 @functools.cache
