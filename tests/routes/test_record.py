@@ -165,6 +165,46 @@ def test_tensors_that_are_no_arguments_may_change(system, change):
         strict(system.positions)
 
 
+def test_shapes_may_change_in_place():
+    """Of tensors in memory that stays where it is."""
+    outside, trained = torch.arange(6.0), torch.arange(6.0)
+    again = record(lambda x: x * outside.sum() + trained.sum(), changing=[trained])
+    for length in (6, 6, 3):
+        outside.resize_(length), trained.resize_(length)
+        for x in (1.0, 2.0, 3.0):
+            assert float(again(torch.tensor(x))) == (x + 1.0) * float(outside.sum())
+
+
+def test_tensors_that_are_conjugated_by_a_flag():
+    phases = torch.randn(3, dtype=torch.complex128)
+
+    def step(x):
+        return x * phases.conj().imag, (x * conjugated).real, x * negative
+
+    conjugated, negative = phases.conj(), phases.conj().imag
+    again = record(step)
+    for seed in range(4):
+        x = torch.rand(3, generator=torch.Generator().manual_seed(seed), dtype=F64)
+        assert all(map(torch.equal, again(x), step(x)))
+        if seed == 2:
+            phases.mul_(2.0)
+
+
+def test_parts_of_one_tensor_may_change():
+    """Each part is looked at, also if an operation takes several of them."""
+    whole = torch.arange(10.0)
+    first, last = whole[:5], whole[5:]
+
+    def step(x):
+        return x * torch.add(first, last)
+
+    again, x = record(step), torch.ones(5)
+    for part in (first, last, first, last):
+        assert torch.equal(again(x), step(x))
+        part += 1.0
+    assert torch.equal(again(x), step(x))
+
+
 def test_memory_that_is_constant_until_it_is_not():
     """Read by a step before another one writes into it; written in parts; views of it."""
 
@@ -187,6 +227,8 @@ def test_memory_that_is_constant_until_it_is_not():
 
 OUTSIDE = torch.zeros(3)
 WEIGHT = torch.ones(3, requires_grad=True)
+OTHER = torch.ones(3, requires_grad=True)
+ALIAS = OTHER.detach()
 
 
 @wp.kernel(module="unique")
@@ -211,8 +253,10 @@ REFUSED = {
     "nonzero": lambda x: x.nonzero(),
     "rand.default draws random numbers": lambda x: x + torch.rand(3),
     "normal_.default draws random numbers": lambda x: x + torch.empty(3).normal_(),
+    "rand.generator draws random numbers": lambda x: x + torch.rand(3, generator=torch.Generator()),
     "layout": lambda x: (x[:, None] * x).to_sparse().to_dense(),
     "`.grad`": lambda x: (x * WEIGHT).sum().backward(),
+    "a backward pass writes gradients": lambda x: (x * ALIAS * OTHER).sum().backward(),
     "writes into a tensor that existed": lambda x: x.mul_(2.0),
     "existed before the call": lambda x: OUTSIDE.add_(x),
     "a result existed": lambda x: OUTSIDE,
@@ -400,6 +444,13 @@ def test_gradients_that_are_required_later():
         assert torch.equal(recorded(x), step(x))
         weights.requires_grad_(count > 2)
     assert "replayed" in recorded.explain()
+    frozen = torch.ones(3)
+    again = record(lambda x: x * frozen)
+    for factor in range(3):
+        again(factor * frozen)
+    frozen.requires_grad_()
+    with pytest.raises(RecordingError, match="with a graph"):
+        again(torch.ones(3))
 
 
 def test_matrices_that_are_inverted():

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union
 import torch
 
 from nvalchemiops.torch.autograd.specs import OutputSpec, fill_sizes
+from nvalchemiops.torch.runtime.recorder import memory_range
 
 MAX_ARGUMENTS = 64
 """Largest number of arguments of a torch schema. The derivative of an op takes inputs, outputs and their gradients."""
@@ -148,12 +149,12 @@ class Declaration:
         for i in self.mutated:
             if inputs[i] is None or not inputs[i].numel():
                 continue
-            low, high = _memory_range(inputs[i])
+            low, high = memory_range(inputs[i])
             for k in self.tensors:
                 other = inputs[k]
                 if k == i or other is None or not other.numel():
                     continue
-                other_low, other_high = _memory_range(other)
+                other_low, other_high = memory_range(other)
                 if low < other_high and other_low < high:
                     raise ValueError(
                         f"{self.name}: `{self.parameters[i].name}` is written in place and overlaps "
@@ -370,9 +371,3 @@ def split_grad_arrays(
     if differentiable_inputs and not differentiable_outputs:
         raise ValueError(f"{op_name}: `grad_arrays` names inputs {list(seen)}, but no output")
     return differentiable_outputs, differentiable_inputs
-
-
-def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
-    low = tensor.data_ptr()
-    reach = sum(step * (length - 1) for step, length in zip(tensor.stride(), tensor.shape))
-    return low, low + (reach + 1) * tensor.element_size()

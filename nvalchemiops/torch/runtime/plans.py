@@ -63,7 +63,7 @@ class Plan:
         self.steps = self._steps(recorder, results)
         self.copied, self.results = copied, results
         self.addresses = recorder.addresses  # of arguments used in place, then their length; the steps read them
-        self.external = list(recorder.external.values())
+        self.external = [part for parts in recorder.external.values() for part in parts]
         self.acts, self._conditions, self._open = recorder.acts, recorder.conditions, recorder.open
         self.kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
         self.n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
@@ -298,11 +298,12 @@ def _part_like(memory: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _fault_of(recorder: Recorder, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
     """Why a call that was followed to its end gets no plan; an empty string if it gets one."""
-    for tensor in (*arguments, *recorder.external.values()):
+    external = [part for parts in recorder.external.values() for part in parts]
+    for tensor in (*arguments, *external):
         if tensor.is_leaf and tensor.grad is not None and storage_of(tensor.grad) in recorder.kept:
             return "a backward pass writes gradients into `.grad` of a tensor: use torch.autograd.grad"
     length = recorder.length
-    if length and any(length in t.shape for t in (*recorder.kept.values(), *recorder.external.values())):
+    if length and any(length in t.shape for t in (*recorder.kept.values(), *external)):
         return OF_LENGTH + "another axis has the same length"
     known = recorder.varying | recorder.kept.keys()
     return "" if all([storage_of(t) in known for t in results if t.numel()]) else "a result existed before the call"

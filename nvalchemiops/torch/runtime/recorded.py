@@ -30,7 +30,9 @@ class RecordingError(RuntimeError):
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach()
+    # without flags that say that values are those in memory negated or conjugated
+    shape, strides = tensor.shape, tensor.stride()
+    values = tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.view(_INTEGERS[values.element_size()])
 
@@ -39,22 +41,26 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types for comparing values bit by bit, so that a NaN equals itself."""
 
 
+def _place(tensor: torch.Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+
+
 class _Fixed(NamedTuple):
     """A tensor that a recorded function uses in addition to its arguments, with its values when it was recorded."""
 
     tensor: torch.Tensor
-    address: int
+    place: Hashable
     bits: torch.Tensor  # a view of its memory
     before: torch.Tensor | None  # a copy of the bits on a CPU; None on a GPU, where a graph uses the present values
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_Fixed":
         bits = _bits(tensor)
-        return cls(tensor, tensor.data_ptr(), bits, bits.clone() if layout(tensor.device.type).reads else None)
+        return cls(tensor, _place(tensor), bits, bits.clone() if layout(tensor.device.type).reads else None)
 
     def is_same(self) -> bool:
         """Whether the values are the same. They are compared: NumPy and ``.data`` change them without a new version."""
-        is_there = self.address == self.tensor.data_ptr()
+        is_there = self.place == _place(self.tensor)
         return is_there and (self.before is None or torch.equal(self.bits, self.before))
 
 
@@ -65,13 +71,18 @@ class _Recording:
         self.plan, self.form = plan, form
         self._fixed = [_Fixed.of(tensor) for tensor in plan.external]
         self._changing = changing
-        self._addresses = [tensor.data_ptr() for tensor in changing]
+        self._places = [_place(tensor) for tensor in changing]
+        self._untracked = [t for t in (*plan.external, *changing) if not t.requires_grad]
         self._first: list[torch.Tensor] | None = [_bits(tensor).clone() for tensor in moving]
 
     def is_current(self) -> bool:
         """Whether no tensor on which the plan depends has moved or changed."""
-        addresses = [tensor.data_ptr() for tensor in self._changing]
-        return addresses == self._addresses and all([fixed.is_same() for fixed in self._fixed])
+        places = [_place(tensor) for tensor in self._changing]
+        return places == self._places and all([fixed.is_same() for fixed in self._fixed])
+
+    def may_have_graph(self) -> bool:
+        """Whether results of the function may have a graph, since a tensor that required no gradient requires one."""
+        return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in self._untracked])
 
     def is_new(self, moving: Sequence[torch.Tensor]) -> bool:
         """Whether the plan is unchecked, and these arguments differ from those with which it was recorded."""
@@ -120,6 +131,8 @@ class Recorded:
                     f"`{self._name}` was recorded with tensors that have changed since: pass them as arguments, or "
                     "list them in `changing`"
                 )
+            found = None
+        if found is not None and found.may_have_graph():
             found = None
         if found is None and key in self._not_captured:
             return self._ordinary(self._not_captured[key], args, kwargs)

@@ -141,7 +141,7 @@ class Recorder:
         self.varying = set(self.arguments)
         self.borrowed = {storage_of(tensor): tensor for tensor in borrowed if tensor.numel()}
         self.copies: dict[int, torch.Tensor] = {}
-        self.external: dict[int, torch.Tensor] = {}  # by storage
+        self.external: dict[int, list[torch.Tensor]] = {}  # by storage: the parts of it that are used
         self.uninitialised: set[int] = set()
         self.read: set[int] = set()  # by steps
         self.kept: dict[int, torch.Tensor] = {}  # made during the call, by storage; kept so that no address is reused
@@ -202,10 +202,11 @@ class Recorder:
         """Check an operation before it runs. Return the tensors that it takes, and those that it writes into."""
         if func in not_repeatable or func.namespace in _COLLECTIVES:
             raise NoPlan(f"{func} cannot be replayed")
-        given = _by_storage((args, tuple(kwargs.values())))
+        every = tensors_in((args, tuple(kwargs.values())))
+        given = {storage_of(t): t for t in every}
         places = () if func.overloadpacket.__name__ == "detach_" else places_written(func)
         written = _by_storage([args[k] if k < len(args) else kwargs.get(label) for k, label in places])
-        self._note_external(given)
+        self._note_external(every)
         if written:
             self._write(func, args, kwargs, given, written)
         return given, written
@@ -221,11 +222,15 @@ class Recorder:
         """Whether an operation on these tensors will be captured, so that even constants cannot be read."""
         return not self.makes_steps and any([t.device == self.device for t in given.values()])
 
-    def _note_external(self, given: dict[int, torch.Tensor]) -> None:
+    def _note_external(self, given: Iterable[torch.Tensor]) -> None:
         known = (self.kept, self.varying, self.foreign, self.borrowed)
-        for storage, tensor in given.items():
-            if not any(storage in some for some in known):
-                self.external.setdefault(storage, tensor)
+        for tensor in given:
+            storage = storage_of(tensor)
+            if any(storage in some for some in known):
+                continue
+            parts = self.external.setdefault(storage, [])
+            if not any([_holds(part, tensor) for part in parts]):
+                parts.append(tensor)
 
     def _refuse_unwritten(self, what: Any, given: Iterable[int]) -> None:
         """Raise if one of these storages, which are about to be read, was not written by a recorded operation."""
@@ -311,7 +316,7 @@ class Recorder:
         with self.pause():
             self._keep([out])
             self._refuse_lists("an operation", [storage_of(given)])
-            self._note_external({storage_of(given): given})
+            self._note_external([given])
             if storage_of(given) in self.varying:
                 self._add(lambda: out.copy_(function()), [storage_of(given)], [storage_of(out)])
                 self.varying.add(storage_of(out))
@@ -327,7 +332,7 @@ class Recorder:
         """Record a step of every replay, before it runs. What it writes is new in each call."""
         with self.pause():
             found, written = _by_storage(reads), _by_storage(writes)
-            self._note_external(found)
+            self._note_external(tensors_in(reads))
             self._refuse_unwritten("a message", found)
             self._refuse_lists("a message", found)
             self._will_vary(written)
@@ -384,7 +389,7 @@ class Recorder:
         with self.pause():
             found, written = _by_storage(inputs), _by_storage(outputs)
             what = f"kernel '{kernel.key}'"
-            self._note_external(found)
+            self._note_external(tensors_in(inputs))
             self._refuse_unwritten(what, found)
             self._refuse_outside(what, written)
             if not self._varies(found) and self.varying.isdisjoint(written) and self.read.isdisjoint(written):
@@ -449,12 +454,12 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
         """As in torch."""
         if func in _WATCHED and self.recorder.is_on() and not (func is _ADDRESS and _called_here()):
             with self.recorder.pause():
-                self._read(func.__name__, _by_storage(args))
+                self._read(func.__name__, tensors_in(args))
         return func(*args, **(kwargs or {}))
 
-    def _read(self, name: str, given: dict[int, torch.Tensor]) -> None:
-        recorder = self.recorder
-        recorder._note_external(given)
+    def _read(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        recorder, given = self.recorder, _by_storage(tensors)
+        recorder._note_external(tensors)
         is_read = name != _ADDRESS.__name__ and recorder._is_captured(given)
         if is_read or recorder._varies(given) or not recorder.uninitialised.isdisjoint(given):
             raise NoPlan(f"`{name}` gives values of a tensor to code that is not followed")
@@ -555,6 +560,23 @@ def storage_of(tensor: torch.Tensor) -> int:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """A flat view of a tensor's whole storage."""
     return tensor.new_empty(0).set_(tensor.untyped_storage())
+
+
+def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor with elements, and the end of its last element."""
+    low = tensor.data_ptr()
+    reach = sum(step * (length - 1) for step, length in zip(tensor.stride(), tensor.shape))
+    return low, low + (reach + 1) * tensor.element_size()
+
+
+def _holds(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether comparing ``tensor`` is enough to notice a change of ``other``, in its storage, or a new gradient."""
+    if other.is_leaf and other.requires_grad:
+        return other is tensor
+    low, high = memory_range(tensor)
+    other_low, other_high = memory_range(other)
+    is_within = low <= other_low and other_high <= high
+    return is_within and (tensor.is_contiguous() or (tensor.shape, tensor.stride()) == (other.shape, other.stride()))
 
 
 def _by_storage(values: Any) -> dict[int, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept, set_within
 from nvalchemiops.torch.runtime import graphs, plans
+from nvalchemiops.torch.runtime.recorder import storage_of
 
 MOST_BYTES = 2**28
 """Largest memory of all plans of a table on a CPU; on GPUs it is twice that of one plan (`graphs.most_bytes`).
@@ -43,8 +44,8 @@ class Entry:
         self.n_bytes = 0
         self.place = None if plan is None else plan.place
         if plan is not None:
-            beside = [t.untyped_storage().nbytes() for t in (*prepared, *self.values, *plan.external)]
-            self.n_bytes = plan.n_bytes + sum(beside)
+            beside = {storage_of(t): t.untyped_storage().nbytes() for t in (*prepared, *self.values, *plan.external)}
+            self.n_bytes = plan.n_bytes + sum(beside.values())
 
     def is_as_recorded(self) -> bool:
         """Whether prepared data have the values that they had when the plan was made."""
