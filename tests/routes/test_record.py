@@ -175,6 +175,25 @@ def test_shapes_may_change_in_place():
             assert float(again(torch.tensor(x))) == (x + 1.0) * float(outside.sum())
 
 
+def test_shapes_of_results_in_the_middle_change_in_place():
+    """As in ``torch.quantile``. Other matrices are symmetric, and so do not tell whether axes are in order."""
+
+    def step(x):
+        y, column = 2.0 * x, x.sum(1)
+        product = y @ y
+        y.t_()
+        column.unsqueeze_(1)
+        return y[0] + 1.0, product @ y, column + y, torch.quantile(x, 0.3)
+
+    again = record(step)
+    for seed in range(5):
+        x = torch.randn(3, 3, generator=torch.Generator().manual_seed(seed))
+        x = x if seed > 1 else x + x.T
+        assert all(map(torch.equal, again(x), step(x)))
+    with pytest.raises(RecordingError, match="existed before"):
+        record(lambda x: x.t_() + 1.0)(x)
+
+
 def test_tensors_that_are_conjugated_by_a_flag():
     phases = torch.randn(3, dtype=torch.complex128)
 
@@ -261,6 +280,7 @@ REFUSED = {
     "existed before the call": lambda x: OUTSIDE.add_(x),
     "a result existed": lambda x: OUTSIDE,
     "`data_ptr`": launched_by_warp,
+    "moves a tensor": lambda x: (2.0 * x).resize_(30) + 1.0,
 }
 
 
@@ -487,6 +507,16 @@ def test_a_derivative_that_is_zero_everywhere():
         x = torch.randn(3, generator=torch.Generator().manual_seed(seed))
         assert all(map(torch.equal, again(x), step(x)))
     assert "replayed" in again.explain()
+
+
+def test_derivatives_in_forward_mode():
+    def step(x):
+        return torch.func.jvp(lambda y: torch.linalg.inv(y) @ x, (x,), (torch.ones_like(x),))[1]
+
+    again = record(step)
+    for seed in range(3):
+        x = torch.randn(3, 3, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(again(x), step(x))
 
 
 def test_a_tensor_in_several_places_has_one_gradient():

@@ -47,7 +47,10 @@ class NoPlan(Exception):
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 """Operations that allocate memory without writing values."""
 
-_OF_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_OF_SHAPES = {
+    *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+    *("is_same_size", "_has_same_storage_numel"),  # forward mode asks for these
+}
 """Operations whose results do not depend on the values of their argument."""
 
 _COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
@@ -196,6 +199,8 @@ class Recorder:
                 raise NoPlan(f"{func} draws random numbers")
             if not written:
                 self._make(func, args, kwargs, given, result)
+            elif func.overloadpacket.__name__.startswith("resize") and storage_of(result) not in given:
+                raise NoPlan(f"{func} moves a tensor")
         return result
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
@@ -204,10 +209,13 @@ class Recorder:
             raise NoPlan(f"{func} cannot be replayed")
         every = tensors_in((args, tuple(kwargs.values())))
         given = {storage_of(t): t for t in every}
-        places = () if func.overloadpacket.__name__ == "detach_" else places_written(func)
+        places = places_written(func)
         written = _by_storage([args[k] if k < len(args) else kwargs.get(label) for k, label in places])
         self._note_external(every)
-        if written:
+        if torch.Tag.inplace_view in func.tags:  # it changes the shape of an object, or its graph: steps have others
+            if func.overloadpacket.__name__ != "detach_":
+                self._refuse_outside(func, written)
+        elif written:
             self._write(func, args, kwargs, given, written)
         return given, written
 
@@ -305,7 +313,7 @@ class Recorder:
             raise NoPlan(f"{func} returns views and copies")
         self.read |= given.keys()
         if self.makes_steps:
-            step = _into(func, self._lasting(args), self._lasting(kwargs), fresh)
+            step = _into(func, self._lasting(args), self._lasting(kwargs), self._lasting(fresh))
             self._add(step, given, map(storage_of, fresh))
         self.varying.update(map(storage_of, fresh))
 
@@ -354,10 +362,12 @@ class Recorder:
         return found[::-1]
 
     def _lasting(self, values: Any) -> Any:
-        """The arguments, with copies in place of borrowed memory."""
+        """Other tensor objects for the arguments, whose shapes nobody changes, with copies of borrowed memory."""
         if isinstance(values, torch.Tensor):
-            if not tensors_in((values,)) or storage_of(values) not in self.borrowed:
+            if not tensors_in((values,)):
                 return values
+            if storage_of(values) not in self.borrowed:
+                return values.detach()
             memory = self._copy(values).untyped_storage()
             return values.new_empty(0).set_(memory, values.storage_offset(), values.shape, values.stride())
         if isinstance(values, dict):
