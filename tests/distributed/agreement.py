@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -113,6 +114,7 @@ def what_ranks_do_differently_is_named(group: Any) -> None:
         "`alpha`": [
             lambda: dsf(x, q, 3.0, 0.2 + there),
             lambda: mesh(x, q, atoms.cell, alphas[1]),
+            lambda: mesh(x, q, atoms.cell, np.float32(0.7 + 0.1 * there)),
             lambda: mesh(x, q, atoms.cell, alphas[0].clone().requires_grad_(there)),
         ],
         "`cutoff`": [lambda: dsf(x, q, 3.0 - there), lambda: mesh(x, q, atoms.cell, 0.7, cutoff=3.0 - there)],
@@ -158,7 +160,7 @@ def what_ranks_do_differently_is_named(group: Any) -> None:
     # no gradient is required where none is recorded
     with torch.no_grad():
         found = mesh(tracked(x), q, atoms.cell, 0.7)
-    assert torch.equal(found, mesh(x, q, atoms.cell, 0.7)), "and then normal work"
+    assert torch.equal(found, mesh(x, q, atoms.cell, np.float64(0.7) if there else 0.7)), "and then normal work"
 
 
 @case(2)

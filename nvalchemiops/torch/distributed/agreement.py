@@ -205,6 +205,8 @@ def described(value: Any) -> str:
     required, and the values: a checksum if there are many, only the shape if they are on a GPU. Arrays are described by
     their values or a checksum, tuples and lists by their items, other objects by a name.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     if isinstance(value, torch.Tensor):
