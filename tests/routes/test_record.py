@@ -209,6 +209,12 @@ def test_tensors_that_are_conjugated_by_a_flag():
             phases.mul_(2.0)
 
 
+def test_complex_results_that_are_no_numbers_are_the_same():
+    again = record(lambda x: torch.view_as_complex(x / 0.0))
+    for factor in (0.0, -0.0, 0.0):
+        assert again(factor * torch.ones(3, 2)).isnan().all()
+
+
 def test_parts_of_one_tensor_may_change():
     """Each part is looked at, also if an operation takes several of them."""
     whole = torch.arange(10.0)

@@ -402,6 +402,8 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether results are the same, up to the rounding of sums in another order."""
     if one.shape != other.shape or one.dtype is not other.dtype:
         return False
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
     if not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
     scale = float(other.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
