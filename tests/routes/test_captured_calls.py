@@ -15,7 +15,7 @@ import torch
 from nvalchemiops.torch import RecordingError, plans, record
 from nvalchemiops.torch.interactions.electrostatics import driver, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
-from nvalchemiops.torch.neighbors import neighbor_list, search
+from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine, graphs, tables
 from nvalchemiops.torch.runtime import plans as plans_in_runtime
 from nvalchemiops.torch.runtime.recorder import storage_of
@@ -81,6 +81,17 @@ def test_results_are_the_callers(made, calls, gpu):
     """What a graph has written before is not changed by its next replay."""
     calls.check(pointers(gpu.device), 5)
     assert len(made) == 1 and n_replays(made) == 3
+
+
+def test_numbers_of_the_host_are_those_of_the_capture(made, gpu):
+    """Also of a stand-in: a replay runs no Python code."""
+    factors, x = [2.0], torch.ones(3, dtype=torch.float64, device=gpu.device)
+    step = record(lambda x: x * factors[0])
+    for number in (1.0, 2.0, 3.0):
+        step(number * x)
+    factors[0] = 5.0
+    torch.testing.assert_close(step(4.0 * x), 8.0 * x)
+    assert n_replays(made)
 
 
 def test_systems_of_atoms_that_change_in_place(made, gpu):
@@ -310,58 +321,12 @@ def test_no_plan_where_memory_is_short(made, calls, gpu, monkeypatch):
 # -- searches -------------------------------------------------------------------------------------
 
 
-def _memory_of(bins):
-    """All that these searches keep for their ends."""
-    values = [value for each in bins for value in (*each.binned, each.fault, *(each.bounds or ()))]
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-class _GraphOfSearch(StandInGraph):
-    """Nothing that is captured has run: its memory holds anything, until a replay has written it."""
-
-    bins: list
-
-    def captured(self, function, memory):
-        n_before = len(self.bins)
-        results = super().captured(function, memory)
-        self.mine = _memory_of(self.bins[n_before:])
-        for t in (*results, *self.mine):
-            t.fill_(torch.nan) if t.is_floating_point() else t.fill_(-7 if t.dtype != torch.uint8 else 7)
-        return results
-
-    def replay(self):
-        n_before = len(self.bins)
-        super().replay()
-        for mine, value in zip(self.mine, _memory_of(self.bins[n_before:]), strict=True):
-            mine.copy_(value)
-
-
-@pytest.fixture
-def with_searches(made, gpu, monkeypatch):
-    """Graphs as ``made``, of searches too: after a graph, a search ends with what it keeps."""
-    if not gpu.is_real:
-        bins = []
-
-        class Noted(search._CellList):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                bins.append(self)
-
-        def graph(device):
-            made.append(type("Graph", (_GraphOfSearch,), {"bins": bins})(device))
-            return made[-1]
-
-        monkeypatch.setattr(search, "_CellList", Noted)
-        monkeypatch.setattr(graphs, "Graph", graph)
-    return made
-
-
 SEARCHES = [{}, {"half_fill": True}, {"nearest": 4}, {"nearest": 4, "ties": "index"}]
 
 
 # a matrix of exactly four neighbors has a known width, so nothing is read, and the engine has no part in it
 @pytest.mark.parametrize("options", [{"return_neighbor_list": True, **o} for o in SEARCHES] + SEARCHES[:3], ids=str)
-def test_searches(with_searches, gpu, options):
+def test_searches(made, gpu, options):
     """A list has as many pairs as there are, read after the graph; positions and cells differ each time."""
     for step in range(5):
         x = (ONE.positions + 0.1 * random_like([ONE.positions], step)[0]).to(gpu.device)
@@ -374,7 +339,7 @@ def test_searches(with_searches, gpu, options):
         with plans.off():
             expected = call()
         assert all(map(torch.equal, found, expected))
-    assert len(with_searches) == 1 and n_replays(with_searches) == 3
+    assert len(made) == 1 and n_replays(made) == 3
 
 
 def test_a_matrix_in_place_is_filled_beside_its_graph(made, gpu):
@@ -396,7 +361,7 @@ def test_a_matrix_in_place_is_filled_beside_its_graph(made, gpu):
     assert len(made) == 1 and n_replays(made) == 2
 
 
-def test_neighbors_that_are_found(with_searches, gpu):
+def test_neighbors_that_are_found(made, gpu):
     """A list of a search has no first atoms; beyond its end, its memory in a graph has no pairs either."""
     calls, lengths = Calls(gpu.device), set()
     for step in range(6):
@@ -430,7 +395,7 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_sums_with_chosen_parameters(name, with_searches, gpu, monkeypatch):
+def test_sums_with_chosen_parameters(name, made, gpu, monkeypatch):
     """One graph for any positions, charges and cells of a mesh, with the list and alpha of each call."""
     how = dict(CHOSEN[name])
     system, function = how.get("system", ONE), how.get("function", particle_mesh_ewald)

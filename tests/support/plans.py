@@ -1,12 +1,15 @@
 """Plans of repeated calls in tests: none from other tests, calls without them, and which there are."""
 
 import contextlib
+import functools
 
 import torch
 
 from nvalchemiops import launch as core
 from nvalchemiops.layout import CPU, replaced_layout
-from nvalchemiops.torch.runtime import engine, graphs, tables
+from nvalchemiops.torch.runtime import cache, engine, graphs, tables
+from nvalchemiops.torch.runtime._torch_internals import followed_by, places_written
+from nvalchemiops.torch.runtime.recorder import storage_of, tensors_in
 from tests.lanes.fibers import gpu_layout
 from tests.support.loads import Loads, forget_kept
 
@@ -49,30 +52,80 @@ class CountedGraph(graphs.Graph):
         self.n_replays += 1
 
 
-class StandInGraph:
-    """In the place of a CUDA graph: a replay calls the function once more, with the same memory.
+class _Work:
+    """Operations and launches below autograd, in their order, with their memory: what a CUDA graph keeps."""
 
-    While a graph is captured no kernel may be launched for the first time.
+    def __init__(self):
+        self.steps, self.made, self.is_inside = [], [], False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.is_inside:
+            return func(*args, **kwargs)
+        with self.inside():
+            result = func(*args, **kwargs)
+        given = {storage_of(t) for t in tensors_in((args, tuple(kwargs.values())))}
+        fresh = [t for t in tensors_in((result,)) if storage_of(t) not in given]
+        self.made += fresh
+        if func.overloadpacket.__name__ != "detach_" and places_written(func):
+            self.steps.append(functools.partial(func, *args, **kwargs))
+        elif fresh and not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+            self.steps.append(functools.partial(_rewrite, func, args, kwargs, fresh))
+        return result
+
+    @contextlib.contextmanager
+    def inside(self):
+        """Inside, operations are parts of one that is kept as a whole."""
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    def launched(self, launch, kernel, *rest):
+        if not self.is_inside:
+            *arguments, options = [list(value) if isinstance(value, list) else value for value in rest]
+            self.steps.append(lambda: launch(kernel, *arguments, **options))
+
+
+def _rewrite(func, args, kwargs, memory):
+    with torch._C._AutoDispatchBelowAutograd():
+        values = tensors_in((func(*args, **kwargs),))
+        for into, value in zip(memory, values, strict=True):
+            assert into.shape == value.shape, f"{func} had results of another shape when it was captured"
+            into.copy_(value)
+
+
+class StandInGraph:
+    """In the place of a CUDA graph: a replay repeats the operations and launches of the capture, with the same memory.
+
+    So numbers of the host are those of the capture. What is captured has not run: its memory holds anything until the
+    first replay. While a graph is captured no kernel may be launched for the first time.
     """
 
     n_bytes, reason, loads = 0, "", Loads()
+    current = None
 
     def __init__(self, device):
-        self.device, self.n_replays = device, 0
+        self.device, self.n_replays, self.work = device, 0, _Work()
 
     def captured(self, function, memory):
-        self.call, self.grad = lambda: function(memory), torch.is_grad_enabled()
-        with self.loads.capturing():
-            self.results = self.call()
-        return self.results
+        StandInGraph.current = self.work
+        try:
+            with self.loads.capturing(), followed_by(self.work):
+                results = function(memory)
+        finally:
+            StandInGraph.current = None
+        with torch.no_grad():
+            for t in self.work.made:
+                t.detach().fill_(torch.nan if t.is_floating_point() or t.is_complex() else 7)
+        return results
 
     def replay(self):
         self.n_replays += 1
-        with torch.set_grad_enabled(self.grad):
-            values = self.call()
         with torch.no_grad():
-            for result, value in zip(self.results, values):
-                result.copy_(value)
+            for step in self.work.steps:
+                step()
 
 
 def _note_loads(monkeypatch):
@@ -82,6 +135,8 @@ def _note_loads(monkeypatch):
     def noted(launch):
         def launch_noted(kernel, *arguments, **options):
             loads.note(kernel)
+            if StandInGraph.current is not None:
+                StandInGraph.current.launched(launch, kernel, *arguments, options)
             launch(kernel, *arguments, **options)
 
         return launch_noted
@@ -92,6 +147,12 @@ def _note_loads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: loads.captures)
     for name in ("launch", "launch_adjoint"):
         monkeypatch.setattr(core, name, noted(getattr(core, name)))
+    may_recognize = cache.may_recognize
+
+    def recognizes(tensor, on_host=False):
+        return may_recognize(tensor, on_host) and (on_host or not loads.captures)
+
+    monkeypatch.setattr(cache, "may_recognize", recognizes)
     forget_kept(monkeypatch)
 
 
