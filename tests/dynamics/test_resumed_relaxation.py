@@ -10,7 +10,7 @@ import torch
 from nvalchemiops.torch.dynamics import FIRE, FIRE2, LBFGS, CellFilter, RelaxationState, load_state, relax, save_state
 from nvalchemiops.torch.dynamics.optimizers import Move
 from nvalchemiops.torch.systems import System
-from tests.dynamics.test_relaxation import (
+from tests.dynamics.relaxation import (
     batch_of_crystals,
     crystal,
     equal,

@@ -12,8 +12,9 @@ from nvalchemiops.interactions.pair.sum import Variant
 from nvalchemiops.kernels.noise import chi_square_numbers
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
-from tests.lanes import test_kernels as lanes
+from tests.lanes import problems as lanes
 from tests.lanes.far_away import MOVED, SPLINE_ORDER
+from tests.routes.test_pair_on_gpu import VARIANTS
 from tests.support.processes import output_of, run_interpreter
 
 
@@ -30,7 +31,7 @@ def few_in_fourier_space(op) -> lanes.Problem:
 DIRECTION = Variant(Request(DSF, ("rcpgw",), "wrcpg", True, True), "float64", True, 0)
 PROBLEMS: dict[str, Callable[[], lanes.Problem]] = {
     "pairs with a direction": lambda: lanes.pair_sums(DIRECTION),
-    "pairs with tables": lambda: lanes.pair_sums(lanes.VARIANTS["tables, open"]),
+    "pairs with tables": lambda: lanes.pair_sums(VARIANTS["tables, open"]),
     "moments": lambda: lanes.moment_sums(lanes.MOMENTS),
     "triples": lambda: lanes.triples("float64"),
     "coefficients": lambda: lanes.coefficients(1),

@@ -20,9 +20,9 @@ from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
 from nvalchemiops.torch.runtime.context import on_host
 from tests.lanes.fibers import gpu_layout
-from tests.routes.test_plans import close, way_of
-from tests.routes.test_repeated_sums import F64, NAMES, REQUESTS, moved, same_bits
-from tests.support.plans import forget, ordinary, plan_of
+from tests.support.comparing import close
+from tests.support.plans import forget, ordinary, plan_of, way_of
+from tests.support.repeated import F64, NAMES, REQUESTS, moved, same_bits
 
 
 def a_batch(sizes=(8, 12, 5), seed=0):

@@ -42,6 +42,12 @@ def plan_of(*, count=1):
     return found[-1] if found else None
 
 
+def way_of(name):
+    """Which way the last call of an operation went, as users are told."""
+    (line,) = [line for line in engine.explain().splitlines() if line.startswith(f"{name}: ")]
+    return line.removeprefix(f"{name}: ")
+
+
 class CountedGraph(graphs.Graph):
     """A graph that counts its replays."""
 
