@@ -1,5 +1,7 @@
 """Bad arguments of DFT-D3 raise an error that names them; nothing is silently wrong."""
 
+import functools
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from nvalchemiops.torch.interactions.dispersion import (
     dftd3,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.support.mistakes import assert_named
 from tests.support.molecules import F64, PBE, molecule, parameters, solid
 from tests.values.test_dispersion_tables import draw
 
@@ -126,17 +129,13 @@ def of_dftd3():
         yield TypeError, "`device`", {"device": value}
 
 
-def cases():
-    for name, bad_values in (("d3_dispersion", of_d3_dispersion), ("dftd3", of_dftd3)):
-        for n, (error, message, options) in enumerate(bad_values()):
-            yield pytest.param(name, error, message, options, id=f"{name}-{n}-{'-'.join(options)}")
-
-
-@pytest.mark.parametrize(("name", "error", "message", "options"), list(cases()))
-def test_bad_input_is_an_error_that_names_the_argument(name, error, message, options):
+@pytest.mark.parametrize(("name", "bad_values"), [("d3_dispersion", of_d3_dispersion), ("dftd3", of_dftd3)])
+def test_bad_input_is_an_error_that_names_the_argument(name, bad_values):
     function, in_order = FUNCTIONS[name]
-    with pytest.raises(error, match=message):
-        function(**in_order | options)
+    assert_named(
+        (f"{n}-{'-'.join(options)}", functools.partial(function, **in_order | options), error, message)
+        for n, (error, message, options) in enumerate(bad_values())
+    )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -5,6 +5,7 @@ nothing may be written or read out of bounds. The functions of `rebuild_detectio
 their own tables in tests/values: test_stale_lists.py, test_neighbor_formats.py and test_verlet.py.
 """
 
+import functools
 import inspect
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.neighbors.formats import matrix_geometry
+from tests.support.mistakes import assert_named
 from tests.support.processes import output_of, run_python
 
 NAN, INF = float("nan"), float("inf")
@@ -153,30 +155,28 @@ def bad_values(batched):
         yield TypeError, name, {**rows, name: value.tolist()}
 
 
-def table():
-    for function_name, (function, good) in FUNCTIONS.items():
-        known = inspect.signature(function).parameters
-        for number, (error, argument, changes) in enumerate(bad_values("batch_idx" in good)):
-            changes = dict(changes)
-            spellings = [{name: name for name in changes}]
-            if "cutoff1" in known:  # two lists: each of cutoff1, cutoff2 and so on in turn
-                twice = [n for n in changes if n + "1" in known]
-                spellings = [{n: n + str(k) if n in twice else n for n in changes} for k in ((1, 2) if twice else (1,))]
-            elif good.get("cutoff2") and "cutoff" in changes:
-                spellings.append({"cutoff": "cutoff2"})
-            for names in spellings:
-                asked = {names[n]: v for n, v in changes.items()}
-                one_list = good.get("cutoff2") and "cutoff1" not in known
+def mistakes(function, good):
+    known = inspect.signature(function).parameters
+    for number, (error, argument, changes) in enumerate(bad_values("batch_idx" in good)):
+        changes = dict(changes)
+        spellings = [{name: name for name in changes}]
+        if "cutoff1" in known:  # two lists: each of cutoff1, cutoff2 and so on in turn
+            twice = [n for n in changes if n + "1" in known]
+            spellings = [{n: n + str(k) if n in twice else n for n in changes} for k in ((1, 2) if twice else (1,))]
+        elif good.get("cutoff2") and "cutoff" in changes:
+            spellings.append({"cutoff": "cutoff2"})
+        for names in spellings:
+            asked = {names[n]: v for n, v in changes.items()}
+            one_list = good.get("cutoff2") and "cutoff1" not in known
+            if set(asked) <= set(known) and not (one_list and {"neighbor_matrix", "rebuild_flags"} & set(asked)):
+                match = "|".join(f"`{names.get(a, a)}`" for a in argument.split("|"))
                 given = argument.split("|")[0]
-                if set(asked) <= set(known) and not (one_list and {"neighbor_matrix", "rebuild_flags"} & set(asked)):
-                    match = "|".join(f"`{names.get(a, a)}`" for a in argument.split("|"))
-                    yield pytest.param(function, good | asked, error, match, id=f"{function_name}-{given}-{number}")
+                yield f"{given}-{number}", functools.partial(function, **good | asked), error, match
 
 
-@pytest.mark.parametrize(("function", "arguments", "error", "match"), list(table()))
-def test_bad_arguments_are_named(function, arguments, error, match):
-    with pytest.raises(error, match=match):
-        function(**arguments)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bad_arguments_are_named(name):
+    assert_named(mistakes(*FUNCTIONS[name]))
 
 
 @pytest.mark.parametrize("as_list", [False, True])
