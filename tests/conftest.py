@@ -16,6 +16,8 @@ os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 # The threads of NumPy's and SciPy's BLAS spin: with two workers on two cores they take ten times as long for matrices
 # of 3 x 3, as in ASE's cell filters. Read when NumPy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Those of OpenMP spin as well, between the parts that they share. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # JAX takes most of a GPU's memory in each process, so that nothing is left for torch and the other workers.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Parameters are chosen alike on all machines, whatever `nvalchemiops tune` found there.
@@ -73,10 +75,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"torch {needed} is needed: {reason}"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    # Most of what is made here stays. Looking for garbage takes each worker a third of the time of this phase.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     # Modules and tests stay to the end. A test that collects garbage would look through all of them, for half a second.
     gc.collect()
     gc.freeze()
+    # A compiler makes many objects, most of which stay.
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(autouse=True)
