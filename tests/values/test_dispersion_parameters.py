@@ -1,6 +1,7 @@
 """Published damping parameters, entry by entry; and reference data, from wherever they come."""
 
 import copy
+import functools
 import pickle
 import re
 
@@ -18,14 +19,17 @@ from tests.support.comparing import within
 from tests.support.molecules import F64, PBE, PROGRAM, data, molecule, parameters, program
 from tests.support.processes import output_of, run_python
 
-DATABASE = published.load_data_base(published.get_data_file_name())
+
+@functools.cache
+def database():
+    """Entries of all functionals, and those among them that are ours; it takes a second to read."""
+    found = published.load_data_base(published.get_data_file_name())
+    entries = found["parameter"].items()
+    return found, [(functional, kind) for functional, entry in entries for kind in entry["d3"] if kind in PROGRAM]
+
+
 # the program's names of our parameters
 NAMES = {"s6": "s6", "s8": "s8", "a1": "a1", "a2": "a2", "rs6": "rs6", "rs8": "rs8", "bet": "beta"}
-EVERY = [
-    (functional, kind) for functional, entry in DATABASE["parameter"].items() for kind in entry["d3"] if kind in PROGRAM
-]
-
-
 # the database has s8 = 2.033 here; the program itself, and S. Grimme's before it, have 2.055
 MISPRINTED = {("opbe", "zero"): {"s8": 2.055}}
 
@@ -34,23 +38,25 @@ MISPRINTED = {("opbe", "zero"): {"s8": 2.055}}
 
 def test_the_table_is_that_of_the_program():
     """All 255 entries, no more and no fewer."""
-    defaults = DATABASE["default"]["parameter"]["d3"]
-    for functional, kind in EVERY:
-        entry = defaults[kind] | DATABASE["parameter"][functional]["d3"][kind]
+    table, every = database()
+    defaults = table["default"]["parameter"]["d3"]
+    for functional, kind in every:
+        entry = defaults[kind] | table["parameter"][functional]["d3"][kind]
         entry |= MISPRINTED.get((functional, kind), {})
         found = dispersion.damping_parameters(functional, kind)
         assert isinstance(found, dispersion.ZeroDamping if kind.startswith("zero") else dispersion.RationalDamping)
         expected = {ours: entry.get(theirs, 0.0) for theirs, ours in NAMES.items() if ours in found._fields}
         assert found._asdict() == expected, (functional, kind)
-    assert len(EVERY) == len(module._table()) == 255
+    assert len(every) == len(module._table()) == 255
 
 
 def test_the_program_itself_has_these_parameters():
     """It has them a second time, compiled; its table of names is a little shorter. One batch of many dampings."""
     atoms = molecule("C2H6")
+    _, every = database()
     for kind in PROGRAM:
         found, expected = [], []
-        for functional, its_kind in EVERY:
+        for functional, its_kind in every:
             if its_kind == kind:
                 try:
                     expected.append(program(atoms, PROGRAM[kind](method=functional), 30.0, 30.0).energy)
@@ -58,7 +64,7 @@ def test_the_program_itself_has_these_parameters():
                     assert "No entry" in str(error)
                 else:
                     found.append(dispersion.damping_parameters(functional, kind))
-        assert len(found) > 0.9 * sum(its_kind == kind for _, its_kind in EVERY)
+        assert len(found) > 0.9 * sum(its_kind == kind for _, its_kind in every)
         columns = [torch.tensor(column, dtype=F64) for column in zip(*found)]
         energies, _ = dispersion.d3_dispersion(
             atoms.positions.repeat(len(found), 1),

@@ -1,5 +1,7 @@
 """Operations on segments: values against loops in numpy, derivatives, compilers, and what clients pass."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -65,18 +67,17 @@ def products(shape=(), dtype=torch.float64):
     return {name: (f, *(t.to(dtype) for t in tensors)) for name, (f, *tensors) in table.items()}
 
 
-@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
-@pytest.mark.parametrize("unsorted", [False, True])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions(name, shape, unsorted, integers, dtype, device):
+def test_reductions(name, dtype, device):
+    """Of scalars, vectors and matrices, in order or not."""
     operation, one, of_none = REDUCTIONS[name]
-    idx, x = index(unsorted, integers), values_of(len(SORTED), *shape, dtype=dtype)
-    found = operation(x.to(device), idx.to(device), M)
-    expected = torch.tensor(reduce(one, of_none, idx.numpy(), x.double().numpy()))
-    assert found.dtype == dtype
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    for shape, unsorted, integers in itertools.product([(), (3,), (2, 4)], [False, True], [torch.int32, torch.int64]):
+        idx, x = index(unsorted, integers), values_of(len(SORTED), *shape, dtype=dtype)
+        found = operation(x.to(device), idx.to(device), M)
+        expected = torch.tensor(reduce(one, of_none, idx.numpy(), x.double().numpy()))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_products(dtype, device):
