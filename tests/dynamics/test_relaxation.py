@@ -54,7 +54,8 @@ MODES: dict[str, dict[str, Any] | None] = {
 @unconverged
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.later_cases("abc-[hvmp]*", "fire2-[hvmp]*", "lbfgs-[hvmp]*")
+# what cells do in other modes, `tests/dynamics/test_charts.py` compares with derivatives and with what is promised
+@pytest.mark.everyday_cases("fire-positions", "fire-mask", "*-cell")
 def test_steps_equal_those_of_ase(name: str, mode: str) -> None:
     ours, theirs = OPTIMIZERS[name]
     options = MODES[mode]

@@ -75,6 +75,7 @@ def test_a_matrix_that_is_too_narrow_shows():
         ff.dynamics(lambda *system: (*narrow(*system)[:3], torch.tensor(1000)), *SYSTEM, n_steps=1)
 
 
+@pytest.mark.later  # each step is what the test above compares, and `tests/dynamics` sees that energies are conserved
 def test_dynamics_are_those_of_eager_mode_and_conserve_energy():
     compiled = torch.compile(MODEL, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -104,6 +105,7 @@ def with_a_list(positions, species, cell):
     return *MODEL.sums(positions, species, cell, near), ptr.diff().max()
 
 
+@pytest.mark.later_cases("list")  # as `test_compiled_dynamics_with_changing_counts` of neighbors
 @pytest.mark.parametrize("form", ["matrix", "list"])
 def test_fifty_steps_with_other_numbers_of_atoms_and_pairs_compile_at_most_twice(form):
     """The number of atoms is marked; that of the pairs follows from values, or from the width of the matrix."""

@@ -265,6 +265,10 @@ KERNELS = {
 }
 
 
+# others are the same text with other numbers, and `tests/static` compiles one of each family, too
+@pytest.mark.everyday_cases(
+    "phase tables", "coefficients", "Fourier * 3", "columns 8", "* 6 2 float64", "* 1 0 float32"
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile_for_a_gpu(name, tmp_path):
     wp.compile_aot_module(KERNELS[name]().module, arch=90, module_dir=tmp_path)

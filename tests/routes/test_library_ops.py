@@ -107,7 +107,7 @@ def op_calls(system: System):
             *torch.rand(3, n_systems).double(),
             0.5 + torch.rand(n_systems, 3).double(),
             torch.rand(n_systems).double(),
-            2,
+            1,
         ),
         noise.normal_noise: (*seeds, system_of, system_of, 3, x.shape[0], 3),
         noise.chi_square_noise: (*seeds, torch.full((n_systems,), 5.5, dtype=torch.float64), 3),
@@ -170,9 +170,20 @@ def test_that_import_names_each_module_with_ops():
     assert {".".join(path.relative_to(folder.parents[1]).with_suffix("").parts) for path in with_ops} == named
 
 
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.op.name)
-@pytest.mark.parametrize("system", [TWO, SYSTEMS["no atoms"]()], ids=["two systems", "no atoms"])
-def test_opcheck(op, system):
+@pytest.mark.parametrize(
+    ("system", "checks"),
+    [
+        pytest.param(TWO, ALL_CHECKS, id="two systems"),
+        pytest.param(SYSTEMS["no atoms"](), ALL_CHECKS[:-1], id="no atoms"),
+        # the graph that is traced for two systems, with sizes of zero
+        pytest.param(SYSTEMS["no atoms"](), ALL_CHECKS[-1:], marks=pytest.mark.later, id="no atoms, traced"),
+    ],
+)
+def test_opcheck(op, system, checks):
     arguments = op_calls(system)[op]
     # leaves, as a training loop passes them; the last of a chain refuses to be differentiated
     leaves = bool(op.op.diff_outputs) and op is not three_body_derivatives
@@ -180,7 +191,7 @@ def test_opcheck(op, system):
         a.clone().requires_grad_(leaves) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in arguments
     )
-    torch.library.opcheck(op.op.overload, arguments)
+    torch.library.opcheck(op.op.overload, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("system", [TWO, SYSTEMS["no atoms"]()], ids=["two systems", "no atoms"])
