@@ -3,7 +3,9 @@
 Kernels without lanes run in the blocks that they have on a GPU.
 """
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,15 +115,27 @@ def assert_same(found, expected, accuracy):
         assert (a - b).abs().max() <= accuracy * b.abs().max() if a.numel() else True
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_lanes_compute_what_a_cpu_does(name):
-    build = KERNELS[name]
-    problem = RUNS[name.partition("(")[0]](*build.args)
+def kernels_by_problem() -> dict[tuple[Any, ...], list[str]]:
+    """Which kernels the same problem runs."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, build in KERNELS.items():
+        problem = RUNS[name.partition("(")[0]]
+        arguments = inspect.signature(problem).bind(*build.args)
+        arguments.apply_defaults()
+        found.setdefault((problem, *arguments.args), []).append(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("problem", "names"), kernels_by_problem().items(), ids=map(", ".join, kernels_by_problem().values())
+)
+def test_lanes_compute_what_a_cpu_does(problem, names):
+    make, *arguments = problem
     check(
-        problem,
-        build(),
-        "float32" if "float32" in name else "float64",
-        has_nan=name.startswith(("measure_pairs", "usable_cells")),
+        make(*arguments),
+        [KERNELS[name]() for name in names],
+        "float32" if "float32" in names[0] else "float64",
+        has_nan=names[0].startswith(("measure_pairs", "usable_cells")),
     )
 
 
@@ -144,21 +158,21 @@ def test_a_warp_tells_neighbors_as_exactly_as_a_cpu():
 def test_generated_kernels_compute_what_a_cpu_does(name):
     """Kernels that are not registered: other formulas, directions, tables and exclusions."""
     variant = VARIANTS[name]._replace(precision="float64")  # one has a pole, near which float32 has no digits
-    check(pair_sums(variant), pair_kernels.pair_kernel(variant), "float64")
+    check(pair_sums(variant), [pair_kernels.pair_kernel(variant)], "float64")
 
 
 def test_generated_kernels_of_moments_compute_what_a_cpu_does():
-    check(moment_sums(MOMENTS), moment_kernels.moment_kernel(MOMENTS), "float64")
+    check(moment_sums(MOMENTS), [moment_kernels.moment_kernel(MOMENTS)], "float64")
 
 
-def check(problem, kernel, precision, has_nan=False):
+def check(problem, kernels, precision, has_nan=False):
     expected = problem()
     assert has_nan or all(result.isfinite().all() for result in expected)
     bits = None
     for order in ORDERS:
         with gpu_layout(order) as launched:
             found = problem()
-        assert kernel in launched and not {build() for build in FOR_A_CPU} & launched
+        assert set(kernels) <= launched and not {build() for build in FOR_A_CPU} & launched
         if bits is None:
             assert_same(found, expected, ACCURACY[precision])
             bits = found
