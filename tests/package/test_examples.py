@@ -96,6 +96,7 @@ def test_neighbors_fill_the_shells_of_crystals(tmp_path):
     assert 2.5 < height < 3.3 and abs(where - 3.7) < 0.15
 
 
+@pytest.mark.later  # `tests/values/test_ase_calculator.py` compares such constants with those of tables, too
 def test_madelung_constants_to_many_digits(tmp_path):
     text = printed(tmp_path, "06_madelung_constants.py", "--quick")
     literature = {

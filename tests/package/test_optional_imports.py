@@ -120,10 +120,10 @@ def test_the_command_works_without_what_is_optional(tmp_path):
         from nvalchemiops.cli import main
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = [main(["info"]), main(["warmup", "--device", "cpu", "sum_rows"])]
+            status = [main(["info"]), main(["warmup", "--device", "cpu", "begin_rows"])]
         print(json.dumps([status, said.getvalue()]))
         """,
         OPTIONAL,
     )
     assert said[0] == [0, 0], said[1]
-    assert "sum_rows" in said[1]
+    assert "begin_rows" in said[1]

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -88,6 +89,20 @@ def matches(pattern, text):
     assert re.search(pattern, text), text
 
 
+def test_files_of_both_are_an_error(tmp_path):
+    """As pip leaves them, without pip."""
+    place = Environment(tmp_path / "place")
+    here, info = place.site / "nvalchemiops", place.site / "nvalchemi_toolkit_ops-0.5.0.dist-info"
+    shutil.copytree(ROOT / "nvalchemiops", here, ignore=shutil.ignore_patterns("__pycache__"))
+    assert place.says(VERSION) == nvalchemiops.__version__
+    info.mkdir()
+    matches(BOTH, place.says(VERSION))
+    info.rmdir()
+    (here / "__init__.py").unlink()
+    matches("has lost its `__init__.py`.*install nvalchemiops again", place.says("import nvalchemiops.torch.neighbors"))
+
+
+@pytest.mark.later  # with pip, what the test above sees without it
 def test_ours_over_theirs_is_an_error(tmp_path, ours, theirs):
     place = Environment(tmp_path / "place")
     place.install(theirs, ours)

@@ -196,8 +196,9 @@ WITHOUT = """
     import json, logging, os, pkgutil, sys
 
     import torch
-    import torch._dynamo
+    import warp  # what all cases need, so that each process has it
 
+    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(2))
     cases = json.loads(sys.argv[1])
     resolve = pkgutil.resolve_name
 
