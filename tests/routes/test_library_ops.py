@@ -107,7 +107,7 @@ def op_calls(system: System):
             *torch.rand(3, n_systems).double(),
             0.5 + torch.rand(n_systems, 3).double(),
             torch.rand(n_systems).double(),
-            1,
+            2,
         ),
         noise.normal_noise: (*seeds, system_of, system_of, 3, x.shape[0], 3),
         noise.chi_square_noise: (*seeds, torch.full((n_systems,), 5.5, dtype=torch.float64), 3),
