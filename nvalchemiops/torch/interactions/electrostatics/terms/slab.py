@@ -39,8 +39,8 @@ class SlabTerm(NamedTuple):
         n_open = (~pbc).sum(1)
         is_slab = n_open == 1
         # the normal of the plane of the periodic vectors; for bulk systems any axis will do
-        axis = torch.where(is_slab, (~pbc).to(torch.int32).argmax(1), 0)
-        chosen = torch.nn.functional.one_hot(axis, 3).to(torch.float64).unsqueeze(-1)
+        is_first = torch.arange(3, device=pbc.device) == 0
+        chosen = torch.where(is_slab.unsqueeze(1), ~pbc, is_first).to(torch.float64).unsqueeze(-1)
         plane, open_vector = (planes * chosen).sum(1), (cell * chosen).sum(1)
         normal = plane / plane.square().sum(-1, keepdim=True).sqrt()
         height = (open_vector * normal).sum(-1).abs()
