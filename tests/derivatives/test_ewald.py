@@ -9,10 +9,12 @@ import torch
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.interactions.electrostatics import (
     compute_slab_correction,
+    ewald_reciprocal_space,
     ewald_summation,
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import points_within
 from tests.reference import ewald as reference
 from tests.support.cases import PARTS, SUMS, Inputs, charged, each, mesh, reciprocal_space, shuffled
 from tests.support.comparing import close, derivative_along, random_like, weighted
@@ -213,6 +215,26 @@ def test_the_first_use_of_a_mesh_may_be_inside_a_transform(first):
 
 
 # -- batches and channels -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", [ONE, MIXED], ids=["one", "batch"])
+def test_vmap_over_cells_chooses_k_vectors_for_each(system):
+    """As in a loop, although each size has another number of k-vectors."""
+    inputs, batch_idx = inputs_of(system), system.batch_idx if len(system.cell) > 1 else None
+    sizes = torch.tensor([1.0, 0.7, 1.4], dtype=torch.float64)
+
+    def energy(x, cell):
+        return weighted(
+            ewald_reciprocal_space(
+                x, inputs.a, cell, None, inputs.b, batch_idx, compute_forces=True, compute_virial=True, k_cutoff=5.0
+            )
+        )
+
+    slices = [(size * inputs.x, size * inputs.cell) for size in sizes]
+    assert len({len(points_within(cell, torch.full((len(cell),), 5.0))[0]) for _, cell in slices}) == 3
+    for function in (lambda *i: (energy(*i),), torch.func.grad(energy, argnums=(0, 1))):
+        found = torch.func.vmap(function)(*map(torch.stack, zip(*slices)))
+        close(found, [torch.stack(parts) for parts in zip(*[function(*part) for part in slices])], 1e-11)
 
 
 @EACH

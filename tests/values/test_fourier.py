@@ -286,9 +286,9 @@ def test_vmap_equals_a_loop(op, in_dims, n_atoms):
 def test_vmap_over_the_plan_says_what_can_be_mapped():
     p = Problem()
     (order, begin, points, point_begin), moments = p.plan, p.moments(0)
-    with pytest.raises(NotImplementedError, match="points"):
-        torch.func.vmap(lambda n: fourier_spread(moments, p.coordinates, order, begin, n, point_begin, 0))(
-            points.expand(2, *points.shape)
+    with pytest.raises(NotImplementedError, match="`atom_begin`"):
+        torch.func.vmap(lambda n: fourier_spread(moments, p.coordinates, order, n, points, point_begin, 0))(
+            begin.expand(2, *begin.shape)
         )
 
 

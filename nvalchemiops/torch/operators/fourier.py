@@ -100,19 +100,23 @@ def _tables(
 
 
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
-    """The arguments of an op for this many copies of all systems."""
-    n_atoms = inputs["coordinates"].shape[0] // n_copies
+    """The arguments of an op for this many copies of all systems, which may each have its own k-vectors."""
+    n_atoms, points = inputs["coordinates"].shape[0] // n_copies, inputs["points"]
 
     def numbered(values: torch.Tensor, step: int) -> torch.Tensor:
         return values + step * torch.arange(n_copies, dtype=values.dtype, device=values.device).unsqueeze(1)
 
     if inputs["order"] is not None:
         inputs["order"] = numbered(inputs["order"], n_atoms).flatten()
-    for name, entries in (("atom_begin", n_atoms), ("point_begin", inputs["points"].shape[0])):
+    for name, entries in (("atom_begin", n_atoms), ("point_begin", points.shape[-2])):
         pointers = numbered(inputs[name], entries)
         inputs[name] = torch.cat([pointers[:, :-1].flatten(), pointers[-1, -1:]])
-    inputs["points"] = inputs["points"].repeat(n_copies, 1)
+    inputs["points"] = points.flatten(0, 1) if points.ndim == 3 else points.repeat(n_copies, 1)
     return inputs
+
+
+_OF_SLICES = ("points", "point_begin")
+"""Arguments that may differ between the slices of ``vmap``."""
 
 
 @warp_custom_op(
@@ -120,7 +124,7 @@ def _copies(inputs: Arguments, n_copies: int) -> Arguments:
     outputs=[OutputSpec("field", wp.float64, lambda m, _, __, ___, points, *____: (m.shape[1], points.shape[0], 4, 2))],
     grad_arrays=["field", "moments", "coordinates"],
     backward=spread_pullback(lambda: fourier_gather),
-    vmap=fold(lambda: fourier_spread, (1, 0), _copies),
+    vmap=fold(lambda: fourier_spread, (1, 0), _copies, _OF_SLICES),
     trusted=True,
 )
 def fourier_spread(
@@ -183,7 +187,7 @@ def fourier_spread(
     outputs=[OutputSpec("moments", wp.float64, lambda f, s, *rest: (s.shape[0], f.shape[0], count(rest[-1])))],
     grad_arrays=["moments", "field", "coordinates"],
     backward=gather_pullback(lambda: fourier_spread, lambda: fourier_gather),
-    vmap=fold(lambda: fourier_gather, (0, 1), _copies),
+    vmap=fold(lambda: fourier_gather, (0, 1), _copies, _OF_SLICES),
     trusted=True,
 )
 def fourier_gather(

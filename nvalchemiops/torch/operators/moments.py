@@ -90,7 +90,7 @@ def fold(
         Maps the arguments by name, and a number of slices, to the arguments for this many copies of all systems.
         Coordinates and the first argument are already repeated.
     derived : tuple of str, optional
-        Arguments that follow from the coordinates, and are recomputed by ``repeat``.
+        Arguments that may differ between slices, too: ``repeat`` gets them with slices in front, or computes them anew.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:

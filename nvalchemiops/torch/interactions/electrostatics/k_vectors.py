@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,7 +112,37 @@ ELSEWHERE = (
 """The end of messages about data that were prepared for another cell."""
 
 
-@warp_custom_op("nvalchemiops::points_within", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
+def _equally_many(op: Callable[[], Callable[..., tuple[torch.Tensor, ...]]]) -> Callable[..., Any]:
+    """The rule for ``vmap``: each slice chooses its k-vectors, and its last system has further ones without weight."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+        def of_slice(b: int) -> tuple[torch.Tensor, ...]:
+            return op()(*(a if dim is None else a.select(dim, b) for a, dim in zip(args, in_dims, strict=True)))
+
+        slices = [of_slice(b) for b in range(info.batch_size)]
+        most = max(points.shape[0] for points, *_ in slices)
+        padded = []
+        for points, begin, system, weights in slices:
+            more = most - points.shape[0]
+            ends = torch.cat([begin[:-1], begin[-1:] + more])
+            last = system.new_full((more,), begin.shape[0] - 2)
+            padded.append(
+                (
+                    torch.cat([points, points.new_zeros(more, 3)]),
+                    ends,
+                    torch.cat([system, last]),
+                    torch.cat([weights, weights.new_zeros(more, 4)]),
+                )
+            )
+        return tuple(torch.stack(parts) for parts in zip(*padded)), (0,) * len(_POINTS)
+
+    return rule
+
+
+_WITHIN: Any = {"outputs": _POINTS, "grad_arrays": [], "backward": "none", "trusted": True}
+
+
+@warp_custom_op("nvalchemiops::points_within", **_WITHIN, vmap=_equally_many(lambda: points_within))
 def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """K-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
 
@@ -121,7 +151,7 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
     return _points_within(on_host(cell).astype(np.float64), k_cutoff)
 
 
-@warp_custom_op("nvalchemiops::chosen_points", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
+@warp_custom_op("nvalchemiops::chosen_points", **_WITHIN, vmap=_equally_many(lambda: chosen_points))
 def chosen_points(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`points_within` for cells rounded in steps: the k-vectors stay the same during small changes of the cell."""
     return _points_within(core.in_steps(on_host(cell).astype(np.float64)), k_cutoff)
