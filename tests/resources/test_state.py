@@ -276,6 +276,7 @@ def test_modules_without_memory(make):
     """Made on the meta device: parameters come with a state dict, and until then nothing is plausible."""
     with torch.device("meta"):
         empty = make()
+    assert "alpha=?" in repr(empty)
     same_kind = copy.deepcopy(empty).to_empty(device="cpu")
     with pytest.raises(ValueError, match="must be positive and finite"):
         of(same_kind)
@@ -284,10 +285,14 @@ def test_modules_without_memory(make):
         same(module, make(0.7))
 
 
-def test_tables_of_d3_without_memory_make_nan():
+def test_tables_of_d3_without_memory_make_nan_until_a_state_is_loaded():
     with torch.device("meta"):
         empty = d3()
-    assert of(empty.to_empty(device="cpu"))[0].isnan().all()
+    same_kind = copy.deepcopy(empty).to_empty(device="cpu")
+    assert of(same_kind)[0].isnan().all()
+    for module in (empty, same_kind):
+        module.load_state_dict(from_file(d3()), assign=True)
+        same(module, d3())
 
 
 def test_modules_share_memory():

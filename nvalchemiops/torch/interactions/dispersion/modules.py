@@ -53,6 +53,7 @@ class DFTD3(ExactModule):
     -----
     A state dict contains the damping parameters, cutoffs and ``s9``, which loading restores. It does not contain the
     reference data: if these, the elements or the damping function differ from those of the module, loading raises.
+    Into a module that was made on the meta device it brings the published data; other data stay NaN.
     ``DistributedDataParallel`` synchronises trainable damping parameters, and nothing else.
 
     Attributes
@@ -118,7 +119,20 @@ class DFTD3(ExactModule):
         table = settings["parameters"]
         if len(table) != len(self._table) or not np.allclose(table, self._table, rtol=1e-8, atol=1e-12):
             raise ValueError("`parameters` have other values for these elements than those of the state dict")
-        return {name: settings[name] for name in (*self.kind._fields, *_NUMBERS)}
+        return {name: settings[name] for name in (*self.kind._fields, *_NUMBERS)} | self._published_again()
+
+    def _published_again(self) -> dict[str, Any]:
+        """The reference data of a module that was made on the meta device, if they are the published ones."""
+        radii = self.states.radii
+        if not radii.is_meta and not bool(radii.isnan().all()):
+            return {}
+        try:
+            data = given_or_published(None)
+        except ImportError:  # the module was made with data of its own
+            return {}
+        table = _summary(data, self.states.elements)
+        same = len(table) == len(self._table) and np.allclose(table, self._table, rtol=1e-8, atol=1e-12)
+        return {"states": data.states(self.states.elements, "cpu")} if same else {}
 
     @engine.with_own_plans
     def forward(

@@ -35,6 +35,8 @@ def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | 
 def _brief(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if value.is_meta:
+        return "?"
     first, last = (f"{float(end):.6g}" for end in value.detach().aminmax())
     return first if first == last else f"{first} to {last}"
 
