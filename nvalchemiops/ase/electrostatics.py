@@ -449,7 +449,7 @@ def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
 
 
 def _initial_charges(atoms: ase.Atoms) -> np.ndarray:
-    if not atoms.has("initial_charges"):
+    if len(atoms) and not atoms.has("initial_charges"):
         raise ValueError(
             "`charges` are needed: none are given (in the command by --charges Mg=2,O=-2), and the atoms have no "
             "initial charges"

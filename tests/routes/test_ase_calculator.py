@@ -208,6 +208,9 @@ def test_atoms_that_are_few():
         atoms.calc = Calculator(*terms)
         assert atoms.get_potential_energy() == 0.0
         np.testing.assert_array_equal(atoms.get_forces(), np.zeros((len(atoms), 3)))
+    none = ase.Atoms()  # which has no initial charges, either
+    none.calc = Calculator(Electrostatics("auto"))
+    assert none.get_potential_energy() == 0.0
     single = ase.Atoms("Na", cell=[5, 5, 5], pbc=True)
     single.calc = Calculator(Electrostatics("ewald", NACL))
     # a charge in its background: Madelung constant of the simple cubic lattice, by length of the cell
