@@ -63,6 +63,9 @@ def md(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None and not value > (-1 if name == "steps" else 0):
             raise ValueError(f"{_flag(name)} must be positive, got {value:g}")
+    for value in options.temperature or ():
+        if not value >= 0.0:
+            raise ValueError(f"--temperature must be at least 0 K, got {value:g}")
     integrator, drawing = _integrators(options)
     found, calculator = command.read(options)
     frames = [atoms for _, atoms in found]

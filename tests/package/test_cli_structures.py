@@ -467,7 +467,7 @@ MOTION_MISTAKES = {
     "no pressure": (["md", "argon.xyz", "--ensemble", "csvr", "--pressure", "1"], "does not belong to --ensemble csvr"),
     "numbers": (["md", "argon.xyz", "--temperature", "1", "2", "3"], "--temperature has 3 values for 2 systems"),
     "dt": (["md", "argon.xyz", "--temperature", "1", "--dt", "0"], "--dt must be positive, got 0"),
-    "cold": (["md", "argon.xyz", "--temperature", "-1"], "`temperature` must be"),
+    "cold": (["md", "argon.xyz", "--temperature", "-1"], "--temperature must be at least 0 K, got -1"),
     "too long": (["md", "argon.xyz", "--temperature", "90", "--dt", "9000"], "(is --dt = 9000 fs too long?)"),
     "folder": (["md", "argon.xyz", "--temperature", "9", "--trajectory", "no/out.xyz"], "there is no folder no"),
     "format": (["relax", "argon.xyz", "--output", "out.abc"], "the format of out.abc is not known to ASE"),
