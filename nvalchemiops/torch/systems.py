@@ -86,7 +86,8 @@ class System(NamedTuple):
         Returns
         -------
         System
-            Lengths are in angstrom. ``cell`` and ``pbc`` are None if no system is periodic.
+            Lengths are in angstrom. ``cell`` and ``pbc`` are None if no system is periodic; a ``pbc`` remains if the
+            last of several systems has no atoms.
         """
         systems = [atoms] if hasattr(atoms, "positions") else list(atoms)
         if not systems:
@@ -111,6 +112,8 @@ class System(NamedTuple):
         if any(a.pbc.any() for a in systems):
             cell = joined([a.cell.array[None] for a in systems], dtype)
             pbc = joined([a.pbc[None] for a in systems], torch.bool)
+        elif len(systems) > 1 and not len(systems[-1]):  # `batch_idx` does not tell how many systems there are
+            pbc = torch.zeros((len(systems), 3), dtype=torch.bool, device=device)
         if len(systems) > 1:
             sizes = torch.tensor([len(a) for a in systems])
             batch_idx = torch.arange(len(systems), dtype=torch.int32).repeat_interleave(sizes).to(device)

@@ -8,6 +8,7 @@ from ase import Atoms
 from ase.build import bulk, molecule
 
 from nvalchemiops.torch import Neighbors, System
+from nvalchemiops.torch.dynamics import to_ase
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
@@ -189,6 +190,19 @@ def test_a_batch_of_ase():
     assert alone.cell is None and alone.pbc is None and alone.neighbors(1.2).shifts is None
     with pytest.raises(ValueError, match="`atoms` holds no system"):
         System.from_ase([])
+
+
+def test_open_systems_of_ase_of_which_the_last_has_no_atoms():
+    system = System.from_ase([molecule("H2O"), Atoms()], {"O": -0.8, "H": 0.4})
+    request = {"energy_reduction": "system"}
+    for results in (
+        PAIR(system, **request, **PAIR_PARAMETERS),
+        EwaldSummation()(system, **request),
+        DFTD3("pbe", [1, 8])(system, **request),
+    ):
+        assert results.energies.shape == (2,) and results.energies[0] != 0.0 and results.energies[1] == 0.0
+    assert list(map(len, to_ase(system))) == [3, 0]
+    assert System.from_ase(Atoms()).pbc is None
 
 
 def test_neighbors_from_elsewhere():

@@ -159,6 +159,8 @@ def _batch(
             num_systems = cell.shape[0]
         elif cell is None and not by_system:
             return None, None, 1
+        elif (told := checks.systems_in_shapes((pbc, 2))) is not None:
+            num_systems = told
         elif not may_read() and of_one:
             num_systems = 1
         elif not may_read():
