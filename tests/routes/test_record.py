@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDam
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime.recorder import _has_no_gaps
 from tests.support.systems import triclinic
 
 F64 = torch.float64
@@ -230,6 +231,18 @@ def test_parts_of_one_tensor_may_change():
     assert torch.equal(again(x), step(x))
 
 
+def test_rows_of_a_tensor_without_gaps_are_looked_at_with_it():
+    """Whatever the order of its axes, as of inverse cells: each tensor outside takes time in each call."""
+    outside = torch.rand(5, 4, 3).permute(2, 0, 1)
+    again = record(lambda x: sum(x * outside[:, n] for n in range(5)))
+    again(torch.rand(4))
+    (recording,) = again._recordings.values()
+    assert len(recording.plan.external) == 1
+    overlapping = outside.as_strided((2, 2, 2), (1, 1, 5))
+    for with_gaps in (outside[:, :, :3], outside[:1], overlapping):
+        assert not _has_no_gaps(with_gaps)
+
+
 def test_memory_that_is_constant_until_it_is_not():
     """Read by a step before another one writes into it; written in parts; views of it."""
 
@@ -284,6 +297,9 @@ REFUSED = {
     "a backward pass writes gradients": lambda x: (x * ALIAS * OTHER).sum().backward(),
     "writes into a tensor that existed": lambda x: x.mul_(2.0),
     "existed before the call": lambda x: OUTSIDE.add_(x),
+    "running statistics": lambda x: torch.batch_norm(
+        x.expand(2, 3), None, None, OUTSIDE, OUTSIDE, True, 0.1, 1e-5, False
+    ),
     "a result existed": lambda x: OUTSIDE,
     "`data_ptr`": launched_by_warp,
     "moves a tensor": lambda x: (2.0 * x).resize_(30) + 1.0,

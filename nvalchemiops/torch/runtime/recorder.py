@@ -53,6 +53,9 @@ _OF_SHAPES = {
 }
 """Operations whose results do not depend on the values of their argument."""
 
+_WITH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+"""Operations that write running statistics in training, which their schemas do not say."""
+
 _COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
 """Operations that copy the elements of their first argument in order, and that have no ``out=`` overload."""
 
@@ -207,6 +210,8 @@ class Recorder:
         """Check an operation before it runs. Return the tensors that it takes, and those that it writes into."""
         if func in not_repeatable or func.namespace in _COLLECTIVES:
             raise NoPlan(f"{func} cannot be replayed")
+        if func.overloadpacket.__name__ in _WITH_STATISTICS and args[3] is not None and args[5]:
+            raise NoPlan(f"{func} writes running statistics")
         every = tensors_in((args, tuple(kwargs.values())))
         given = {storage_of(t): t for t in every}
         places = places_written(func)
@@ -586,7 +591,17 @@ def _holds(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     low, high = memory_range(tensor)
     other_low, other_high = memory_range(other)
     is_within = low <= other_low and other_high <= high
-    return is_within and (tensor.is_contiguous() or (tensor.shape, tensor.stride()) == (other.shape, other.stride()))
+    return is_within and (_has_no_gaps(tensor) or (tensor.shape, tensor.stride()) == (other.shape, other.stride()))
+
+
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
+    """Whether the elements, with axes in any order, are all of those from the first to the last in memory."""
+    length = 1
+    for step, n in sorted((step, n) for step, n in zip(tensor.stride(), tensor.shape) if n > 1):
+        if step != length:
+            return False
+        length *= n
+    return True
 
 
 def _by_storage(values: Any) -> dict[int, torch.Tensor]:
