@@ -94,6 +94,21 @@ def test_numbers_of_the_host_are_those_of_the_capture(made, gpu):
     assert n_replays(made)
 
 
+def test_shapes_that_change_in_place_are_those_of_the_capture(made, gpu):
+    def step(x):
+        y = 2.0 * x
+        y.add_(x)
+        before = y.sum(1)
+        y.t_()
+        return (y @ x) * before.unsqueeze_(1)[:2]
+
+    again = record(step)
+    for seed in range(5):
+        x = random_like([torch.empty(3, 2, dtype=torch.float64)], seed)[0].to(gpu.device)
+        torch.testing.assert_close(again(x), step(x))
+    assert n_replays(made)
+
+
 def test_systems_of_atoms_that_change_in_place(made, gpu):
     """A graph uses tensors that stay where they are, with the values that they have then."""
     calls = Calls(gpu.device, MIXED)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from nvalchemiops import launch as core
 from nvalchemiops.layout import CPU, replaced_layout
@@ -69,14 +70,20 @@ class _Work:
         if self.is_inside:
             return func(*args, **kwargs)
         with self.inside():
+            # other tensor objects, whose shapes nobody changes in place
+            lasting = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
             result = func(*args, **kwargs)
         given = {storage_of(t) for t in tensors_in((args, tuple(kwargs.values())))}
         fresh = [t for t in tensors_in((result,)) if storage_of(t) not in given]
+        with self.inside():
+            fresh = [t.detach() for t in fresh]
         self.made += fresh
-        if func.overloadpacket.__name__ != "detach_" and places_written(func):
-            self.steps.append(functools.partial(func, *args, **kwargs))
+        if torch.Tag.inplace_view in func.tags:
+            pass
+        elif places_written(func):
+            self.steps.append(functools.partial(func, *lasting[0], **lasting[1]))
         elif fresh and not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
-            self.steps.append(functools.partial(_rewrite, func, args, kwargs, fresh))
+            self.steps.append(functools.partial(_rewrite, func, *lasting, fresh))
         return result
 
     @contextlib.contextmanager
@@ -124,7 +131,7 @@ class StandInGraph:
             StandInGraph.current = None
         with torch.no_grad():
             for t in self.work.made:
-                t.detach().fill_(torch.nan if t.is_floating_point() or t.is_complex() else 7)
+                t.fill_(torch.nan if t.is_floating_point() or t.is_complex() else 7)
         return results
 
     def replay(self):
