@@ -14,7 +14,10 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import points_within
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
+    k_vectors_from_miller_indices,
+    points_within,
+)
 from tests.reference import ewald as reference
 from tests.support.cases import PARTS, SUMS, Inputs, charged, each, mesh, reciprocal_space, shuffled
 from tests.support.comparing import close, derivative_along, random_like, weighted
@@ -235,6 +238,20 @@ def test_vmap_over_cells_chooses_k_vectors_for_each(system):
     for function in (lambda *i: (energy(*i),), torch.func.grad(energy, argnums=(0, 1))):
         found = torch.func.vmap(function)(*map(torch.stack, zip(*slices)))
         close(found, [torch.stack(parts) for parts in zip(*[function(*part) for part in slices])], 1e-11)
+
+
+def test_vmap_over_given_k_vectors():
+    """Lists of the same length, of which each names another number of points in an octant."""
+    inputs = inputs_of(ONE)
+    axis, plane = [[n, 0, 0] for n in range(1, 9)], [[x, y, 0] for x in (1, 2) for y in (-2, -1, 1, 2)]
+    given = torch.stack([k_vectors_from_miller_indices(inputs.cell, torch.tensor(n)) for n in (axis, plane)])
+
+    def energy(x, k_vectors):
+        return weighted(ewald_reciprocal_space(x, inputs.a, inputs.cell, k_vectors, inputs.b, compute_forces=True))
+
+    for function in (lambda *i: (energy(*i),), torch.func.grad(energy, argnums=(0,))):
+        found = torch.func.vmap(function, in_dims=(None, 0))(inputs.x, given)
+        close(found, [torch.stack(parts) for parts in zip(*[function(inputs.x, k) for k in given])], 1e-11)
 
 
 @EACH

@@ -113,7 +113,7 @@ ELSEWHERE = (
 
 
 def _equally_many(op: Callable[[], Callable[..., tuple[torch.Tensor, ...]]]) -> Callable[..., Any]:
-    """The rule for ``vmap``: each slice chooses its k-vectors, and its last system has further ones without weight."""
+    """The rule for ``vmap``: each slice has its own k-vectors, and its last system has further ones without weight."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
         def of_slice(b: int) -> tuple[torch.Tensor, ...]:
@@ -139,10 +139,10 @@ def _equally_many(op: Callable[[], Callable[..., tuple[torch.Tensor, ...]]]) -> 
     return rule
 
 
-_WITHIN: Any = {"outputs": _POINTS, "grad_arrays": [], "backward": "none", "trusted": True}
+_CHOICE: Any = {"outputs": _POINTS, "grad_arrays": [], "backward": "none", "trusted": True}
 
 
-@warp_custom_op("nvalchemiops::points_within", **_WITHIN, vmap=_equally_many(lambda: points_within))
+@warp_custom_op("nvalchemiops::points_within", **_CHOICE, vmap=_equally_many(lambda: points_within))
 def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """K-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
 
@@ -151,7 +151,7 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
     return _points_within(on_host(cell).astype(np.float64), k_cutoff)
 
 
-@warp_custom_op("nvalchemiops::chosen_points", **_WITHIN, vmap=_equally_many(lambda: chosen_points))
+@warp_custom_op("nvalchemiops::chosen_points", **_CHOICE, vmap=_equally_many(lambda: chosen_points))
 def chosen_points(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`points_within` for cells rounded in steps: the k-vectors stay the same during small changes of the cell."""
     return _points_within(core.in_steps(on_host(cell).astype(np.float64)), k_cutoff)
@@ -178,7 +178,7 @@ def _points_within(lattice: np.ndarray, k_cutoff: torch.Tensor) -> tuple[torch.T
     return tuple([t.to(k_cutoff.device, copy=True) for t in found])
 
 
-@warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
+@warp_custom_op("nvalchemiops::points_of_indices", **_CHOICE, vmap=_equally_many(lambda: points_of_indices))
 def points_of_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """K-vectors with these Miller indices, (n, 3) for all systems or (n_systems, n, 3). Reads them on the host."""
     indices = on_host(miller_indices)
