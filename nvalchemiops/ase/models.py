@@ -119,7 +119,7 @@ class FromASE:
         forces = torch.zeros(system.positions.shape, dtype=torch.float64)
         for atoms, places in structures_of(system):
             atoms.calc = self.calculator
-            forces[places] = torch.tensor(atoms.get_forces())
+            forces[places] = torch.as_tensor(atoms.get_forces(), dtype=torch.float64)
             energies.append(atoms.get_potential_energy(force_consistent=self._energy))
             if wants_stress:
                 has_volume = int(atoms.cell.rank) == 3

@@ -122,6 +122,22 @@ def test_forces_one_by_one_are_those_of_their_atoms_in_any_order():
     torch.testing.assert_close(model(shuffled).forces, model(system).forces[order])
 
 
+class InFloat32(CalculatorOfASE):
+    """Springs to the origin, as a neural network returns their forces."""
+
+    implemented_properties = ("energy", "forces")
+
+    def calculate(self, atoms=None, *args):
+        super().calculate(atoms, *args)
+        x = self.atoms.positions.astype(np.float32)
+        self.results = {"energy": np.float32(0.5) * (x * x).sum(), "forces": -x}
+
+
+def test_calculators_may_return_forces_in_float32():
+    system = System.from_ase([ase.build.molecule(name) for name in ("H2O", "NH3")])
+    torch.testing.assert_close(FromASE(InFloat32())(system).forces, -system.positions, rtol=1e-6, atol=1e-6)
+
+
 def test_one_list_is_kept_while_atoms_move_and_follows_other_batches():
     calculator = Calculator(Pair("lennard_jones", cutoff=6.0, **PAIRS), skin=0.7)
     model = FromASE(calculator)
