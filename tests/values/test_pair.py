@@ -257,6 +257,8 @@ def test_a_reaction_field_of_a_conductor():
     infinite, large = (field(x, q=q, dielectric=eps, **options) for eps in (torch.inf, 1e14))
     for found, expected in zip(infinite, large):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    # the formula has a value at zero, too
+    torch.testing.assert_close(field(x, q=q, dielectric=0.0), field(x, q=q, dielectric=1e-14), rtol=1e-13, atol=1e-13)
 
 
 def test_a_number_among_tables_is_the_same_for_all_pairs():

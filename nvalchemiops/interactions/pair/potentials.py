@@ -161,7 +161,7 @@ self energy of the Wolf sum.
 """
 
 REACTION_FIELD = Formula(
-    "q1*q2*(1/r + k*r^2 - (1/cutoff + k*cutoff^2)); k = (1 - 1/dielectric)/((2 + 1/dielectric)*cutoff^3)",
+    "q1*q2*(1/r + k*r^2 - (1/cutoff + k*cutoff^2)); k = (0.5 - 1.5/(2*dielectric + 1))/cutoff^3",
     ("q",),
     ("dielectric",),
 )
