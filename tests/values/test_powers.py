@@ -16,6 +16,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     pme_reciprocal_space,
     power_law,
 )
+from nvalchemiops.torch.runtime.context import hidden_values
 from tests.support.comparing import close
 from tests.support.sums import METHODS, SUMS
 from tests.support.systems import ALL, System, by_differences, csr, triclinic
@@ -240,9 +241,19 @@ def test_other_potentials_need_parameters(method):
 
 @METHODS
 def test_the_correction_of_slabs_is_coulombs(method):
-    slab = {"pbc": torch.tensor([True, True, False]), "slab_correction": True}
+    """It is zero in systems that are periodic along all axes."""
+    options = {"potential": power_law(6), **CONVERGED[method]}
+
+    def call(*pbc):
+        return SUMS[method](*small()[:3], **options, pbc=torch.tensor(pbc), slab_correction=True)
+
+    known = SUMS[method](*small()[:3], **options)
+    close(call(True, True, True), known, 0.0)
     with pytest.raises(ValueError, match="`slab_correction` is for the Coulomb potential"):
-        SUMS[method](*small()[:3], potential=power_law(6), **CONVERGED[method], **slab)
+        call(True, True, False)
+    with hidden_values():
+        close(call(True, True, True), known, 0.0)
+        assert call(True, True, False).isnan().all()
 
 
 # -- made by a user -------------------------------------------------------------------------------

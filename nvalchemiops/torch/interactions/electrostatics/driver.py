@@ -207,7 +207,7 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
         keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
         dielectric = check_dielectric(options.surface_dielectric)
         check_potential(potential)
-        _check_coulomb(potential, system, dielectric)
+        system = _check_coulomb(potential, system, dielectric)
         long_range = asked.long_range(system)
         for name, is_given in (("`alpha`", options.alpha is not None), (long_range.argument, long_range.is_given)):
             if potential is not COULOMB and not is_given:
@@ -293,19 +293,29 @@ def check_dielectric(surface_dielectric: Any) -> float | None:
     return None if surface_dielectric is None else checks.check_positive("surface_dielectric", surface_dielectric)
 
 
-def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielectric: float | None = None) -> None:
-    """Raise if a potential other than Coulomb's is combined with sources besides charges, a slab or a surface."""
+def _check_coulomb(
+    potential: LongRangePotential, system: ChargedSystem, dielectric: float | None = None
+) -> ChargedSystem:
+    """Raise if a potential other than Coulomb's is combined with sources besides charges, a slab or a surface.
+
+    Return the system, for such a potential without the correction of slabs, which is zero for periodic systems.
+    """
     if potential is COULOMB:
-        return
+        return system
     if not system.of_points:
         raise ValueError("`dipoles`, `quadrupoles` and `widths` are for the Coulomb potential: leave `potential` out")
-    if system.slab_axes is not None:
+    if dielectric is not None:
+        raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
+    if system.slab_axes is None:
+        return system
+    if not may_read(system.slab_axes):
+        return system._replace(slab_axes=None, valid=system.slab_axes.all(1))
+    if not bool(system.slab_axes.all()):
         raise ValueError(
             "`slab_correction` is for the Coulomb potential: with another `potential` leave it and `pbc` out, and "
             "leave vacuum in the cell"
         )
-    if dielectric is not None:
-        raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
+    return system._replace(slab_axes=None)
 
 
 def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: Any) -> None:
@@ -341,7 +351,7 @@ def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
         alpha = shares.replicated(system.domain, alpha)
         splitting = given_alpha(alpha, system)
         check_potential(potential)
-        _check_coulomb(potential, system)
+        system = _check_coulomb(potential, system)
         _check_trained(potential, system, splitting)
         long_range = asked.long_range(system)
         shares.must_be_same(system.domain, method=long_range)
