@@ -404,6 +404,8 @@ def test_a_wide_gaussian_without_neighbors_needs_no_longer_list(recwarn):
     found = ewald_summation(x, charges, cell, **options, **listed)
     torch.testing.assert_close(found, ewald_summation(x, charges, cell, **options, cutoff=30.0))
     assert not [w for w in recwarn if "reach of the neighbor list" in str(w.message)]
+    with pytest.warns(AccuracyWarning, match="reach of the neighbor list"):  # not found by a search as far as that
+        ewald_summation(x, charges, cell, **{**options, "widths": 1e6}, **listed)
 
 
 @pytest.mark.parametrize(

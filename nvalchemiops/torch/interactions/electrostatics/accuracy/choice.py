@@ -417,6 +417,8 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
     if unknown.any() and is_mapped(system.positions):
         reach = np.where(unknown, optimal, reach)
     elif unknown.any():
+        if not is_mapped(system.cell):  # no atom is farther from its images, so that the search is small in any case
+            optimal = np.fmin(optimal, np.linalg.norm(on_host(system.cell.detach()), axis=2).min(1))
         found = build_rows(system.positions, float(optimal[unknown].max()), system.cell, system.batch_idx)
         with torch.no_grad():
             first, distances = pair_distances(found, system.positions, system.cell, batch_idx)
