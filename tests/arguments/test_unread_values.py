@@ -20,6 +20,7 @@ from nvalchemiops.torch.interactions.dispersion import (
 from nvalchemiops.torch.interactions.lj import lj_energy_forces
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.operators.lattice import check_vectors, usable_cells
 from nvalchemiops.torch.runtime.context import hidden_values
 from nvalchemiops.torch.spline import spline_gather_with_force, spline_spread
@@ -216,6 +217,11 @@ def test_a_full_list_that_is_not_read_is_not_taken_for_a_half_one():
     torch.testing.assert_close(call(POSITIONS, NEAR | dict(zip(names, half))), right, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="with `half_list` a pair twice"):
         call(POSITIONS, NEAR)
+    # in memory with room for more pairs, where only the entry after the last one is known
+    pairs, pointers, shifts = half
+    room = torch.tensor([NO_PADDING, 1, 0], dtype=torch.int32)
+    half = torch.cat([pairs, room.expand(2, 3)], 1), pointers, torch.cat([shifts, shifts.new_ones(3, 3)])
+    torch.testing.assert_close(call(POSITIONS, NEAR | dict(zip(names, half))), right, rtol=1e-12, atol=1e-12)
 
 
 def dispersion(x: torch.Tensor, cell: torch.Tensor, near: dict[str, Any], tables: ReferenceStates) -> Any:

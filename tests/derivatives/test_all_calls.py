@@ -390,10 +390,11 @@ def test_vmap_over_lists_equals_a_loop(case, form):
 
 
 @EACH_WHOLE
-def test_vmap_over_lists_with_room_equals_a_loop(case):
+@pytest.mark.parametrize("half", [False, True])
+def test_vmap_over_lists_with_room_equals_a_loop(case, half):
     """Lists in memory that is larger than the longest of them."""
     slices = [case.inputs(ONE).moved(random_like(case.inputs(ONE), k), 0.02) for k in range(3)]
-    lists = [neighbor_list(part.x, CUTOFF, part.cell, return_neighbor_list=True) for part in slices]
+    lists = [neighbor_list(p.x, CUTOFF, p.cell, return_neighbor_list=True, half_fill=half) for p in slices]
     size = max(pairs.shape[1] for pairs, *_ in lists) + 3
 
     def with_room(pairs, pointers, shifts):
@@ -401,7 +402,7 @@ def test_vmap_over_lists_with_room_equals_a_loop(case):
         return torch.cat([pairs, room], 1), pointers, torch.cat([shifts, room.new_zeros(room.shape[1], 3)])
 
     def energy(part, pairs, pointers, shifts):
-        near = case.near(ONE, neighbor_list=pairs, neighbor_ptr=pointers, neighbor_shifts=shifts)
+        near = case.near(ONE, neighbor_list=pairs, neighbor_ptr=pointers, neighbor_shifts=shifts, half_list=half)
         return weighted(case.results(*part, near))
 
     for given in ([with_room(*one) for one in lists], [with_room(*lists[0])]):

@@ -206,7 +206,7 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
     if not (check or may_read(neighbors)):
-        return _both_directions(first, neighbors, shifts, padding, n_atoms)
+        return _both_directions(rows._replace(first=first), n_atoms)
     places = (neighbors != padding).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
     shifts = None if shifts is None else shifts.index_select(0, places)
@@ -219,15 +219,18 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, pairs[0].contiguous())
 
 
-def _both_directions(
-    first: torch.Tensor, neighbors: torch.Tensor, shifts: torch.Tensor | None, padding: int, n_atoms: int
-) -> Rows:
+def _both_directions(rows: Rows, n_atoms: int) -> Rows:
     """A full list of the pairs in a half list, including its padding, so that nothing is read.
 
     A pair that is listed twice or in both directions gets an invalid neighbor, for which kernels give NaN.
     """
+    pointers, neighbors, shifts, _, padding, first = rows
+    assert first is not None
     absent = NO_PADDING + 1
-    is_pair = neighbors != padding
+    is_pair, unused = neighbors != padding, unused_slots(pointers, first)
+    if unused is not None:  # also at the end of the sorted list
+        unused = unused.squeeze(0)
+        is_pair, first = is_pair & ~unused, torch.where(unused, n_atoms + 1, first)
     is_proper = direction_of(torch.stack([first, neighbors]), shifts) != 0
     has_reverse = is_pair & (neighbors >= 0) & (neighbors < n_atoms)
     there = torch.where(is_pair, torch.where(is_proper, neighbors, n_atoms), absent)
@@ -236,12 +239,30 @@ def _both_directions(
     column = torch.cat([there, torch.where(has_reverse, first, absent)])
     images = None if shifts is None else torch.cat([shifts, -shifts])
     last = torch.where(column < 0, n_atoms + 1, column.clamp(max=n_atoms)).to(torch.int64)
-    order = order_of_pairs(row.to(torch.int64), last, images, n_atoms + 2)
+    order = order_of_pairs(row.to(torch.int64).clamp(max=n_atoms + 1), last, images, n_atoms + 2)
     row, column = row.index_select(0, order), column.index_select(0, order)
     images = None if images is None else images.index_select(0, order)
     is_repeated = repeats(torch.stack([row, column]), images) & (column != absent)
     column = torch.where(is_repeated, n_atoms, column)
-    return Rows(row_pointers(row, n_atoms), column, images, 0, absent, row)
+    pointers = row_pointers(row, n_atoms)
+    if unused is not None:
+        row = torch.where(unused.repeat(2).index_select(0, order), NO_PADDING, row)
+    return Rows(pointers, column, images, 0, absent, row)
+
+
+def unused_slots(pointers: torch.Tensor | None, entries: torch.Tensor) -> torch.Tensor | None:
+    """Slots (1 or n_slices, n_slots) of lists that have room for more pairs; None for a matrix, and without slots.
+
+    ``entries`` are the first atoms of pairs, or the neighbors if these are not known. The one after the last pair is
+    `NO_PADDING`, others may have any values.
+    """
+    n_slots = entries.shape[-1]
+    if pointers is None or n_slots == 0:
+        return None
+    end = pointers[..., -1:].reshape(-1, 1).to(torch.int64)
+    entries = entries.reshape(-1, n_slots).expand(max(len(end), entries.numel() // n_slots), n_slots)
+    after = entries.gather(1, end.clamp(0, n_slots - 1).expand(len(entries), 1))
+    return (torch.arange(n_slots, device=end.device) >= end) & (after == NO_PADDING)
 
 
 def check_reach(

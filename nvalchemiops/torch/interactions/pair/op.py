@@ -25,7 +25,7 @@ from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.distributed.collectives import refuse_slices
 from nvalchemiops.torch.interactions.pair.shares import with_ghosts
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors.rows import NO_PADDING
+from nvalchemiops.torch.neighbors.rows import NO_PADDING, unused_slots
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems
 from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
@@ -345,8 +345,8 @@ def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> di
     # an index out of range must not become a valid index in another slice
     original = given["neighbors"]
     absent = (original == given["padding"]) & (given["padding"] > NO_PADDING)
-    unused = _unused_slots(given)
-    absent = absent if unused is None else absent | unused
+    unused = unused_slots(given["row_begin"], original if given["first"] is None else given["first"])
+    absent = absent if unused is None else absent | unused  # they belong to the row of the last atom of their slice
     neighbors = torch.where((original < 0) | (original >= n_atoms), -1, neighbors)
     folded["neighbors"] = torch.where(absent, ABSENT, neighbors).flatten()
     folded["padding"] = ABSENT
@@ -366,21 +366,6 @@ def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> di
                 end = torch.where(unused[-1, -1:], count * n_entries, end)
             folded[name] = torch.cat([pointers[:, :-1].flatten(), end])
     return folded
-
-
-def _unused_slots(given: dict[str, Any]) -> torch.Tensor | None:
-    """Slots (1 or n_slices, n_slots) of lists that have room for more pairs; None for a matrix, and without slots.
-
-    The entry after the last pair says so. In a repeated list they belong to the row of the last atom of their slice.
-    """
-    begin, entries = given["row_begin"], given["neighbors"] if given["first"] is None else given["first"]
-    n_slots = entries.shape[-1]
-    if begin is None or n_slots == 0:
-        return None
-    end = begin[..., -1:].reshape(-1, 1).to(torch.int64)
-    entries = entries.reshape(-1, n_slots).expand(max(len(end), entries.numel() // n_slots), n_slots)
-    after = entries.gather(1, end.clamp(0, n_slots - 1).expand(len(entries), 1))
-    return (torch.arange(n_slots, device=end.device) >= end) & (after == NO_PADDING)
 
 
 # -- the op ---------------------------------------------------------------------------------------
