@@ -537,6 +537,8 @@ def test_pbc_tells_how_many_systems_there_are():
         assert state.valid.shape == (3,)
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="`batch_idx` or `batch_ptr` is needed"):
+        search(X, None)
 
 
 @pytest.mark.parametrize("form", ["matrix", "list", "two"])

@@ -272,6 +272,8 @@ def _number_of_systems(arrays: Mapping[str, Any]) -> int:
     if pointers is not None:
         return int(pointers.shape[0]) - 1
     if (found := systems_in_shapes((cell, 3), (pbc, 2))) is not None:
+        if found > 1 and batch_idx is None:
+            raise ValueError(f"`batch_idx` or `batch_ptr` is needed: `cell` or `pbc` is for {found} systems")
         return found
     if batch_idx is None:
         return 1
@@ -375,7 +377,8 @@ def _searched_if_stale(
             stale = stale | (True if other is None else jnp.any(arguments[name] != other))
     if not traced:
         # rows that were cut under `jit` are not kept: here they get the room that they need
-        if not bool((stale | ~_occupancy(search, state.lists, arguments)[1]).any()):
+        may_keep = not bool((stale | ~state.valid).any())
+        if may_keep or not bool((stale | ~_occupancy(search, state.lists, arguments)[1]).any()):
             return before, reference, stale
         found = find_neighbors("neighbor_list", arguments)
         return found, _reference(search, arguments), jnp.ones_like(stale)
