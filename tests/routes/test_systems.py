@@ -149,6 +149,10 @@ def test_neighbors_that_are_too_few_are_an_error():
         EwaldSummation(0.9, 6.0, 4.0)(SYSTEM, near)
     with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):
         EwaldSummation()(SYSTEM, near, cutoff=4.0)
+    molecule = System(SYSTEM.positions[:4], charges=SYSTEM.charges[:4])  # all of its pairs are summed
+    known = EwaldSummation()(molecule).energies
+    for interaction, options in ((EwaldSummation(), {"cutoff": 4.0}), (EwaldSummation(0.9, 6.0, 4.0), {})):
+        assert torch.equal(interaction(molecule, molecule.neighbors(0.5), **options).energies, known)
     with pytest.raises(ValueError, match=r"beyond the list's reach"):
         PAIR(SYSTEM, neighbors=near, **PAIR_PARAMETERS)
     with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):

@@ -10,6 +10,7 @@ from nvalchemiops.interactions.electrostatics.error_models import COSTS, DEFAULT
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
+from nvalchemiops.torch.interactions.electrostatics.open_systems import periodicity
 from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
@@ -161,6 +162,10 @@ class ConfiguredSum(ExactModule):
         cutoff = None if self.alpha is None else self.cutoff  # if alpha is None, it is chosen to suit the neighbors
         if options.get("cutoff") is not None:  # for which the call says that they reach this far
             cutoff = max(cutoff or 0.0, checks.check_positive("cutoff", options["cutoff"]))
+        if cutoff is not None:
+            axes = periodicity(system.pbc, options.get("slab_correction") is not True)
+            if axes is not None and not bool(axes.any()):
+                cutoff = None  # all pairs of open systems are summed, whatever the neighbors are
         given = long_arguments(
             system, beside, options, needed=("charges",), padding="mask_value", reach="cutoff", cutoff=cutoff
         )
