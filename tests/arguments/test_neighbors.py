@@ -15,6 +15,7 @@ from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.neighbors.formats import matrix_geometry
 from tests.support.mistakes import assert_named
+from nvalchemiops.torch.runtime.context import hidden_values
 from tests.support.processes import output_of, run_python
 
 NAN, INF = float("nan"), float("inf")
@@ -379,6 +380,22 @@ def test_distances_where_an_atom_is_lost_and_nobody_looks(compiled):
     assert distances[:, 0].isnan().all() and not distances[:, 1:].any()
     reverse, _ = matrix_geometry(X, matrix, None, -shifts, torch.ones_like(CELL))
     assert torch.equal(reverse.isnan(), distances.isnan())
+
+
+@pytest.mark.parametrize("cells", [None, torch.stack([CELL, CELL])])
+@pytest.mark.parametrize("width", [0, 1, 8])
+def test_rows_without_a_mark_have_no_distances(cells, width):
+    """Of a lost atom in a system without images, or in a matrix without columns."""
+    x = torch.cat([X, X])
+    x[[1, 5], 2] = NAN
+    options = {"batch_idx": torch.arange(2, dtype=torch.int32).repeat_interleave(4), "max_neighbors": width}
+    open_and_periodic = None if cells is None else torch.tensor([[False] * 3, [True] * 3])
+    with hidden_values():
+        *_, distances = neighbors.neighbor_list(
+            x, 1.0, cells, open_and_periodic, check=False, return_distances=True, **options
+        )
+    assert distances.shape == (8, width)
+    assert distances.isnan().sum(1).tolist() == [*5 * [0], int(cells is not None and width > 0), 0, 0]
 
 
 def test_a_list_is_looked_at_even_if_that_is_not_asked_for():

@@ -3,14 +3,14 @@
 Callers with checked arguments, such as `rows.build_rows`, call the ops of `search` directly.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.compat.method_names import search_method
 from nvalchemiops.neighbors.grid import AUTOMATIC, BINNED, NAIVE
 from nvalchemiops.neighbors.neighbor_utils import grown_width
-from nvalchemiops.neighbors.rows import NO_PADDING
+from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
@@ -151,8 +151,13 @@ def build(
             search, width, room, rebuild_flags, fill_value, readable
         )
         is_marked = is_marked and (as_list or any(wanted.values()))
-        # with a cell the row of an atom without known neighbors has one slot, the mark
-        present = torch.where(count == NOT_FINITE, int(cell is not None), count) if is_marked else count
+        present = count
+        if is_marked:
+            # in a system with images the row of an atom without known neighbors has one slot, the mark
+            marks: Any = 0
+            if cell is not None and shifts is not None and matrix.shape[1] > 0:
+                marks = shifts[:, 0, 0] == NOWHERE
+            present = torch.where(count == NOT_FINITE, marks, count)
         if as_list:
             images = None if cell is None else shifts
             pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, present, images)

@@ -134,8 +134,9 @@ def neighbor_list(
         If False, and ``max_neighbors`` or memory is given, values are not read on the host, and nothing waits for a
         GPU. Rows are then cut at the given width, and ``num_neighbors`` still counts all neighbors of an atom. An atom
         whose position is not finite, whose cell is unusable, or whose system does not exist, has a count of 2**31 - 1.
-        With a cell its row holds only the atom itself in image 2**31 - 1 along each axis, for which distances and sums
-        over pairs are NaN. Other bad values are not detected. The same holds inside ``torch.compile``.
+        With a periodic axis its row holds only the atom itself in image 2**31 - 1 along each axis, for which distances
+        and sums over pairs are NaN; else it is empty. Other bad values are not detected. The same holds inside
+        ``torch.compile``.
     **without_effect
         Names of `nvalchemiops.compat.ignored_arguments.WITHOUT_EFFECT`: scratch memory and choices of another
         implementation, such as ``strategy`` and ``atom_to_cell_mapping``. They are ignored.
