@@ -235,7 +235,7 @@ def test_parameters_of_another_precision_are_converted(name):
         value = torch.as_tensor(call.given.get(parameter, 0.25), dtype=torch.float32)
         found = []
         for dtype in (torch.float32, torch.float64):
-            given = value.to(dtype).requires_grad_()
+            given = value.to(dtype, copy=True).requires_grad_()
             energies = call(**{parameter: given})
             energies = energies if isinstance(energies, torch.Tensor) else energies[0]
             assert energies.dtype is X.dtype

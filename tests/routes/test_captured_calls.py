@@ -463,7 +463,7 @@ def test_sums_with_chosen_parameters(name, made, gpu, monkeypatch):
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
 def test_gradients_of_batches_with_chosen_parameters(function, made, gpu):
     """Of plain sums of energies, in which cells have the weights of systems and all else those of atoms."""
-    inputs = [t.to(gpu.device).requires_grad_() for t in (MIXED.positions, MIXED.charges, MIXED.cell)]
+    inputs = [t.to(gpu.device, copy=True).requires_grad_() for t in (MIXED.positions, MIXED.charges, MIXED.cell)]
     numbers = MIXED.batch_idx.to(gpu.device)
     weights = 1.0 + numbers
 
