@@ -14,8 +14,8 @@ import torch
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.neighbors.formats import matrix_geometry
-from tests.support.mistakes import assert_named
 from nvalchemiops.torch.runtime.context import hidden_values
+from tests.support.mistakes import assert_named
 from tests.support.processes import output_of, run_python
 
 NAN, INF = float("nan"), float("inf")
