@@ -117,7 +117,7 @@ class DFTD3(ExactModule):
         if saved != self.states.elements:
             raise ValueError(f"`elements` are {self.states.elements}, but {saved} in the state dict")
         table = settings["parameters"]
-        if len(table) != len(self._table) or not np.allclose(table, self._table, rtol=1e-8, atol=1e-12):
+        if not self._has_table(table):
             raise ValueError("`parameters` have other values for these elements than those of the state dict")
         return {name: settings[name] for name in (*self.kind._fields, *_NUMBERS)} | self._published_again()
 
@@ -130,9 +130,12 @@ class DFTD3(ExactModule):
             data = given_or_published(None)
         except ImportError:  # the module was made with data of its own
             return {}
-        table = _summary(data, self.states.elements)
-        same = len(table) == len(self._table) and np.allclose(table, self._table, rtol=1e-8, atol=1e-12)
-        return {"states": data.states(self.states.elements, "cpu")} if same else {}
+        is_same = self._has_table(_summary(data, self.states.elements))
+        return {"states": data.states(self.states.elements, "cpu")} if is_same else {}
+
+    def _has_table(self, table: Any) -> bool:
+        """Whether sums over reference data are those of this module's data."""
+        return len(table) == len(self._table) and bool(np.allclose(table, self._table, rtol=1e-8, atol=1e-12))
 
     @engine.with_own_plans
     def forward(
