@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import warp as wp
 
 from nvalchemiops.launch import kernel_module
+from nvalchemiops.neighbors.rows import NOWHERE
 from nvalchemiops.types import REAL
 
 EIGHTPI = 8.0 * math.pi
@@ -69,12 +70,15 @@ def lj_kernel(precision: str, with_virial: bool) -> wp.Kernel:
         virial = wp.mat33d()
         for slot in range(wp.min(counts[i], matrix.shape[1])):
             j = matrix[i, slot]
-            if j != fill_value and j >= 0 and j < positions.shape[0]:
-                shift = shifts[i, slot]
+            shift = shifts[i, slot]
+            is_itself = j == i and shift == wp.vec3i(0, 0, 0)  # padding, as in all sums over pairs
+            if j != fill_value and j >= 0 and j < positions.shape[0] and not is_itself:
                 image = wp.vec3d(wp.float64(shift[0]), wp.float64(shift[1]), wp.float64(shift[2]))
                 vector = wp.vec3d(positions[j]) - here + cell * image
                 r = wp.length(vector)
-                if r < wp.float64(cutoff[0]):
+                if shift[0] == wp.static(NOWHERE):
+                    r = wp.float64(wp.nan)
+                if not (r >= wp.float64(cutoff[0])):  # also for NaN
                     pair = _lj_pair(
                         r,
                         wp.float64(epsilon[0]),

@@ -22,6 +22,8 @@ from nvalchemiops.interactions.electrostatics.ewald_recip_factory import (
 )
 from nvalchemiops.neighbors.base_dispatch import neighbor_list_strategy_run_args
 from nvalchemiops.neighbors.rebuild_detection import check_batch_neighbor_list_rebuild
+from nvalchemiops.neighbors.rows import NOWHERE
+from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.segment_ops import segmented_max, segmented_mean, segmented_min, segmented_sum
 from nvalchemiops.torch.fire2 import fire2_step_coord, fire2_step_coord_cell
 from nvalchemiops.torch.interactions import electrostatics
@@ -550,6 +552,25 @@ def test_lennard_jones_kernels(half):
     wp.launch(lj._batch_lj_energy_forces_matrix_kernel_overload[wp.float32], dim=6, inputs=inputs, device="cpu")
     torch.testing.assert_close(forces.to(FLOAT), expected[1], atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(energies.to(FLOAT), expected[0], atol=1e-6, rtol=1e-4)
+
+
+def test_lennard_jones_of_atoms_that_are_lost():
+    """A position that is no number since the search, and the mark of an atom without known neighbors, give NaN."""
+    x = torch.tensor([[0.0, 0, 0], [4.0, 0, 0], [torch.nan, 0, 0], [4.0, 9, 0], [8.0, 9, 0], [0.0, 20, 0]], dtype=FLOAT)
+    # an atom itself, without a shift, is padding, as in all sums over pairs
+    matrix = torch.tensor([[1, 6], [0, 1], [3, 6], [2, 4], [3, 6], [5, 6]], dtype=torch.int32)
+    shifts = torch.zeros(6, 2, 3, dtype=torch.int32)
+    shifts[5, 0] = NOWHERE
+    counts, idx = torch.tensor([1, 2, 1, 2, 1, NOT_FINITE], dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    parameters = [wp.array([value], dtype=wp.float64) for value in (0.0104, 3.4, 6.5, 1.5)]
+    energies, forces = torch.zeros(6, dtype=FLOAT), torch.zeros(6, 3, dtype=FLOAT)
+    near = wp.from_torch(matrix, dtype=N), wp.from_torch(shifts, dtype=wp.vec3i), *arrays(counts, idx)
+    inputs = [*arrays(x, CELLS[:1]), *near, *parameters, wp.bool(False), N(6), *arrays(energies, forces)]
+    wp.launch(lj._batch_lj_energy_forces_matrix_kernel_overload[wp.float64], dim=6, inputs=inputs, device="cpu")
+    lost = [False, False, True, True, False, True]
+    assert energies.isnan().tolist() == lost and forces.isnan().all(1).tolist() == lost
+    half = 2.0 * 0.0104 * ((3.4 / 4.0) ** 12 - (3.4 / 4.0) ** 6)
+    close(energies[[0, 1, 4]], torch.full((3,), half, dtype=FLOAT), 1e-12)
 
 
 @pytest.mark.parametrize("batched", [False, True])
