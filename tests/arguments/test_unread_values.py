@@ -197,7 +197,11 @@ def test_wrong_exclusions_that_are_not_read_give_nan(how):
         with gpu_layout():
             return ewald_sum(x, pairs)
 
-    for function, unread in ((potential, compiled(potential)), (ewald_sum, in_lanes)):
+    def in_second_slice(x, pairs):
+        slices = torch.vmap(potential, (None, 0))(x, torch.stack([pairs, pairs]))
+        return [result[1] for result in slices]
+
+    for function, unread in ((potential, compiled(potential)), (potential, in_second_slice), (ewald_sum, in_lanes)):
         right = function(POSITIONS, torch.tensor([[1], [2]]))
         for result, expected in zip(unread(POSITIONS, pairs), right, strict=True):
             (well, broken), (as_ever, _) = split_in_two(result), split_in_two(expected)

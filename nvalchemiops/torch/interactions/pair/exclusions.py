@@ -83,7 +83,7 @@ def within_systems(exclusions: ExclusionRows | None, batch_idx: torch.Tensor | N
     """The same rows; raises if a pair joins atoms of different systems, or marks it if values cannot be read."""
     if exclusions is None or batch_idx is None:
         return exclusions
-    if not may_read(batch_idx):
+    if not may_read(batch_idx, exclusions.pairs):
         first, second = (batch_idx.index_select(0, pairs) for pairs in exclusions.pairs)
         return exclusions._replace(atoms=_marked(exclusions.atoms, first != second, exclusions.order))
     of_pair = batch_idx[exclusions.pairs]
