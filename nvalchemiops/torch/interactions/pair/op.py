@@ -355,6 +355,8 @@ def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> di
         if name == "first" and numbers is not None and unused is not None:
             ends = n_atoms * torch.arange(1, count + 1, dtype=numbers.dtype, device=numbers.device)
             numbers = torch.where(unused, ends.unsqueeze(1) - 1, numbers)
+        elif name == "excluded" and numbers is not None:  # `NO_ATOM` stays
+            numbers = torch.where(given[name] < 0, given[name], numbers)
         folded[name] = None if numbers is None else numbers.flatten()
     for name, entries in (("row_begin", "neighbors"), ("excluded_begin", "excluded")):
         if given[name] is not None:
