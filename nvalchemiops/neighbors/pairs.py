@@ -7,6 +7,7 @@ import warp as wp
 from nvalchemiops.kernels.native import filled, native_kernel
 from nvalchemiops.launch import kernel_module, kernel_variants
 from nvalchemiops.neighbors.rows import NOWHERE
+from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.types import REAL
 
 SLOTS_PER_THREAD = 64
@@ -18,10 +19,17 @@ _MEASURE = """
     const int end = n_slots - begin < slots_per_thread ? n_slots : begin + slots_per_thread;
     const bool chosen = n_rows > 0, shifted = shift.shape[0] > 0;
     const auto *x = &positions.data[0][0];
+    const auto is_nowhere = [](int s) { return s == @nowhere@ || s == -@nowhere@; };
     for (int slot = begin; slot < end; ++slot) {
         const int row = width > 0 ? slot / width : first.data[slot], j = second.data[slot];
-        bool known = true;
-        if (j == padding || (counts.shape[0] > 0 && slot - row * width >= counts.data[row])) {
+        bool known = true, present = j != padding;
+        if (present && counts.shape[0] > 0) {
+            const int count = counts.data[row];
+            present = slot - row * width < count;
+            // of a row without known neighbors only the mark
+            if (count == @unknown@) present = present && shifted && is_nowhere(shift.data[slot][0]);
+        }
+        if (!present) {
             vectors.data[slot] = {};
             squares.data[slot] = 0;
             continue;
@@ -43,7 +51,7 @@ _MEASURE = """
                 const int s = shift.data[slot][axis];
                 if (s == 0) continue;
                 const auto *vector = cell.data[system].data[axis];
-                const decltype(a) count = s == @nowhere@ || s == -@nowhere@ ? NAN : s;
+                const decltype(a) count = is_nowhere(s) ? NAN : s;
                 a += count * vector[0];
                 b += count * vector[1];
                 c += count * vector[2];
@@ -59,6 +67,7 @@ _MEASURE = """
 def measure_pairs(precision: str) -> Any:
     """Kernel that measures the slots of a list or a matrix: zero in padding, NaN for no atom or `NOWHERE`.
 
+    A row with the count `NOT_FINITE` holds the mark of an atom without known neighbors, or nothing but padding.
     Lattice vectors along which a pair is not shifted are not read. Nothing is contracted to fused operations, so that
     the same arithmetic written in torch gives the same bits.
     """
@@ -67,7 +76,7 @@ def measure_pairs(precision: str) -> Any:
     name = f"measure_pairs_{precision}"
     wp.set_module_options({"fuse_fp": False}, module=kernel_module(name))
 
-    @native_kernel(name, filled(_MEASURE, nowhere=NOWHERE))
+    @native_kernel(name, filled(_MEASURE, nowhere=NOWHERE, unknown=NOT_FINITE))
     def kernel(
         thread: wp.int32,
         positions: wp.array(dtype=vec3),  # (n_atoms,)

@@ -13,7 +13,7 @@ import torch
 
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
-from nvalchemiops.torch.neighbors.formats import matrix_geometry
+from nvalchemiops.torch.neighbors.formats import matrix_geometry, pairs_of_matrix
 from nvalchemiops.torch.runtime.context import hidden_values
 from tests.support.mistakes import assert_named
 from tests.support.processes import output_of, run_python
@@ -375,6 +375,11 @@ def test_distances_where_an_atom_is_lost_and_nobody_looks(compiled):
     assert matrix[1].tolist() == [1] + 7 * [4] and shifts[1].sum(1).tolist() == [3 * (2**31 - 1)] + 7 * [0]
     assert distances[1, 0].isnan() and vectors[1, 0].isnan().all() and not distances[1, 1:].any()
     assert distances[0, :2].tolist() == [0.5, 0.5] and int(distances.isfinite().sum()) == 31
+    measure = torch.compile(matrix_geometry, backend="aot_eager", fullgraph=True) if compiled else matrix_geometry
+    again, _ = measure(x, matrix, count, shifts, CELL)
+    torch.testing.assert_close(again, distances, rtol=0.0, atol=0.0, equal_nan=True)
+    pairs, _, shifts = pairs_of_matrix(matrix, count, shifts)
+    assert pairs[:, pairs[0] == 1].tolist() == [[1], [1]] and (shifts[pairs[0] == 1] == 2**31 - 1).all()
     # a cell of which nobody looked at the volume, with positions and vectors that are finite
     matrix, _, shifts, distances, _ = find(X, torch.ones_like(CELL))
     assert distances[:, 0].isnan().all() and not distances[:, 1:].any()
@@ -391,11 +396,16 @@ def test_rows_without_a_mark_have_no_distances(cells, width):
     options = {"batch_idx": torch.arange(2, dtype=torch.int32).repeat_interleave(4), "max_neighbors": width}
     open_and_periodic = None if cells is None else torch.tensor([[False] * 3, [True] * 3])
     with hidden_values():
-        *_, distances = neighbors.neighbor_list(
+        matrix, count, *shifts, distances = neighbors.neighbor_list(
             x, 1.0, cells, open_and_periodic, check=False, return_distances=True, **options
         )
     assert distances.shape == (8, width)
     assert distances.isnan().sum(1).tolist() == [*5 * [0], int(cells is not None and width > 0), 0, 0]
+    x.requires_grad_()
+    again, _ = matrix_geometry(x, matrix, count, *shifts or [None], cells, options["batch_idx"])
+    assert torch.equal(again.nan_to_num(9.0), distances.nan_to_num(9.0))
+    (gradient,) = torch.autograd.grad(again.sum(), x)
+    assert gradient.isnan().any(1).tolist() == distances.isnan().any(1).tolist()
 
 
 def test_a_list_is_looked_at_even_if_that_is_not_asked_for():

@@ -473,6 +473,7 @@ SHIFTS = torch.zeros(2, 3, dtype=torch.int32)
         (ValueError, "neighbor_matrix", lambda: get_neighbor_list_from_neighbor_matrix(COUNT, COUNT)),
         (ValueError, "num_neighbors", lambda: get_neighbor_list_from_neighbor_matrix(MATRIX, COUNT[:2])),
         (ValueError, "num_neighbors", lambda: get_neighbor_list_from_neighbor_matrix(MATRIX, -COUNT)),
+        (ValueError, "num_neighbors", lambda: get_neighbor_list_from_neighbor_matrix(MATRIX, COUNT | (2**31 - 1))),
         (ValueError, "shift", lambda: get_neighbor_list_from_neighbor_matrix(MATRIX, COUNT, SHIFTS)),
         (ValueError, "neighbor_list", lambda: get_neighbor_matrix_from_neighbor_list(PAIRS[0], PTR)),
         (ValueError, "sorted", lambda: get_neighbor_matrix_from_neighbor_list(PAIRS.flip(1), PTR)),

@@ -3,20 +3,18 @@
 Callers with checked arguments, such as `rows.build_rows`, call the ops of `search` directly.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from nvalchemiops.compat.method_names import search_method
 from nvalchemiops.neighbors.grid import AUTOMATIC, BINNED, NAIVE
 from nvalchemiops.neighbors.neighbor_utils import grown_width
-from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
-from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors import faults
 from nvalchemiops.torch.neighbors import search as ops
-from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
+from nvalchemiops.torch.neighbors.formats import pairs_of_matrix
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.operators.segments import batch_idx_of
@@ -147,20 +145,9 @@ def build(
     else:
         # a list waits for the device in any case
         readable = (form.check or as_list) and may_read()
-        matrix, count, shifts, is_marked, most = _search_matrix(
-            search, width, room, rebuild_flags, fill_value, readable
-        )
-        is_marked = is_marked and (as_list or any(wanted.values()))
-        present = count
-        if is_marked:
-            # in a system with images the row of an atom without known neighbors has one slot, the mark
-            marks: Any = 0
-            if cell is not None and shifts is not None and matrix.shape[1] > 0:
-                marks = shifts[:, 0, 0] == NOWHERE
-            present = torch.where(count == NOT_FINITE, marks, count)
+        matrix, count, shifts, most = _search_matrix(search, width, room, rebuild_flags, fill_value, readable)
         if as_list:
-            images = None if cell is None else shifts
-            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, present, images)
+            pairs, ptr, *rest = pairs_of_matrix(matrix, count, None if cell is None else shifts)
             shifts = rest[0] if rest else None
             if target_indices is not None:
                 pairs = torch.stack([target_indices.to(torch.int32)[pairs[0].long()], pairs[1]])
@@ -186,7 +173,7 @@ def build(
         if as_list:
             slots = Pairs(lattice, system, None, pairs[0], pairs[1], shifts)
         else:
-            slots = Pairs(lattice, system, target_indices, None, matrix, shifts, present, matrix.shape[1], NO_PADDING)
+            slots = Pairs(lattice, system, target_indices, None, matrix, shifts, count, matrix.shape[1])
         for (name, is_wanted), tensor in zip(wanted.items(), distances_and_vectors(positions, slots)):
             if is_wanted:
                 results += (_in_memory(name, getattr(room, name), tensor, None if as_list else width),)
@@ -262,8 +249,8 @@ def _search_matrix(
     rebuild_flags: torch.Tensor | None,
     fill_value: int,
     readable: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, int | None]:
-    """Matrix, counts, shifts, whether counts may mark atoms without a valid position or cell, and the largest count.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int | None]:
+    """Matrix, counts, shifts, and the largest count.
 
     If values are ``readable``, the largest count is read, and a matrix too narrow for a row is replaced by a wider one.
     """
@@ -276,7 +263,7 @@ def _search_matrix(
     if width is None:
         found, counted, images, _ = ops.found_matrix(search, fill_value)
         counted = counted if count is None else count.copy_(counted)
-        return found, counted, images, False, None
+        return found, counted, images, None
     if search.cell is None and shifts is not None:
         shifts.zero_()
         shifts = None
@@ -289,7 +276,7 @@ def _search_matrix(
         fault = ops.filled_in_place(search, rebuild_flags, fill_value, matrix, count, shifts)
     if not readable:
         # if faults are not read, an atom without a valid position or cell has a special count and an empty row
-        return matrix, count, shifts, True, None
+        return matrix, count, shifts, None
     faults.raise_faults(fault, search, rebuild_flags)
     most = faults.largest_count(count)
     if most > width and rebuild_flags is not None:
@@ -298,7 +285,7 @@ def _search_matrix(
         ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
         most = faults.largest_count(count)
     if most <= width:
-        return matrix, count, shifts, rebuild_flags is not None, most
+        return matrix, count, shifts, most
     # search again, with room for all neighbors; rows of systems without flags fit, and are copied
     columns = grown_width(most)
     if search.n_rows * columns > faults.MAX_SLOTS:
@@ -308,7 +295,7 @@ def _search_matrix(
             raise MemoryError("more entries than int32 can address")
         if rebuild_flags is None:
             wide, _, images, _ = ops.neighbor_matrix(*search, fill_value, columns)
-            return wide, count, images, False, most
+            return wide, count, images, most
         wide, images = new(columns), None if shifts is None else new(columns, 3)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -318,7 +305,7 @@ def _search_matrix(
     if images is not None and shifts is not None:
         images[:, :width], images[:, width:] = shifts, 0
     ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, wide, count, images)
-    return wide, count, images, True, most
+    return wide, count, images, most
 
 
 def _width(

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.neighbors.pairs import list_geometry, matrix_geometry, slot_mask
+from nvalchemiops.torch.neighbors.pairs import Pairs, list_geometry, matrix_geometry, slot_mask
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
@@ -76,6 +78,9 @@ def get_neighbor_list_from_neighbor_matrix(
         A count is larger than the width: pairs are missing in the matrix. Compiled code does not raise, and returns the
         pairs in the matrix.
 
+        An atom without known neighbors (2**31 - 1, see ``check`` of `neighbor_list`) is a ValueError. In compiled code
+        its row has the slot that says so, or none.
+
     Notes
     -----
     The number of pairs depends on the values, so the function waits for a GPU. To compile it with ``fullgraph=True``,
@@ -89,13 +94,28 @@ def get_neighbor_list_from_neighbor_matrix(
         checks.check_index("neighbor_shift_matrix", neighbor_shift_matrix, neighbor_matrix, (n_atoms, width, 3))
     if n_atoms and may_read(num_neighbors, wait=True):
         fewest, most = torch.stack(torch.aminmax(num_neighbors)).tolist()
+        if most == NOT_FINITE:
+            raise ValuesError(
+                "`num_neighbors` has the entry 2**31 - 1, of an atom whose neighbors are not known: its position is "
+                "not finite, its cell is unusable, or its system does not exist"
+            )
         if most > width:
             raise NeighborOverflowError(width, most)
         if fewest < 0:
             raise ValueError(f"`num_neighbors` has the negative entry {fewest}")
+    return pairs_of_matrix(neighbor_matrix, num_neighbors, neighbor_shift_matrix, fill_value)
 
-    kept = slot_mask(num_neighbors, width) & (neighbor_matrix != fill_value)
-    place = kept.reshape(-1).nonzero().squeeze(1)
+
+def pairs_of_matrix(
+    neighbor_matrix: torch.Tensor,
+    num_neighbors: torch.Tensor,
+    neighbor_shift_matrix: torch.Tensor | None = None,
+    fill_value: int = NO_NEIGHBOR,
+) -> tuple[torch.Tensor, ...]:
+    """`get_neighbor_list_from_neighbor_matrix` of checked arguments, with marks of atoms without known neighbors."""
+    n_atoms, width = neighbor_matrix.shape
+    slots = Pairs(None, None, None, None, neighbor_matrix, neighbor_shift_matrix, num_neighbors, width, fill_value)
+    place = slots.occupied(n_atoms).reshape(-1).nonzero().squeeze(1)
     i = torch.div(place, max(width, 1), rounding_mode="floor").to(torch.int32)
     j = neighbor_matrix.reshape(-1).index_select(0, place).to(torch.int32)
     pairs, ptr = torch.stack([i, j]), row_pointers(i, n_atoms)

@@ -12,6 +12,7 @@ import torch
 from nvalchemiops.layout import layout
 from nvalchemiops.neighbors import pairs as core
 from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
+from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
@@ -66,7 +67,13 @@ class Pairs(NamedTuple):
     def occupied(self, n_rows: int) -> torch.Tensor:
         """Mask (n_rows, width) of the slots of a matrix that are not padding."""
         mask = self.second.reshape(n_rows, self.width) != self.padding
-        return mask if self.counts is None else mask & slot_mask(self.counts, self.width)
+        if self.counts is None:
+            return mask
+        # a row without known neighbors holds the mark of its atom, or nothing
+        known = (self.counts != NOT_FINITE).unsqueeze(1)
+        if self.shifts is not None:
+            known = known | (self.shifts.reshape(n_rows, self.width, 3)[..., 0].abs() == NOWHERE)
+        return mask & known & slot_mask(self.counts, self.width)
 
 
 def list_geometry(
@@ -146,7 +153,8 @@ def matrix_geometry(
     neighbor_matrix : (n_rows, width) int32 tensor
         A matrix without rows has no pairs, for any number of atoms.
     num_neighbors : (n_rows,) int32 tensor, optional
-        Number of slots of each row before its padding. If not given, only ``fill_value`` marks padding.
+        Number of slots of each row before its padding. If not given, only ``fill_value`` marks padding. The row of an
+        atom without known neighbors (2**31 - 1, see ``check`` of `neighbor_list`) has the slot that says so, or none.
     shifts : (n_rows, width, 3) int32 tensor, optional
         S of each neighbor; together with ``cell``.
     target_indices : (n_rows,) int32 tensor, optional
