@@ -331,6 +331,8 @@ def test_open_axes_need_no_lattice_vector(read):
     call = energies if read else compiled(energies)
     right = energies(cell + torch.tensor([[0.0], [0.0], [9.0]]) * torch.eye(3), flat)
     torch.testing.assert_close(call(cell, flat), right, rtol=0, atol=0)
+    torch.testing.assert_close(call(cell, {"batch_idx": BATCH}), right, rtol=0, atol=0)
+    energies(cell, flat, check=True)
     for anything in (torch.nan, cell[:, 1]):
         cell[:, 2] = anything
         torch.testing.assert_close(call(cell, flat, pbc=pbc), right, rtol=0, atol=0)

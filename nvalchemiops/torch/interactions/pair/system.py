@@ -99,17 +99,17 @@ def pair_system(
             raise ValueError("`neighbor_cutoff` describes a neighbor list, but none is given")
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
-        rows = build_rows(positions, cutoff, cell, searched, pbc)
+        rows = build_rows(positions, cutoff, cell, searched, _periodic_axes(cell, pbc))
     elif check and isinstance(given, GivenNeighbors) and cutoff is not None and may_read(positions, wait=True):
         name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
-        check_reach(name, rows, positions, cutoff, cell, searched, pbc)
+        check_reach(name, rows, positions, cutoff, cell, searched, _periodic_axes(cell, pbc))
     if is_padding is not None and not isinstance(given, Rows):
         rows = _without(is_padding, rows)
     if cell is None:
         cell = cell_without_images(rows, positions, n_systems)
     elif not may_read(cell):
         cell = nan_if_singular(cell, may_be_open=True)
-    elif not (rows is given or fits):
+    elif not (rows is given or fits or (is_own and pbc is None)):
         _check_images(rows, is_own, cell, of_atoms, positions)
     return PairSystem(positions, cell, of_atoms, n_systems, rows)
 
@@ -230,6 +230,13 @@ def _has_open_axes(cell: torch.Tensor) -> bool:
         return check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # systems may share one cell
     except ValuesError as error:
         raise ValuesError(f"{error}; along an open axis give a vector of zeros") from None
+
+
+def _periodic_axes(cell: torch.Tensor | None, pbc: Any) -> Any:
+    """``pbc`` for a search; if it is not given, axes with a vector of zeros are open. Raises for a singular cell."""
+    if pbc is not None or cell is None or (may_read(cell) and not _has_open_axes(cell)):
+        return pbc
+    return (cell.detach() != 0.0).any(-1)
 
 
 def _check_images(
