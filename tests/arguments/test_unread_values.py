@@ -221,11 +221,14 @@ def test_a_full_list_that_is_not_read_is_not_taken_for_a_half_one():
     torch.testing.assert_close(call(POSITIONS, NEAR | dict(zip(names, half))), right, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="with `half_list` a pair twice"):
         call(POSITIONS, NEAR)
-    # in memory with room for more pairs, where only the entry after the last one is known
-    pairs, pointers, shifts = half
-    room = torch.tensor([NO_PADDING, 1, 0], dtype=torch.int32)
-    half = torch.cat([pairs, room.expand(2, 3)], 1), pointers, torch.cat([shifts, shifts.new_ones(3, 3)])
+    half = with_room(*half)
     torch.testing.assert_close(call(POSITIONS, NEAR | dict(zip(names, half))), right, rtol=1e-12, atol=1e-12)
+
+
+def with_room(pairs: torch.Tensor, pointers: torch.Tensor, shifts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A list in memory with room for three more pairs, where only the entry after the last one is known."""
+    room = torch.tensor([NO_PADDING, 1, 0], dtype=torch.int32)
+    return torch.cat([pairs, room.expand(2, 3)], 1), pointers, torch.cat([shifts, shifts.new_ones(3, 3)])
 
 
 def dispersion(x: torch.Tensor, cell: torch.Tensor, near: dict[str, Any], tables: ReferenceStates) -> Any:
@@ -243,6 +246,32 @@ def tables(factorise: bool) -> ReferenceStates:
 
 
 DAMPING, FACTORISED, BY_PAIR = damping_parameters("pbe", "bj"), tables(True), tables(False)
+
+
+@pytest.mark.parametrize("kind", ["half", "filled", "slab", "no cell", "D3", "D3 by pairs"])
+def test_room_for_more_pairs_is_read_as_such(kind):
+    """Where values are read as well: half lists, images along open axes or without a cell, pairs of padding atoms."""
+    cell = None if kind == "no cell" else CELL.clone()
+    if kind == "slab":
+        cell[:, 2] = 0.0
+    pbc = None if cell is None else (cell != 0.0).any(-1)
+    found = neighbor_list(POSITIONS, CUTOFF, cell, pbc, BATCH, return_neighbor_list=True, half_fill=kind == "half")
+    pairs, pointers, shifts = found if cell is not None else (*found, found[0].new_zeros(found[0].shape[1], 3))
+
+    def call(*near):
+        options = {"batch_idx": BATCH, "cutoff": CUTOFF, **dict(zip(NEAR, near))}
+        if "D3" in kind:
+            numbers = (torch.arange(len(POSITIONS)) % 4).clamp(min=1) + 5
+            numbers[[1, -1]] = 0
+            return d3_dispersion(POSITIONS, numbers, DAMPING, BY_PAIR if "by" in kind else FACTORISED, cell, **options)
+        filled = {"half_list": True, "fill_value": -1} if kind == "filled" else {"half_list": kind == "half"}
+        return lennard_jones(options.pop("cutoff"))(POSITIONS, cell, **LJ, **options, **filled, num_systems=2, **ALL)
+
+    if kind == "filled":
+        pairs[1, pairs[0] > pairs[1]] = -1
+        pairs[1, (pairs[0] == pairs[1]) & (shifts @ torch.tensor([10**4, 100, 1], dtype=torch.int32) < 0)] = -1
+    right = call(pairs, pointers, shifts)
+    torch.testing.assert_close(call(*with_room(pairs, pointers, shifts)), right, rtol=1e-12, atol=1e-12)
 
 
 BY_MATRIX: dict[str, Callable[..., Any]] = {

@@ -147,11 +147,11 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
     neighbors = _int32(entries)
     if not has_list:
         neighbors, shifts = neighbors.view(-1), None if shifts is None else shifts.view(-1, 3)
-    if not periodic and shifts is not None and may_read(shifts):
-        if bool(shifts.any()) and bool(shifts[neighbors != padding].any()):
-            raise ValueError(f"`cell` is needed with `{name}`: together they say where the images are")
-        shifts = None
     rows = Rows(pointers, neighbors, shifts, width, padding, first)
+    if not periodic and shifts is not None and may_read(shifts):
+        if bool(shifts.any()) and bool(shifts[listed_slots(rows)].any()):
+            raise ValueError(f"`cell` is needed with `{name}`: together they say where the images are")
+        rows = rows._replace(shifts=None)
     return _expanded(rows, n_atoms, half_list, check) if half_list or check else rows
 
 
@@ -202,12 +202,12 @@ def build_rows(
 
 def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     """A full list of the pairs in ``rows``, without padding if values are read."""
-    _, neighbors, shifts, width, padding, first = rows
+    _, neighbors, shifts, width, _, first = rows
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
     if not (check or may_read(neighbors)):
         return _both_directions(rows._replace(first=first), n_atoms)
-    places = (neighbors != padding).nonzero().squeeze(1)
+    places = listed_slots(rows).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
     shifts = None if shifts is None else shifts.index_select(0, places)
     ptr = row_pointers(pairs[0], n_atoms)
@@ -248,6 +248,13 @@ def _both_directions(rows: Rows, n_atoms: int) -> Rows:
     if unused is not None:
         row = torch.where(unused.repeat(2).index_select(0, order), NO_PADDING, row)
     return Rows(pointers, column, images, 0, absent, row)
+
+
+def listed_slots(rows: Rows) -> torch.Tensor:
+    """Which slots (n_slots,) hold pairs, and are neither padding nor room at the end of a list."""
+    unused = unused_slots(rows.pointers, rows.neighbors if rows.first is None else rows.first)
+    is_pair = rows.neighbors != rows.padding
+    return is_pair if unused is None else is_pair & ~unused.squeeze(0)
 
 
 def unused_slots(pointers: torch.Tensor | None, entries: torch.Tensor) -> torch.Tensor | None:
@@ -303,11 +310,13 @@ def pair_distances(
 
 
 def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
-    """Row index (n_slots,), int64, of each slot: the number of its atom."""
+    """Row index (n_slots,), int64, of each slot: the number of its atom; room at the end belongs to the last row."""
     atoms = torch.arange(n_atoms, device=rows.neighbors.device)
     if rows.pointers is None:
         return atoms.repeat_interleave(rows.width)
-    return atoms.repeat_interleave(rows.pointers.diff(), output_size=rows.neighbors.shape[0])
+    n_slots = rows.neighbors.shape[0]
+    lengths = torch.diff(rows.pointers[:-1], append=rows.pointers.new_full((1,), n_slots))
+    return atoms.repeat_interleave(lengths, output_size=n_slots)
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:

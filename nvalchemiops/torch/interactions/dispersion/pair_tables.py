@@ -12,7 +12,7 @@ import torch
 from nvalchemiops.torch.interactions.dispersion.reference_data import ReferenceStates
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
-from nvalchemiops.torch.neighbors.rows import Rows, row_indices
+from nvalchemiops.torch.neighbors.rows import Rows, listed_slots, row_indices
 from nvalchemiops.torch.runtime.context import may_read
 
 PAIRS_AT_ONCE = 2**16
@@ -35,7 +35,7 @@ def pairs_apart(system: PairSystem) -> tuple[torch.Tensor, torch.Tensor, torch.T
     n_atoms = positions.shape[0]
     first = row_indices(rows, n_atoms)
     # an index out of range needs no care here: it has already made the coordination number of its row NaN
-    is_pair = (rows.neighbors != rows.padding) & (rows.neighbors >= 0) & (rows.neighbors < n_atoms)
+    is_pair = listed_slots(rows) & (rows.neighbors >= 0) & (rows.neighbors < n_atoms)
     second = torch.where(is_pair, rows.neighbors, first)
     several = cell is not None and cell.shape[0] > 1
     pairs = Pairs(cell, batch_idx if several else None, None, first, second, rows.shifts)

@@ -16,6 +16,7 @@ from nvalchemiops.torch.neighbors.rows import (
     build_rows,
     cell_without_images,
     check_reach,
+    listed_slots,
     row_indices,
     rows_of,
 )
@@ -247,10 +248,9 @@ def _check_images(
     if not _has_open_axes(cell) or is_own or shifts is None or not may_read(shifts):
         return
     is_open = (values_of(cell) == 0.0).all(-1)
-    width = rows.width if rows.pointers is None else rows.pointers.diff()
     of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
-    beyond = (shifts != 0) & of_atom.repeat_interleave(width, 0, output_size=shifts.shape[0])
-    if bool(beyond[rows.neighbors != rows.padding].any()):
+    beyond = (shifts != 0) & of_atom.index_select(0, row_indices(rows, positions.shape[0]))
+    if bool(beyond[listed_slots(rows)].any()):
         raise ValuesError(
             "`cell`: the neighbor list contains images along an axis that is open (a zero lattice vector, or False in "
             "`pbc`)"
