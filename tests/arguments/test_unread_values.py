@@ -362,6 +362,8 @@ def test_open_axes_need_no_lattice_vector(read):
     torch.testing.assert_close(call(cell, flat), right, rtol=0, atol=0)
     torch.testing.assert_close(call(cell, {"batch_idx": BATCH}), right, rtol=0, atol=0)
     energies(cell, flat, check=True)
+    mapped = torch.vmap(lambda b: energies(cell, {**flat, "batch_idx": b}))(torch.stack([BATCH, BATCH]))
+    torch.testing.assert_close([result[1] for result in mapped], list(right), rtol=1e-12, atol=1e-12)
     for anything in (torch.nan, cell[:, 1]):
         cell[:, 2] = anything
         torch.testing.assert_close(call(cell, flat, pbc=pbc), right, rtol=0, atol=0)

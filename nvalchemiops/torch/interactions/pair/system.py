@@ -245,7 +245,7 @@ def _check_images(
 ) -> None:
     """Raise for a singular cell, and for a zero lattice vector if a given list has images along it."""
     shifts = rows.shifts
-    if not _has_open_axes(cell) or is_own or shifts is None or not may_read(shifts):
+    if not _has_open_axes(cell) or is_own or shifts is None or not may_read(*rows, batch_idx):
         return
     is_open = (values_of(cell) == 0.0).all(-1)
     of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
