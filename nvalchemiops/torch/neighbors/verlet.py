@@ -13,7 +13,7 @@ from nvalchemiops.neighbors.staleness import stale_kernel
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.arrays import warp_device
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, build, method_number
-from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
+from nvalchemiops.torch.neighbors.formats import pairs_of_matrix
 from nvalchemiops.torch.neighbors.rebuild_detection import stale_systems
 from nvalchemiops.torch.neighbors.search import count_systems
 from nvalchemiops.torch.operators.segments import batch_idx_of, sorted_by_system
@@ -235,7 +235,7 @@ class VerletList:
         if self.return_neighbor_list:
             # only the counts mark padding: the caller's padding value may be the number of an atom
             matrix, counts, *shifts = rows
-            result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
+            result = pairs_of_matrix(matrix, counts, shifts[0] if shifts else None)
         return _BuiltList(systems, system, n_systems, rows, result, derived)
 
 
