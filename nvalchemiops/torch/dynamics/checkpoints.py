@@ -106,7 +106,10 @@ class _Segment(torch.autograd.Function):
         found: list[Any] = [None] * len(leaves)
         if pairs and wanted:
             outputs, incoming = zip(*pairs)
-            slopes = torch.autograd.grad(outputs, [leaves[n] for n in wanted], incoming, allow_unused=True)
+            # the part of the graph that is older than the run, from which values of the model may come, is needed again
+            slopes = torch.autograd.grad(
+                outputs, [leaves[n] for n in wanted], incoming, retain_graph=True, allow_unused=True
+            )
             for n, slope in zip(wanted, slopes):
                 found[n] = slope
         return (None, None, *found)
