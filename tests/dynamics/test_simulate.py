@@ -12,6 +12,7 @@ from nvalchemiops.torch.dynamics import (
     ConvergenceWarning,
     Evaluation,
     FromEnergies,
+    Integrator,
     SumOfTerms,
     csvr,
     langevin,
@@ -24,6 +25,7 @@ from nvalchemiops.torch.dynamics import (
     simulate,
     stochastic_cell,
 )
+from nvalchemiops.torch.dynamics.flows import Flow
 from nvalchemiops.torch.systems import System
 
 from .systems import argon, crystal, few_atoms, float64, ideal_gas, joined, run, wells
@@ -361,6 +363,33 @@ def test_gradients_to_parameters_of_a_model_contain_the_first_evaluation(every):
         options["velocities"], system = velocities.clone(), system._replace(positions=system.positions.clone())
     found = last(weight, gradients=True, checkpoint_every=every)  # of tensors that cannot have a graph
     assert abs(found - last(1.2)) < 1e-12
+
+
+@pytest.mark.parametrize("where", ["record", "hook", "flow"])
+def test_gradients_to_parameters_of_records_hooks_and_flows(where):
+    """They are found in every segment, also those that come late."""
+    system, masses, velocities = few_atoms(2)
+    weight = torch.tensor(0.8, dtype=float64, requires_grad=True)
+
+    class Damping(Flow):
+        def __call__(self, state, h):
+            return state._replace(velocities=state.velocities * weight)
+
+    options, flows = {}, nve(0.3).flows
+    if where == "record":
+        options["record"] = {"weighted": lambda state: weight * state.system.positions.square().sum()}
+    elif where == "hook":
+        damp = Damping()
+        options["hooks"] = [lambda state: damp(state, None) if state.step > 2 else None]
+    else:
+        flows = [(Damping(), 1.0), *flows]
+    slopes = []
+    for every in (None, 2):
+        options |= {"masses": masses, "velocities": velocities, "removed": 0, "checkpoint_every": every}
+        found = simulate(system, wells(), Integrator(flows, {"dt": 0.3}), 5, gradients=True, **options)
+        loss = found.state.system.positions.square().sum() + sum(record.sum() for record in found.records.values())
+        slopes += torch.autograd.grad(loss, weight)
+    assert abs(slopes[1] - slopes[0]) < 1e-12 * abs(slopes[0])
 
 
 def test_without_leaves_that_require_gradients_there_is_no_graph():

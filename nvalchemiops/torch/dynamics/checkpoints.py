@@ -4,14 +4,13 @@
 compute the segment again, from its start, during the forward pass already.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from nvalchemiops.torch.dynamics.model import Evaluation, Model
+from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.state import State
-from nvalchemiops.torch.systems import System
 
 Records = list[dict[str, torch.Tensor]]
 Run = Callable[[State], tuple[State, Records]]
@@ -41,17 +40,14 @@ def with_tensors(state: State, tensors: dict[str, torch.Tensor]) -> State:
     )
 
 
-def parameters_of(model: Model, system: System) -> list[torch.Tensor]:
-    """Leaves that require gradients and on which a model depends: those in the graph of one evaluation."""
-    positions = system.positions.detach().requires_grad_()
-    with torch.enable_grad():
-        found = model(system._replace(positions=positions))
-    nodes = [value.grad_fn for value in found if value is not None and value.grad_fn is not None]
+def leaves_of(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors without a history that require gradients, and on which values depend."""
+    nodes = [value.grad_fn for value in values if value.grad_fn is not None]
     seen, leaves = set(nodes), []
     while nodes:
         node = nodes.pop()
         leaf = getattr(node, "variable", None)
-        if leaf is not None and leaf is not positions:
+        if leaf is not None:
             leaves.append(leaf)
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new
@@ -59,21 +55,66 @@ def parameters_of(model: Model, system: System) -> list[torch.Tensor]:
     return leaves
 
 
-def run_segment(run: Run, state: State, parameters: Sequence[torch.Tensor]) -> tuple[State, Records]:
+class Parameters:
+    """Tensors that a run depends on beside its state: those of the model, of flows, of hooks and of records.
+
+    Attributes
+    ----------
+    found : list of tensor
+        Those that are known, which grows.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def look(self, step: Callable[[State], State], state: State) -> None:
+        """Find those of a step, from positions that require gradients, by which a model may decide to keep a graph."""
+        tensors = {name: value.detach() for name, value in tensors_of(state).items()}
+        tensors["positions"].requires_grad_()
+        with torch.enable_grad():
+            after = step(with_tensors(state, tensors))
+        self._add(tensors_of(after).values(), tensors["positions"])
+
+    def watched(self, function: Callable[[State], Any]) -> Callable[[State], Any]:
+        """The function of a state, which returns a state or tensors by name: where no graph is kept, its own are found.
+
+        What it returns then has no graph.
+        """
+
+        def call(state: State) -> Any:
+            if torch.is_grad_enabled():
+                return function(state)
+            with torch.enable_grad():
+                found = function(state)
+            if not isinstance(found, State | dict):
+                return found
+            tensors = tensors_of(found) if isinstance(found, State) else found
+            self._add(tensors.values())
+            tensors = {name: value.detach() for name, value in tensors.items()}
+            return with_tensors(found, tensors) if isinstance(found, State) else tensors
+
+        return call
+
+    def _add(self, values: Iterable[torch.Tensor], *others: torch.Tensor) -> None:
+        known = {id(leaf) for leaf in (*self.found, *others)}
+        self.found += [leaf for leaf in leaves_of(values) if id(leaf) not in known]
+
+
+def run_segment(run: Run, state: State, parameters: Parameters) -> tuple[State, Records]:
     """``run(state)`` without a graph inside; ``parameters`` are all other tensors that it depends on."""
     given = tensors_of(state)
-    kept: dict[str, Any] = {}
 
-    def outputs(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def outputs(tensors: Sequence[torch.Tensor]) -> tuple[State, Records, list[torch.Tensor]]:
         last, records = run(with_tensors(state, dict(zip(given, tensors))))
-        kept.setdefault("state", last)
-        kept.setdefault("names", [list(tensors_of(last)), [list(record) for record in records]])
-        return (*tensors_of(last).values(), *(value for record in records for value in record.values()))
+        values = [value for record in records for value in record.values()]
+        return last, records, [*tensors_of(last).values(), *values]
 
-    results: Iterator[torch.Tensor] = iter(_Segment.apply(outputs, len(given), *given.values(), *parameters))
-    names, columns = kept["names"]
-    last = with_tensors(kept["state"], {name: next(results) for name in names})
-    return last, [{name: next(results) for name in column} for column in columns]
+    with torch.no_grad():  # before, since parameters may be found in it
+        last, records, values = outputs([value.detach() for value in given.values()])
+    arguments = values, lambda tensors: outputs(tensors)[2], len(given)
+    results: Iterator[torch.Tensor] = iter(_Segment.apply(*arguments, *given.values(), *parameters.found))
+    last = with_tensors(last, {name: next(results) for name in tensors_of(last)})
+    return last, [{name: next(results) for name in record} for record in records]
 
 
 class _Segment(torch.autograd.Function):
@@ -82,15 +123,16 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        function: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
+        values: Sequence[torch.Tensor],
+        function: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         count: int,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """The values, without a graph."""
+        """The values, which were computed without a graph."""
         ctx.function, ctx.count = function, count
         ctx.save_for_backward(*tensors)
         # a value that is passed through must not be the input itself
-        return tuple(value.detach().clone() for value in function([tensor.detach() for tensor in tensors[:count]]))
+        return tuple(value.clone() for value in values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -101,7 +143,7 @@ class _Segment(torch.autograd.Function):
         with torch.enable_grad():
             values = ctx.function(inputs)
         leaves = [*inputs, *tensors[count:]]
-        wanted = [n for n in range(len(leaves)) if ctx.needs_input_grad[n + 2]]
+        wanted = [n for n in range(len(leaves)) if ctx.needs_input_grad[n + 3]]
         pairs = [(value, gradient) for value, gradient in zip(values, gradients) if value.requires_grad]
         found: list[Any] = [None] * len(leaves)
         if pairs and wanted:
@@ -112,4 +154,4 @@ class _Segment(torch.autograd.Function):
             )
             for n, slope in zip(wanted, slopes):
                 found[n] = slope
-        return (None, None, *found)
+        return (None, None, None, *found)

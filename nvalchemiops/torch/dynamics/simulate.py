@@ -12,7 +12,7 @@ import torch
 
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.dynamics.checkpoints import parameters_of, run_segment, tensors_of
+from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model, count_systems
@@ -145,8 +145,12 @@ def simulate(
     appends = checks.check_flag("append_trajectory", append_trajectory)
     writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends)
     measures = _measures(record, integrator)
+    measured: Any = functools.partial(_measured, measures)
+    parameters: Parameters | None = None
     if checkpoint_every is not None:
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
+        parameters = Parameters()
+        measured, hooks = parameters.watched(measured), [parameters.watched(hook) for hook in hooks]
     if gradients is None:
         gradients = checkpoint_every is not None or _requires_grad(start, integrator, options)
     kept: list[dict[str, torch.Tensor]] = []
@@ -169,7 +173,7 @@ def simulate(
             for hook in hooks:
                 state = _after_hook(hook(state), state)
             if (n + 1) % every == 0:
-                found.append(_measured(measures, state))
+                found.append(measured(state))
             after(state, n + 1)
         return state, found
 
@@ -193,13 +197,14 @@ def simulate(
         if domain is None and not gradients:
             survivors = Survivors(model, integrator.per_atom)
         first_step = state.step
-        kept.append(_measured(measures, state))
+        kept.append(measured(state))
         after(state, 0)
         length = checkpoint_every or max(steps, 1)
-        parameters = [] if checkpoint_every is None else parameters_of(model, state.system)
+        if parameters is not None and steps:
+            parameters.look(lambda start: integrator.step(start, model), state)
         for first in range(0, steps, length):
             last = min(first + length, steps)
-            if checkpoint_every is None:
+            if parameters is None:
                 state, found = run(state, first, last)
             else:
                 state, found = run_segment(functools.partial(run, first=first, last=last), state, parameters)
