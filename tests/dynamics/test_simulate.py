@@ -18,6 +18,7 @@ from nvalchemiops.torch.dynamics import (
     langevin,
     load_state,
     nose_hoover,
+    nph,
     npt,
     nve,
     relax,
@@ -126,6 +127,8 @@ def test_a_state_goes_on_with_another_integrator():
     cold = first.having(temperature=first.extra["temperature"] * 0.5)
     assert torch.equal(npt(0.2, KT, 1e-4).resume(cold, model).extra["temperature"], cold.extra["temperature"])
     assert (npt(0.2, 0.7 * KT, 1e-4).resume(cold, model).extra["temperature"] == 0.7 * KT).all()
+    moving = simulate(systems(), model, nve(0.2), 1, velocities=torch.randn_like(systems().positions)).state
+    assert torch.equal(nph(0.2, 1e-4).resume(moving, model).extra["temperature"][:, 0], moving.temperatures)
     with pytest.raises(ValueError, match="`model` gave no stress"):
         npt(0.2, KT, 1e-4).resume(first, lambda system: model(system)._replace(stress=None))
 

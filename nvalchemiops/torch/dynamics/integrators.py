@@ -229,14 +229,13 @@ class Integrator:
         n_systems, extra = state.extra["dt"].shape[0], dict(state.extra)
         for name, value in self.parameters.items():
             given, now = extra.get(f"given {name}"), extra.get(name)
-            if value is None and now is not None:
+            if value is None and (now is not None or name == "temperature"):
                 continue
             if value is None:
                 raise ValueError(f"`{name}` is needed")
             new = _column(name, value, n_systems, state.system.positions)
             extra[name] = new if given is None or now is None else torch.where(given == new, now, new)
             extra[f"given {name}"] = new.clone()
-        _check_values({name: extra[name] for name in self.parameters}, self._distinct)
         _check_cells(state.system, self._distinct)
         system, velocities = state.system, state.velocities
         held = f"{PREFIX}pairs" in extra
@@ -252,7 +251,12 @@ class Integrator:
             extra |= found
             extra |= _degrees_with(extra, extra["degrees_of_freedom"])
             velocities = self.constraints.of(system.domain).tangent(system.positions, velocities, extra)
-        return self._started(state._replace(system=system, velocities=velocities, extra=extra), model)
+        state = state._replace(system=system, velocities=velocities, extra=extra)
+        if "temperature" in self.parameters and "temperature" not in extra:
+            kt = state.temperatures.detach().unsqueeze(1)
+            state = state._replace(extra={**extra, "temperature": kt, "given temperature": kt.clone()})
+        _check_values({name: state.extra[name] for name in self.parameters}, self._distinct)
+        return self._started(state, model)
 
     def _started(self, state: State, model: Model) -> State:
         """The state with its evaluation and the variables of all flows."""
