@@ -11,6 +11,7 @@ import torch
 from nvalchemiops.constants import FEMTOSECOND, KELVIN
 from nvalchemiops.torch.dynamics import (
     FORCES,
+    Constraints,
     Evaluation,
     Integrator,
     SumOfTerms,
@@ -32,7 +33,7 @@ from nvalchemiops.torch.interactions.pair import born_mayer_huggins
 from nvalchemiops.torch.operators.noise import normal_noise
 from nvalchemiops.torch.systems import System
 
-from .systems import argon, crystal, few_atoms, float64, joined, run, springs, wells
+from .systems import argon, crystal, few_atoms, float64, ideal_gas, joined, run, springs, wells
 
 KT, PRESSURE = 0.05, 0.004
 TIMES = {"thermostat_time": 0.9, "barostat_time": 2.0}
@@ -469,6 +470,27 @@ def test_a_moving_centre_of_mass_counts_as_degrees_of_freedom():
     velocities = torch.ones(32, 3, dtype=float64)
     state = nve(0.1).start(system, argon(), velocities=velocities)
     assert state.extra["degrees_of_freedom"].item() == 96.0
+
+
+@pytest.mark.parametrize("bonds", [None, [[0, 1], [3, 4]]])
+def test_langevin_moves_a_centre_of_mass_that_was_at_rest(bonds):
+    """A run that goes on has then as many degrees of freedom as one that starts: else it would seem too hot."""
+    batch_idx = torch.tensor([0, 0, 0, 2, 2], dtype=torch.int32)  # system 1 has no atoms
+    cell = 9.0 * torch.eye(3, dtype=float64).expand(3, 3, 3)
+    system = System(3.0 * torch.rand(5, 3, dtype=float64), cell=cell, batch_idx=batch_idx)
+    options = {"masses": torch.tensor([1.0, 2.0, 3.0, torch.inf, 1.0], dtype=float64)}
+    at_rest, moving = nose_hoover(0.1, 0.01), langevin(0.1, 0.01)
+    if bonds is not None:
+        at_rest, moving = (integrator.constrained(Constraints(torch.tensor(bonds))) for integrator in (at_rest, moving))
+    counts = [integrator.start(system, ideal_gas, **options).extra for integrator in (at_rest, moving)]
+    names = [name for name in counts[0] if "degrees_of_freedom" in name or "centre" in name]
+    state = at_rest.start(system, ideal_gas, **options)
+    assert (counts[1]["degrees_of_freedom"] - counts[0]["degrees_of_freedom"])[:, 0].tolist() == [3.0, 0.0, 0.0]
+    state = moving.resume(state, ideal_gas)
+    for resumed in (state, moving.resume(state, ideal_gas)):
+        assert all(torch.equal(resumed.extra[name], counts[1][name]) for name in names)
+    state = moving.resume(at_rest.start(system, ideal_gas, removed=1, **options), ideal_gas)
+    assert (counts[1]["degrees_of_freedom"] - state.extra["degrees_of_freedom"])[:, 0].tolist() == [1.0, 0.0, 1.0]
 
 
 # -- derivatives ----------------------------------------------------------------------------------

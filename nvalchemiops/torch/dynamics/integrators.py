@@ -36,6 +36,12 @@ FORCES = None
 Number = float | torch.Tensor
 """A number for all systems, or a tensor (n_systems,)."""
 
+COUNTED = ("degrees_of_freedom", f"{PREFIX}centre degrees of freedom")
+"""Names in ``State.extra`` of numbers of degrees of freedom: of all atoms, and of the centres of clusters."""
+
+OF_CENTRE = "degrees of the centre of mass"
+"""Name in ``State.extra`` of the degrees of freedom (n_systems, 1) that are missing since the centre of mass rests."""
+
 AT_REST = 1e-9
 """Part of the kinetic energy below which the motion of the centre of mass is rounding."""
 
@@ -202,10 +208,11 @@ class Integrator:
         velocities = torch.where(masses.isinf().unsqueeze(1), 0.0, velocities.to(positions.dtype))
         if self.constraints is not None:
             velocities = self.constraints.of(system.domain).tangent(system.positions, velocities, extra)
-        if removed is None:
-            removed = self._removed(masses, velocities, division)
-        degrees = degrees_of_freedom(masses, batch_idx, n_systems, removed=removed, domain=domain)
-        extra |= _degrees_with(extra, degrees.unsqueeze(1))
+        all_of_them = degrees_of_freedom(masses, batch_idx, n_systems, domain=domain)
+        less = self._removed(masses, velocities, division) if removed is None else removed
+        degrees = (all_of_them.unsqueeze(1) - of_each("removed", less, n_systems, positions.device)).clamp(min=0.0)
+        of_centre = all_of_them.unsqueeze(1) - degrees if removed is None else torch.zeros_like(degrees)
+        extra |= {**_degrees_with(extra, degrees), OF_CENTRE: of_centre}
         degrees = extra["degrees_of_freedom"].squeeze(1)
         if self.parameters.get("temperature", 0.0) is None:
             kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems, domain=domain)
@@ -223,8 +230,9 @@ class Integrator:
         """The state of an earlier run, of this integrator or another, as a start. The model is called once.
 
         Parameters that this integrator sets to other values than the earlier one are set; others keep the values that
-        they have now. Variables that the state lacks start at rest. Degrees of freedom stay as they were counted, but
-        for other constraints. Those that the state has keep their lengths.
+        they have now. Variables that the state lacks start at rest, and a temperature that neither has is that of the
+        velocities. Degrees of freedom stay as they were counted, but for other constraints, and for a centre of mass
+        that was at rest and that this integrator moves. Constraints that the state has keep their lengths.
         """
         n_systems, extra = state.extra["dt"].shape[0], dict(state.extra)
         for name, value in self.parameters.items():
@@ -238,6 +246,9 @@ class Integrator:
             extra[f"given {name}"] = new.clone()
         _check_cells(state.system, self._distinct)
         system, velocities = state.system, state.velocities
+        if not self.conserves_momentum and OF_CENTRE in extra:
+            extra |= {name: extra[name] + extra[OF_CENTRE] for name in COUNTED if name in extra}
+            extra[OF_CENTRE] = torch.zeros_like(extra[OF_CENTRE])
         held = f"{PREFIX}pairs" in extra
         if held and (self.constraints is None or not self.constraints.holds(extra)):
             degrees = extra["degrees_of_freedom"] + extra[f"{PREFIX}counts"][:, :1]
@@ -431,8 +442,7 @@ def _degrees_with(extra: Mapping[str, torch.Tensor], degrees: torch.Tensor) -> d
     counts = extra.get(f"{PREFIX}counts")
     if counts is None:
         return {"degrees_of_freedom": degrees}
-    names = "degrees_of_freedom", f"{PREFIX}centre degrees of freedom"
-    return {name: (degrees - count).clamp(min=0.0) for name, count in zip(names, counts.split(1, 1))}
+    return {name: (degrees - count).clamp(min=0.0) for name, count in zip(COUNTED, counts.split(1, 1))}
 
 
 def _check_cells(system: System, flows: Sequence[Flow]) -> None:
