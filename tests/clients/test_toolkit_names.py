@@ -172,7 +172,7 @@ def test_verlet_is_reversible_and_langevin_without_friction_is_verlet():
         args = arrays(a.x, a.v, a.f, a.m, a.dt)
         steps.velocity_verlet_position_update(*args, batch_idx=arrays(IDX)[0])
         free = arrays(b.x, b.v, b.f, b.m, b.dt, b.kt, torch.zeros(2, dtype=FLOAT))
-        steps.langevin_baoab_half_step(*free, 7, batch_idx=arrays(IDX)[0])
+        steps.langevin_baoab_half_step(*free, 7, batch_idx=IDX.long())
         for s in (a, b):
             s.f.copy_(-spring * s.x)
             steps.velocity_verlet_velocity_finalize(*arrays(s.v, s.f, s.m, s.dt), batch_idx=arrays(IDX)[0])

@@ -113,7 +113,8 @@ def langevin_baoab_half_step(
     keys = torch.arange(dt.shape[0], device=dt.device)
     seeds, step = torch.full_like(keys, int(random_seed)), keys.new_zeros(())
     places = None if batch_idx is None else places_in_systems(batch_idx, dt.shape[0])
-    noise = normal_noise(seeds, keys, step, batch_idx, places, LANGEVIN, velocities.shape[0], 3)
+    systems = None if batch_idx is None else batch_idx.to(torch.int32)
+    noise = normal_noise(seeds, keys, step, systems, places, LANGEVIN, velocities.shape[0], 3)
     velocities.mul_(torch.exp(-exponent)).add_(spread * noise.to(velocities.dtype))
     _drift(positions, velocities, 0.5 * dt, batch_idx)
 
