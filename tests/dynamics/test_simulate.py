@@ -407,6 +407,20 @@ def test_without_leaves_that_require_gradients_there_is_no_graph():
     assert simulate(system, model, nve(0.1), 2, masses=masses, gradients=True).state.velocities.requires_grad
 
 
+def test_gradients_to_parameters_of_a_run_that_goes_on():
+    """Those of the integrator, also if the run before had the same values, without gradients."""
+    system, masses, velocities = few_atoms(2)
+    first = simulate(system, wells(), nose_hoover(0.1, 0.05), 2, masses=masses, velocities=velocities, removed=0).state
+
+    def last(kt):
+        return simulate(first, wells(), nose_hoover(0.1, kt), 3).state.system.positions.square().sum()
+
+    kt, h = torch.tensor(0.05, dtype=float64, requires_grad=True), 1e-5
+    (slope,) = torch.autograd.grad(last(kt), kt)
+    expected = (last(0.05 + h) - last(0.05 - h)) / (2 * h)
+    assert abs(slope - expected) < 1e-6 * abs(expected)
+
+
 def test_parameters_that_require_gradients_keep_the_graph():
     temperature = torch.tensor(KT, dtype=float64, requires_grad=True)
     system, masses, _ = few_atoms(2)

@@ -242,7 +242,11 @@ class Integrator:
             if value is None:
                 raise ValueError(f"`{name}` is needed")
             new = _column(name, value, n_systems, state.system.positions)
-            extra[name] = new if given is None or now is None else torch.where(given == new, now, new)
+            if given is None or now is None:
+                extra[name] = new
+            else:
+                keeps = (given == new) & (now != new) if new.requires_grad else given == new
+                extra[name] = torch.where(keeps, now, new)
             extra[f"given {name}"] = new.clone()
         _check_cells(state.system, self._distinct)
         system, velocities = state.system, state.velocities
