@@ -407,10 +407,13 @@ def test_without_leaves_that_require_gradients_there_is_no_graph():
     assert simulate(system, model, nve(0.1), 2, masses=masses, gradients=True).state.velocities.requires_grad
 
 
-def test_gradients_to_parameters_of_a_run_that_goes_on():
+@pytest.mark.parametrize("inference", [False, True])
+def test_gradients_to_parameters_of_a_run_that_goes_on(inference):
     """Those of the integrator, also if the run before had the same values, without gradients."""
     system, masses, velocities = few_atoms(2)
-    first = simulate(system, wells(), nose_hoover(0.1, 0.05), 2, masses=masses, velocities=velocities, removed=0).state
+    options = {"masses": masses, "velocities": velocities, "removed": 0}
+    with torch.inference_mode(inference):
+        first = simulate(system, wells(), nose_hoover(0.1, 0.05), 2, **options).state
 
     def last(kt):
         return simulate(first, wells(), nose_hoover(0.1, kt), 3).state.system.positions.square().sum()

@@ -12,7 +12,7 @@ import torch
 
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
+from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of, with_tensors
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Model, count_systems
@@ -187,7 +187,7 @@ def simulate(
     grad = torch.enable_grad() if gradients else torch.no_grad()
     with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer:
         if gradients:
-            start = _tracked(start)
+            start, options = _tracked(start), {name: ordinary(value) for name, value in options.items()}
         if isinstance(start, State):
             if options:
                 raise TypeError(f"`{next(iter(options))}` goes with a System; the State has it")
@@ -227,15 +227,19 @@ def _requires_grad(start: System | State, integrator: Integrator, options: Mappi
 
 
 def _tracked(start: System | State) -> System | State:
-    """The same start, whose positions require gradients.
+    """The same start, of tensors that can be saved for gradients, whose positions require gradients.
 
     A model keeps a graph to its own parameters if positions require gradients (`FromEnergies`). Those of later steps
     often do, so without this the first evaluation alone would be missing in gradients.
     """
+    if isinstance(start, State):
+        start = with_tensors(start, {name: ordinary(value) for name, value in tensors_of(start).items()})
+    else:
+        start = System(*map(ordinary, start))
     positions = (start.system if isinstance(start, State) else start).positions
     if positions.requires_grad:
         return start
-    tracked = ordinary(positions).detach().requires_grad_()
+    tracked = positions.detach().requires_grad_()
     return start.at(tracked) if isinstance(start, State) else start._replace(positions=tracked)
 
 
