@@ -240,7 +240,7 @@ def test_dftd3_of_an_older_release_is_a_function_and_a_module():
     assert python_says("\n".join(code)) == [*[[4, "<string>"]] * 3, True, True, "dftd3()"]
 
 
-@pytest.mark.parametrize("home", ["fire2", "segment_ops", "types"])
+@pytest.mark.parametrize("home", ["fire2", "lbfgs", "segment_ops", "types"])
 def test_short_paths(home):
     """Names that clients import from `nvalchemiops.torch`."""
     module = importlib.import_module(f"nvalchemiops.torch.{home}")

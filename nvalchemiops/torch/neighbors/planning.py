@@ -16,6 +16,10 @@ from nvalchemiops.torch.neighbors.lists import neighbor_list
 from nvalchemiops.torch.runtime.context import on_host
 
 
+MOST_BINS = 8192
+"""In the cell of one system of a batch, by default."""
+
+
 def suggest_neighbor_list_method(
     batch_ptr: torch.Tensor,
     cell: torch.Tensor | None = None,
@@ -95,26 +99,121 @@ def estimate_cell_list_sizes(
 
 
 def estimate_batch_cell_list_sizes(
-    cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = 8192, min_cells_per_dimension: int = 4
+    cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = MOST_BINS, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
     """`estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
     cutoff = checks.check_not_negative("cutoff", cutoff)
     for name, value in (("max_nbins", max_nbins), ("min_cells_per_dimension", min_cells_per_dimension)):
         checks.check_count(name, value, 1)
-    cells, periodic, steepness = _lattices(cell, pbc)
+    bins, radius = _bins(*_lattices(cell, pbc), cutoff, max_nbins, min_cells_per_dimension)
+    return int(bins.prod(axis=1).sum()), torch.as_tensor(radius, dtype=torch.int32, device=cell.device)
+
+
+def batch_build_cell_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor,
+    pbc: torch.Tensor,
+    batch_idx: torch.Tensor,
+    cells_per_dimension: torch.Tensor,
+    neighbor_search_radius: torch.Tensor,
+    atom_periodic_shifts: torch.Tensor,
+    atom_to_cell_mapping: torch.Tensor,
+    atoms_per_cell_count: torch.Tensor,
+    cell_atom_start_indices: torch.Tensor,
+    cell_atom_list: torch.Tensor,
+    min_cells_per_dimension: int = 4,
+    *,
+    cell_offsets: torch.Tensor | None = None,
+) -> None:
+    """Sort the atoms of a batch into bins, for callers with kernels of their own; all results go into given memory.
+
+    The lists of this library do not need them. Cells are read on the host.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, length
+    cutoff : float, length, non-negative
+    cell : (n_systems, 3, 3) tensor, length
+    pbc : (n_systems, 3) bool tensor
+    batch_idx : (n_atoms,) int32 tensor
+    cells_per_dimension : (n_systems, 3) int32 tensor
+        Receives the number of bins along each axis: those of `estimate_batch_cell_list_sizes`, or fewer where there is
+        no memory for them.
+    neighbor_search_radius : (n_systems, 3) int32 tensor
+        Receives how many bins further partners can be.
+    atom_periodic_shifts : (n_atoms, 3) int32 tensor
+        Receives the cell S in which each atom is: it is wrapped at ``r - S·cell``.
+    atom_to_cell_mapping : (n_atoms, 3) int32 tensor
+        Receives the bin (x, y, z) of the wrapped atom.
+    atoms_per_cell_count, cell_atom_start_indices : (max_total_cells,) int32 tensor
+        Receive how many atoms are in a bin, and where it starts in ``cell_atom_list``. The bins of a system are at
+        ``x + n_x (y + n_y z)`` from its first one.
+    cell_atom_list : (n_atoms,) int32 tensor
+        Receives atoms in the order of bins, in ascending order in each.
+    min_cells_per_dimension : int, optional
+        As in `estimate_batch_cell_list_sizes`.
+    cell_offsets : (n_systems,) int32 tensor, optional
+        Receives the first bin of each system.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; or less memory than one bin for each system.
+    """
+    cutoff = checks.check_not_negative("cutoff", cutoff)
+    checks.check_positions(positions, finite=False)
+    least = checks.check_count("min_cells_per_dimension", min_cells_per_dimension, 1)
+    lattices = _lattices(cell, pbc)
+    n_systems, room = len(lattices[0]), atoms_per_cell_count.shape[0]
+    if room < n_systems:
+        raise ValueError(f"`atoms_per_cell_count` must have room for {n_systems} bins, got {room}")
+    bins, radius = _bins(*lattices, cutoff, MOST_BINS, least)
+    if bins.prod(axis=1).sum() > room:
+        bins, radius = _bins(*lattices, cutoff, max(room // max(n_systems, 1), 1), least)
+    device, systems = positions.device, batch_idx.to(torch.int64)
+    first = np.concatenate([[0], bins.prod(axis=1).cumsum()])
+    counts, reach, offsets = (torch.as_tensor(a, device=device, dtype=torch.int64) for a in (bins, radius, first))
+    periodic = torch.as_tensor(lattices[1], device=device)
+    # an open axis is divided along its vector, whatever the others are; float64, so that a pair is not farther apart
+    # in bins than the radius says
+    along = np.nan_to_num(lattices[0] / np.linalg.norm(lattices[0], axis=2, keepdims=True).clip(1e-100) ** 2)
+    axes = np.where(lattices[1][:, :, None], dual_vectors(*lattices[:2]), along)
+    inverse = torch.as_tensor(axes, device=device)
+    with torch.no_grad():
+        fractional = (inverse[systems] * positions.double().unsqueeze(1)).sum(2)
+        shifts = torch.where(periodic[systems], fractional.floor(), 0.0)
+        number = counts[systems]
+        places = ((fractional - shifts) * number).floor().to(torch.int64).clamp(min=0).minimum(number - 1)
+        index = places[:, 0] + number[:, 0] * (places[:, 1] + number[:, 1] * places[:, 2]) + offsets[systems]
+        held = torch.zeros(room, dtype=torch.int64, device=device).index_add_(0, index, torch.ones_like(index))
+        cells_per_dimension.copy_(counts)
+        neighbor_search_radius.copy_(reach)
+        atom_periodic_shifts.copy_(shifts)
+        atom_to_cell_mapping.copy_(places)
+        atoms_per_cell_count.copy_(held)
+        cell_atom_start_indices.copy_(held.cumsum(0) - held)
+        cell_atom_list.copy_(index.argsort(stable=True))
+        if cell_offsets is not None:
+            cell_offsets.copy_(offsets[: cell_offsets.shape[0]])
+
+
+def _bins(
+    cells: np.ndarray, periodic: np.ndarray, steepness: np.ndarray, cutoff: float, most: int, least: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of bins (n_systems, 3) along each axis, and how many bins further partners can be."""
     lengths = np.linalg.norm(cells, axis=2)
     heights = np.where(periodic, 1.0 / np.where(periodic, steepness, 1.0), np.where(np.isfinite(lengths), lengths, 0.0))
-    fit = np.minimum(np.floor(heights / max(cutoff, ZERO_CUTOFF)), max_nbins)
-    bins = np.maximum(fit, min_cells_per_dimension)
+    fit = np.minimum(np.floor(heights / max(cutoff, ZERO_CUTOFF)), most)
+    bins = np.maximum(fit, least)
     # thin out the most divided axes first
-    while (over := bins.prod(axis=1) > max_nbins).any():
+    while (over := bins.prod(axis=1) > most).any():
         rows = np.nonzero(over)[0]
         axes = bins[rows].argmax(axis=1)
         others = bins[rows].prod(axis=1) / bins[rows, axes]
-        bins[rows, axes] = np.maximum(np.minimum(np.floor(max_nbins / others), np.ceil(bins[rows, axes] / 2)), 1)
+        bins[rows, axes] = np.maximum(np.minimum(np.floor(most / others), np.ceil(bins[rows, axes] / 2)), 1)
     radius = np.ceil(cutoff * bins / np.maximum(heights, max(cutoff, ZERO_CUTOFF) * 1e-6)).astype(np.int64)
-    radius = np.where(periodic, radius, np.minimum(radius, bins.astype(np.int64)))
-    return int(bins.prod(axis=1).sum()), torch.as_tensor(radius, dtype=torch.int32, device=cell.device)
+    return bins.astype(np.int64), np.where(periodic, radius, np.minimum(radius, bins.astype(np.int64)))
 
 
 def compute_naive_num_shifts(
@@ -160,13 +259,15 @@ def compute_naive_num_shifts(
 def allocate_cell_list(
     total_atoms: int, max_total_cells: int, neighbor_search_radius: torch.Tensor, device: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Memory for the bins of a cell list, which this library does not need: tensors without elements.
+    """Memory for `batch_build_cell_list`; the lists of this library need none.
 
     In the order ``cells_per_dimension``, ``neighbor_search_radius``, ``atom_periodic_shifts``,
-    ``atom_to_cell_mapping``, ``atoms_per_cell_count``, ``cell_atom_start_indices`` and ``cell_atom_list``.
+    ``atom_to_cell_mapping``, ``atoms_per_cell_count``, ``cell_atom_start_indices`` and ``cell_atom_list``. Only
+    the radius, which is returned as it is, has a meaning before.
     """
-    shapes = [(0, 3), (0, 3), (0,), (0,), (0,), (0,)]
-    scratch, *others = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+    n, bins, systems = total_atoms, max_total_cells, neighbor_search_radius.shape[:-1]
+    shapes = [(*systems, 3), (n, 3), (n, 3), (bins,), (bins,), (n,)]
+    scratch, *others = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
     return scratch, neighbor_search_radius, *others
 
 
