@@ -210,7 +210,7 @@ def _signature(function: Callable[..., Any], extra: Mapping[str, str], without: 
     signature = inspect.signature(function)
     found = []
     for name, parameter in signature.parameters.items():
-        if name in without:
+        if name in without or name in extra:
             continue
         found.append(parameter.replace(annotation=_annotation(parameter.annotation)))
         for added, place in extra.items():

@@ -25,9 +25,7 @@ def register_noop_fake(op: Any) -> None:
 
 
 @contextmanager
-def scoped_warp_stream(
-    device: torch.device | str, *, torch_stream: "torch.cuda.Stream | None" = None
-) -> Iterator[Any]:
+def scoped_warp_stream(device: torch.device | str, *, torch_stream: "torch.cuda.Stream | None" = None) -> Iterator[Any]:
     """Launch on ``torch_stream``, by default torch's current stream of the device; on the CPU it does nothing."""
     on_cuda = torch.device(device).type == "cuda"
     with torch.cuda.stream(torch_stream if on_cuda else None), warp_stream_from_torch(device) as stream:

@@ -146,7 +146,7 @@ def test_one_pbc_for_all_systems_with_the_slab_correction(function):
         {} if function is electrostatics.compute_slab_correction else {"alpha": 0.8, "slab_correction": True}
     )
     if function is electrostatics.ewald_summation:
-        options["k_cutoff"] = 3.0
+        options |= {"k_cutoff": 3.0, "max_atoms_per_system": 64}  # the latter is without effect
     if function is electrostatics.particle_mesh_ewald:
         options["mesh_dimensions"] = (8, 8, 8)
     call = [

@@ -80,12 +80,12 @@ ELECTROSTATICS = {
     "energy_reduction='atom'",
     "ewald_reciprocal_space": "positions, charges, cell, k_vectors, alpha, batch_idx=None, compute_forces=False, "
     "compute_charge_gradients=False, compute_virial=False, hybrid_forces=False, *, "
-    "energy_reduction='atom'",
+    "max_atoms_per_system=None, energy_reduction='atom'",
     "ewald_summation": "positions, charges, cell, alpha=None, k_vectors=None, k_cutoff=None, batch_idx=None, "
     "neighbor_list=None, neighbor_ptr=None, neighbor_shifts=None, neighbor_matrix=None, "
     "neighbor_matrix_shifts=None, mask_value=None, compute_forces=False, compute_charge_gradients=False, "
     "compute_virial=False, accuracy=1e-06, hybrid_forces=False, pbc=None, slab_correction=False, *, "
-    "miller_bounds=None, miller_indices=None, energy_reduction='atom'",
+    "miller_bounds=None, miller_indices=None, max_atoms_per_system=None, energy_reduction='atom'",
     "particle_mesh_ewald": "positions, charges, cell, alpha=None, mesh_spacing=None, mesh_dimensions=None, "
     "spline_order=None, "  # 5 there; here, too, with a mesh: without one it is chosen
     "batch_idx=None, k_vectors=None, k_squared=None, neighbor_list=None, neighbor_ptr=None, "

@@ -450,7 +450,7 @@ def test_fire_step_by_step(version):
         [torch.full((2,), value, dtype=FLOAT) for value in (0.5, 1.1)],
     )
     products = {name: arrays(torch.zeros(2, dtype=FLOAT))[0] for name in ("vf", "vv", "ff")}
-    for _ in range(n_steps):
+    for n_step in range(n_steps):
         for atoms, positions in zip(batch, x.split(sizes.tolist())):
             atoms.positions = positions.numpy()
         f = torch.tensor(np.concatenate([a.get_forces() for a in batch]))
@@ -459,7 +459,10 @@ def test_fire_step_by_step(version):
             fire_step(*given, **products, batch_idx=arrays(idx)[0])
         else:
             options = {"delaystep": 5, "dtgrow": 1.1, "dtshrink": 0.5, "alphashrink": 0.99, "alpha0": 0.1, "tmax": 1.0}
-            fire2_step_coord(x, v, f, idx, alpha, dt, counts, tmin=1e-3, maxstep=9.0, **options)
+            given = {"vf": (f * v).sum(1), "v_sumsq": (v * v).sum(1), "f_sumsq": (f * f).sum(1)}
+            given = {k: torch.zeros(2, dtype=FLOAT).index_add(0, idx.long(), p) for k, p in given.items()}
+            given["compute_reductions"] = n_step % 2 == 0
+            fire2_step_coord(x, v, f, idx, alpha, dt, counts, tmin=1e-3, maxstep=9.0, **options, **given)
     for n, (atoms, positions) in enumerate(zip(systems, x.split(sizes.tolist()))):
         if version == 1:
             optimizer = FIRE(atoms, logfile=None, dt=0.05, maxstep=9.0)
@@ -486,7 +489,8 @@ def test_uphill_steps_are_taken_back_and_moves_are_limited():
     assert state[1].tolist() == [0.2, 0.4] and integers[0].tolist() == [0, 3] and state[0].tolist() == [0.1, 0.05]
 
 
-def test_fire_of_cells():
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_fire_of_cells(scale):
     """Rows of the cell are atoms more; atoms keep their fractional coordinates when only the cell has forces."""
     s, cells = Systems(), CELLS.clone()
     state = [torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.05)]
@@ -494,13 +498,14 @@ def test_fire_of_cells():
     s.v.zero_()
     fractional = torch.linalg.solve(CELLS.mT[IDX], s.x)
     counts = torch.zeros(2, dtype=torch.int32)
-    fire2_step_coord_cell(s.x, s.v, 0 * s.f, cells, of_cell, force, IDX, *state, counts, maxstep=9.0)
+    options = {} if scale == 1.0 else {"cell_force_scale": scale, "ext_positions": torch.empty(13, 3)}
+    fire2_step_coord_cell(s.x, s.v, 0 * s.f, cells, of_cell, force, IDX, *state, counts, maxstep=9.0, **options)
     rows, moves = torch.zeros(6, 3, dtype=FLOAT), torch.zeros(6, 3, dtype=FLOAT)
     alone = [torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.05)]
     idx = torch.tensor([0] * 3 + [1] * 3, dtype=torch.int32)
-    fire2_step_coord(moves, rows, force.reshape(6, 3), idx, *alone, counts, maxstep=9.0)
-    close(cells - CELLS, moves.reshape(2, 3, 3))
-    close(of_cell, rows.reshape(2, 3, 3))
+    fire2_step_coord(moves, rows, force.reshape(6, 3) / scale, idx, *alone, counts, maxstep=9.0)
+    close(cells - CELLS, moves.reshape(2, 3, 3) / scale)
+    close(of_cell, rows.reshape(2, 3, 3) / scale)
     close(torch.linalg.solve(cells.mT[IDX], s.x), fractional)
 
 

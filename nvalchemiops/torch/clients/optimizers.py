@@ -10,6 +10,9 @@ from nvalchemiops.torch.clients.dynamics import Maybe, kick, of_atoms, times
 from nvalchemiops.torch.dynamics.chart import Rows
 from nvalchemiops.torch.dynamics.optimizers import Pace, adapted
 
+OF_ALL_ROWS = {"atom_ptr", "ext_atom_ptr", "ext_positions", "ext_velocities", "ext_forces", "ext_batch_idx"}
+"""Scratch memory, and pointers, of atoms and cells."""
+
 
 def _store(scratch: Maybe, values: Tensor) -> None:
     if scratch is not None:
@@ -147,17 +150,19 @@ def fire2_step_coord(
     tmax: float = 0.08,
     tmin: float = 0.005,
     maxstep: float = 0.1,
+    compute_reductions: bool = True,
 ) -> None:
     """A step of FIRE 2.0 with masses of one, of tensors.
 
     Changes ``positions``, ``velocities``, ``alpha``, ``dt`` and ``nsteps_inc``. A system at rest takes the step without
     changing its parameters, as the first step of ASE. No atom moves farther than ``maxstep``. Scratch tensors
     (n_systems,) receive ``Σ F·v``, ``Σ v·v``, ``Σ F·F`` before the step, and the longest move before it is
-    limited. Source: J. Guénolé et al., Comput. Mater. Sci. 175, 109584 (2020), doi:10.1016/j.commatsci.2020.109584.
+    limited; with ``compute_reductions=False`` the products are given. Source: J. Guénolé et al., Comput. Mater. Sci.
+    175, 109584 (2020), doi:10.1016/j.commatsci.2020.109584.
     """
     with torch.no_grad():
         rows, old = Rows(len(alpha), batch_idx), Pace(dt, alpha, nsteps_inc)
-        power, speed, force = _powers(velocities, forces, (vf, v_sumsq, f_sumsq), rows)
+        power, speed, force = _powers(velocities, forces, (vf, v_sumsq, f_sumsq), rows, not compute_reductions)
         rule = {"Nmin": delaystep, "finc": dtgrow, "dtmax": tmax, "fdec": dtshrink, "dtmin": tmin}
         pace, _, goes = adapted(old, power, speed == 0.0, **rule, astart=alpha0, fa=alphashrink)
         for now, then in zip(old, pace):
@@ -183,23 +188,29 @@ def fire2_step_coord_cell(
     alpha: Tensor,
     dt: Tensor,
     nsteps_inc: Tensor,
+    *,
+    cell_force_scale: float = 1.0,
     **options: Any,
 ) -> None:
     """`fire2_step_coord`, with its options, of atoms and cells (n_systems, 3, 3) together: a cell is three more atoms.
 
-    ``cell_force`` is what `stress_to_cell_force` writes. Atoms make their own moves, then follow the cell.
+    ``cell_force`` is what `stress_to_cell_force` writes. Atoms make their own moves, then follow the cell. The rows of
+    a cell are those of its lattice times ``cell_force_scale``: the larger, the less it moves. Scratch memory for all
+    rows (``ext_positions``, ...) has no effect.
     """
+    options = {name: value for name, value in options.items() if name not in OF_ALL_ROWS}
     with torch.no_grad():
         n_atoms = len(positions)
         systems = torch.arange(len(cell), dtype=batch_idx.dtype, device=batch_idx.device).repeat_interleave(3)
         rows, pulls = (
-            torch.cat([a, b.reshape(-1, 3)]) for a, b in ((velocities, cell_velocities), (forces, cell_force))
+            torch.cat([a, b.reshape(-1, 3)])
+            for a, b in ((velocities, cell_velocities * cell_force_scale), (forces, cell_force / cell_force_scale))
         )
         moves = torch.zeros_like(rows)
         fire2_step_coord(moves, rows, pulls, torch.cat([batch_idx, systems]), alpha, dt, nsteps_inc, **options)
         velocities.copy_(rows[:n_atoms])
-        cell_velocities.copy_(rows[n_atoms:].reshape(-1, 3, 3))
-        new = cell + moves[n_atoms:].reshape(-1, 3, 3)
+        cell_velocities.copy_(rows[n_atoms:].reshape(-1, 3, 3) / cell_force_scale)
+        new = cell + moves[n_atoms:].reshape(-1, 3, 3) / cell_force_scale
         stretch = torch.linalg.solve(cell, new).mT
         positions.copy_(times(of_atoms(stretch, batch_idx), positions + moves[:n_atoms]))
         cell.copy_(new)

@@ -15,7 +15,6 @@ from nvalchemiops.torch.neighbors.faults import FAULTS, MAX_SLOTS
 from nvalchemiops.torch.neighbors.lists import neighbor_list
 from nvalchemiops.torch.runtime.context import on_host
 
-
 MOST_BINS = 8192
 """In the cell of one system of a batch, by default."""
 

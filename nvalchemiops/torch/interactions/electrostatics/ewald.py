@@ -61,6 +61,7 @@ def ewald_summation(
     compute_quadrupole_gradients: bool = False,
     self_interaction: bool = False,
     surface_dielectric: float | None = None,
+    max_atoms_per_system: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Coulomb energy of point charges in systems that are periodic in three directions, by Ewald's sum.
 
@@ -145,6 +146,8 @@ def ewald_summation(
         Dielectric constant ε of the medium around a sphere of many cells. Adds ``2π/((2ε + 1) V) M²`` with the dipole
         ``M = Σ q x + μ`` of the cell, from the positions as given. By default the medium is a conductor, for which this
         term vanishes.
+    max_atoms_per_system : int, optional
+        Without effect.
 
     Returns
     -------
@@ -286,6 +289,7 @@ def ewald_reciprocal_space(
     compute_quadrupole_gradients: bool = False,
     self_interaction: bool = False,
     domain: "Domain | None" = None,
+    max_atoms_per_system: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Reciprocal part of the Ewald sum, with self energies and background: all terms except `ewald_real_space`.
 
@@ -296,7 +300,7 @@ def ewald_reciprocal_space(
     k_vectors, k_cutoff, miller_bounds, miller_indices
         As for `ewald_summation`; one of them is required.
     compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, potential, dipoles, \
-quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients, domain
+quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients, max_atoms_per_system, domain
         As for `ewald_summation`.
     widths : float or (n_atoms,) tensor, length, optional
         They do not change the reciprocal sum. They change only the background energy of a charged cell.
