@@ -1,4 +1,4 @@
-"""nvalchemi-toolkit: its imports, neighbor lists in hooks, Ewald, PME, D3 and Lennard-Jones models, dynamics, FIRE."""
+"""nvalchemi-toolkit: its imports, lists in hooks, Ewald, PME, D3, Lennard-Jones, dynamics, FIRE, L-BFGS, packing."""
 
 import importlib
 import pkgutil
@@ -9,19 +9,34 @@ import pytest
 import torch
 
 nvalchemi = pytest.importorskip("nvalchemi", exc_type=(ImportError, SyntaxError))
-from ase import units
+from ase import Atoms, units
 from ase.build import bulk, molecule
 from ase.calculators.lj import LennardJones
 from ase.md.nose_hoover_chain import MTKNPT, NoseHooverChainNVT
 from ase.md.verlet import VelocityVerlet
+from ase.neighborlist import neighbor_list
 from ase.optimize import FIRE as AseFire
 from ase.optimize import FIRE2 as AseFire2
 from dftd3.interface import DispersionModel, RationalDampingParam
+from nvalchemi.csp.packer import _contacts
 from nvalchemi.data import AtomicData, Batch
 from nvalchemi.data.level_storage import LevelSchema
-from nvalchemi.dynamics import FIRE, FIRE2, NPH, NPT, NVE, FIRE2VariableCell, NVTLangevin, NVTNoseHoover
+from nvalchemi.dynamics import (
+    FIRE,
+    FIRE2,
+    LBFGS,
+    NPH,
+    NPT,
+    NVE,
+    FIRE2VariableCell,
+    LBFGSVariableCell,
+    NVTLangevin,
+    NVTNoseHoover,
+)
 from nvalchemi.dynamics.base import DynamicsStage
+from nvalchemi.dynamics.hooks import AlignCellHook
 from nvalchemi.dynamics.hooks._utils import scatter_reduce_per_graph
+from nvalchemi.dynamics.mep.path_ops.torch_paths import path_energy_stats
 from nvalchemi.hooks import NeighborListHook, WrapPeriodicHook
 from nvalchemi.hooks._context import HookContext
 from nvalchemi.models.base import NeighborConfig, NeighborListFormat
@@ -384,7 +399,17 @@ def test_relaxation(kind):
     np.testing.assert_allclose(batch.positions.numpy(), positions, atol=1e-9)
 
 
-def test_relaxation_of_cells():
+def test_lbfgs():
+    """To the minimum of each system in a batch, in far fewer steps than there are coordinates."""
+    systems = [argon(0), argon(1, 0.02)]
+    batch = batch_of(*systems, velocities=True)
+    optimizer = LBFGS(model_of_argon())
+    run(optimizer, batch, 40)
+    assert optimizer.model(batch)["forces"].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", [FIRE2VariableCell, LBFGSVariableCell])
+def test_relaxation_of_cells(kind):
     """Positions and cell find the lattice without stress, with its shear away, in each system of a batch."""
     cells = []
     for seed in (0, 1):
@@ -394,8 +419,52 @@ def test_relaxation_of_cells():
         shear[1, 0] = 0.05 * (1 + seed)
         atoms.set_cell(atoms.cell.array @ shear, scale_atoms=True)
         cells.append(atoms)
-    optimizer = FIRE2VariableCell(model_of_argon(), dt=0.1, tmax=1.0, delaystep=5, maxstep=0.1)
-    batch = run(optimizer, batch_of(*cells, velocities=True), 400)
+    if kind is FIRE2VariableCell:
+        optimizer, n_steps = kind(model_of_argon(), dt=0.1, tmax=1.0, delaystep=5, maxstep=0.1), 400
+    else:
+        optimizer, n_steps = kind(model_of_argon(), hooks=[AlignCellHook(frequency=1)]), 80
+    batch = run(optimizer, batch_of(*cells, velocities=True), n_steps)
     found = optimizer.model(batch)
     assert found["forces"].abs().max() < 2e-4 and found["stress"].abs().max() < 2e-6
     np.testing.assert_allclose(torch.linalg.det(batch.cell).diff().item(), 0.0, atol=0.05)
+
+
+# -- packing and paths ------------------------------------------------------------------------------------
+
+
+def test_contacts_of_molecules():
+    """Overlaps with all images of a molecule, in cells of one bin and of several, as its kernel finds them in bins."""
+    cells = np.array([[[5.0, 0, 0], [1.2, 6.0, 0], [-0.8, 1.1, 7.0]], [[12.0, 0, 0], [3.0, 9.0, 0], [1, -2, 11]]])
+    local = np.random.default_rng(0).normal(size=(6, 3)) * 2.5
+    centers, n, reach = np.full((2, 1, 3), 0.4), len(local), 3.0
+    single, whole = {"dtype": torch.float32}, {"dtype": torch.int32}
+    maps = _contacts.make_contact_maps(torch.tensor([0, n]), 1)
+    workspace = _contacts.ContactWorkspace.allocate(
+        batch_size=2, num_molecules=1, expanded_atom_count=n, device=torch.device("cpu")
+    )
+    found = _contacts.contact_forces(
+        conformer_positions=torch.tensor(local, **single),
+        conformer_ptr=torch.tensor([0, n], **whole),
+        conformer_ids=torch.zeros(2, 1, **whole),
+        centers=torch.tensor(centers, **single),
+        rotations=torch.eye(3).expand(2, 1, 3, 3).contiguous(),
+        cells=torch.tensor(cells, **single),
+        inverse_cells=torch.tensor(np.linalg.inv(cells), **single),
+        symmetry_table=torch.tensor([[*np.eye(3).ravel(), 0, 0, 0]], **single),
+        selected_symmetry_ops=torch.zeros(2, 1, **whole),
+        contact_distances=torch.full((n, n), reach),
+        max_contact_distance=reach,
+        maps=maps,
+        workspace=workspace,
+    )
+    for cell, center, total in zip(cells, centers[:, 0], found.total_overlap.tolist()):
+        atoms = Atoms("H6", positions=local + center @ cell, cell=cell, pbc=True)
+        d, shifts = neighbor_list("dS", atoms, reach)
+        assert total == pytest.approx(0.5 * (reach - d[shifts.any(1)]).sum(), rel=1e-5)
+
+
+def test_energies_along_paths():
+    energies, first = torch.tensor([0.0, 3.0, 5.0, 1.0, -2.0, 4.0, -1.0]), torch.tensor([0, 4, 7], dtype=torch.int32)
+    lowest, highest, where = torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int32)
+    path_energy_stats(energies, first, lowest, highest, where)
+    assert lowest.tolist() == [0.0, -2.0] and highest.tolist() == [5.0, 4.0] and where.tolist() == [2, 5]
