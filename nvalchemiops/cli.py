@@ -275,7 +275,7 @@ def _info(options: argparse.Namespace) -> int:
 
 def _device_line(device: dict[str, Any]) -> str:
     if "threads" in device:
-        return f"{device['processor']}, {device['threads']} threads"
+        return f"{device['processor']}, {device['threads']} thread{'s' * (device['threads'] != 1)}"
     capability = f"compute capability {device['compute_capability']}"
     note = "" if device["usable_by_warp"] else ", not usable by Warp (driver too old?)"
     return f"{device['processor']}, {device['memory_gib']} GiB, {capability}{note}"

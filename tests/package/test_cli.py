@@ -35,12 +35,13 @@ def test_info_as_json():
 
 
 def test_info_as_text_is_clean():
-    finished = command("info")
+    finished = command("info", OMP_NUM_THREADS="1")
     assert finished.returncode == 0
     assert finished.stderr == ""
     first_words = [line.split()[0] for line in finished.stdout.splitlines()]
     assert first_words[:6] == ["nvalchemiops", "python", "torch", "warp", "numpy", "sympy"]
     assert "initialized" not in finished.stdout, "Warp's banner"
+    assert ", 1 thread\n" in finished.stdout
 
 
 def test_installed_script_and_module_are_the_same_command():
