@@ -367,6 +367,27 @@ def test_where_others_see_the_operations_the_function_is_called(system):
     assert torch.equal(inside, step(x)) and torch.equal(again(x), step(x))
 
 
+@pytest.mark.parametrize("form", ["function", "block"])
+def test_steps_in_inference_mode(system, form):
+    """The whole function or a part of it, with operations of torch that have no ``out=`` and writes in place."""
+    near = near_of(system)
+
+    def step(x):
+        energies = ewald_summation(x, system.charges, system.cell, 0.9, k_cutoff=5.0, **near)
+        mesh = particle_mesh_ewald(x, system.charges, system.cell, 0.9, mesh_dimensions=(8, 9, 10), **near)
+        buffer = torch.zeros(20, 3, dtype=F64)
+        first = x * buffer
+        buffer[1:].add_(x[1:])
+        return energies + mesh, buffer, first, torch.complex(x, x).conj().imag + x, torch.linalg.inv(x[:3])
+
+    within = torch.inference_mode()(step)
+    again = record(within if form == "function" else lambda x: within(1.0 * x))
+    for seed in range(4):
+        x = moved(system.positions, seed)
+        assert all(map(torch.equal, again(x), step(x)))
+    assert "2 replayed" in again.explain()
+
+
 def in_another_thread(x):
     found = []
     worker = threading.Thread(target=lambda: found.append(x.sin()))

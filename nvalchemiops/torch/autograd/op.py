@@ -161,7 +161,9 @@ def _make({", ".join(values)}):
             return self.overload(*args)
         if not self.trusted and current_recorder() is not None:  # the recorder records the whole body as one operation
             return self.overload(*args)
-        types, keys_of, plain = internals.PLAIN_TYPES, internals.dispatch_keys, internals.plain_keys
+        types, keys_of, plain = internals.PLAIN_TYPES, internals.dispatch_keys, internals.keys_with_inference
+        if self.mutated and not torch.is_inference_mode_enabled():  # outside, torch writes into no tensor made in it
+            plain = internals.plain_keys
         record, device, ready = 0, None, True
         for i in self.tensors:
             tensor = args[i]
@@ -365,7 +367,7 @@ def _make({", ".join(values)}):
 
     def _count_changes(self, inputs: Sequence[Any]) -> None:
         for i in self.mutated:
-            if inputs[i] is not None:
+            if inputs[i] is not None and not inputs[i].is_inference():
                 torch.autograd.graph.increment_version(inputs[i])
 
     def _autocast(self, device: str, *args: Any) -> Any:

@@ -328,10 +328,11 @@ class Recorder:
             out = function()
         with self.pause():
             self._keep([out])
+            memory = self._lasting(out)
             self._refuse_lists("an operation", [storage_of(given)])
             self._note_external([given])
             if storage_of(given) in self.varying:
-                self._add(lambda: out.copy_(function()), [storage_of(given)], [storage_of(out)])
+                self._add(lambda: memory.copy_(function()), [storage_of(given)], [storage_of(out)])
                 self.varying.add(storage_of(out))
         return out
 
@@ -371,10 +372,12 @@ class Recorder:
         if isinstance(values, torch.Tensor):
             if not tensors_in((values,)):
                 return values
-            if storage_of(values) not in self.borrowed:
+            is_borrowed = storage_of(values) in self.borrowed
+            if not is_borrowed and (not values.is_inference() or values.is_conj() or values.is_neg()):
                 return values.detach()
-            memory = self._copy(values).untyped_storage()
-            return values.new_empty(0).set_(memory, values.storage_offset(), values.shape, values.stride())
+            memory = (self._copy(values) if is_borrowed else values).untyped_storage()
+            with torch.inference_mode(False):  # outside of it, steps could not write into tensors made in it
+                return values.new_empty(0).set_(memory, values.storage_offset(), values.shape, values.stride())
         if isinstance(values, dict):
             return {name: self._lasting(value) for name, value in values.items()}
         return type(values)(map(self._lasting, values)) if isinstance(values, (tuple, list)) else values
@@ -573,8 +576,9 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view of a tensor's whole storage."""
-    return tensor.new_empty(0).set_(tensor.untyped_storage())
+    """A flat view of a tensor's whole storage, which may be written outside of inference mode, too."""
+    with torch.inference_mode(False):
+        return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
