@@ -388,6 +388,21 @@ def test_steps_in_inference_mode(system, form):
     assert "2 replayed" in again.explain()
 
 
+def test_results_that_are_made_only_for_gradients():
+    """The workspace of an LSTM."""
+    model = torch.nn.LSTM(3, 2)
+
+    def slope(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(model(x)[0].sum(), x)[0]
+
+    again = record(slope)
+    for seed in range(3):
+        x = torch.rand(4, 3, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(again(x), slope(x))
+    assert "1 replayed" in again.explain()
+
+
 def in_another_thread(x):
     found = []
     worker = threading.Thread(target=lambda: found.append(x.sin()))

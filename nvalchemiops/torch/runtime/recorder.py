@@ -522,8 +522,12 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
     if func.overloadpacket.__name__ in _COPIES and args[0].shape == results[0].shape:
         return functools.partial(results[0].copy_, args[0])
 
+    tracked = torch.is_grad_enabled()  # on which results for a backward pass depend, such as those of an LSTM
+
     def step() -> None:
-        for memory, value in zip(results, tensors_in((func(*args, **kwargs),)), strict=True):
+        with torch.set_grad_enabled(tracked):
+            found = tensors_in((func(*args, **kwargs),))
+        for memory, value in zip(results, found, strict=True):
             if value.shape != memory.shape:
                 raise RuntimeError(f"{func} has results of shape {tuple(value.shape)}, not {tuple(memory.shape)}")
             memory.copy_(value)
