@@ -1,9 +1,10 @@
 """`record`: plans of a user's own functions, with any torch operations in them."""
 
+import dataclasses
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_f
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import Plan, follow
-from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder
+from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder, storage_of
 
 _records = fork_safe(threading.Lock())
 """Held while a function is recorded, since compiled functions then run eagerly in all threads."""
@@ -229,6 +230,7 @@ class Recorded:
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             values, options = _put_together(form, memory)
             returned.append(_taken_apart(self._function(*values, **options)))
+            _refuse_hidden(returned[-1][0])
             return returned[-1][1]
 
         if not _records.acquire(blocking=False):
@@ -295,10 +297,10 @@ def record(
     Parameters
     ----------
     function : callable
-        Its tensor arguments (also inside tuples, lists and dictionaries) may have other values in each call. All other
-        arguments must be hashable, and each combination of them gets its own recording. The function may depend on
-        other tensors (see below), but on nothing else that changes. It returns detached tensors, also inside such
-        containers, and constants.
+        Its tensor arguments (also inside tuples, lists, dictionaries and dataclasses) may have other values in each
+        call. All other arguments must be hashable, and each combination of them gets its own recording. The function
+        may depend on other tensors (see below), but on nothing else that changes. It returns detached tensors, also
+        inside such containers, and constants.
     changing : sequence of torch.Tensor, optional
         Tensors that ``function`` uses in addition to its arguments and whose values change in place between calls, such
         as weights that are trained.
@@ -372,8 +374,19 @@ def _form(values: Any, numbers: dict[torch.Tensor, int]) -> Any:
         return (dict, tuple(values), tuple([_form(value, numbers) for value in values.values()]))
     if isinstance(values, (tuple, list)):
         return (type(values), None, tuple([_form(value, numbers) for value in values]))
+    if dataclasses.is_dataclass(values) and not isinstance(values, (type, torch.nn.Module)):
+        names = [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]
+        parts = {name: getattr(values, name) for name in names}
+        parts |= getattr(values, "__dict__", {})
+        forms = tuple([_form(value, numbers) for value in parts.values()])
+        if not all(map(_is_constant, forms)):
+            return (type(values), tuple(parts), forms)
     is_zero = isinstance(values, (float, complex, np.generic)) and not values
     return (None, type(values), values, str(values) if is_zero else "")  # zero and minus zero are equal
+
+
+def _is_constant(form: Any) -> bool:
+    return type(form) is not _Place and (form[0] is None or all(map(_is_constant, form[2])))
 
 
 def _put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -385,7 +398,40 @@ def _put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     parts = [_put_together(value, tensors) for value in values]
     if kind is dict:
         return dict(zip(names, parts))
+    if names is not None:  # a dataclass
+        found = object.__new__(kind)
+        for name, part in zip(names, parts):
+            object.__setattr__(found, name, part)
+        return found
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+def _refuse_hidden(form: Any) -> None:
+    """End the recording if a result that counts as a constant holds tensors whose values differ in each call."""
+    recorder = current_recorder()
+    if recorder is None or type(form) is _Place:
+        return
+    kind, _, value, *_ = form
+    if kind is not None:
+        for part in value:
+            _refuse_hidden(part)
+    elif any([storage_of(t) in recorder.varying for t in _tensors_behind(value, set())]):
+        recorder.end(
+            f"a result is a {type(value).__name__} with tensors: return tensors in tuples, lists, dictionaries or "
+            "dataclasses"
+        )
+
+
+def _tensors_behind(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors in an object, its attributes, and the elements of sets and other containers."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+        yield value
+    if id(value) in seen or isinstance(value, (torch.Tensor, torch.nn.Module, type)):
+        return
+    seen.add(id(value))
+    parts: Any = value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
+    for part in value if isinstance(value, (tuple, list, set, frozenset)) else parts:
+        yield from _tensors_behind(part, seen)
 
 
 _NOT_NOW = "the plan is in use, or ranks agree after an error, or the ordinary call raises an error"
