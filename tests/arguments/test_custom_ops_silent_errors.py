@@ -306,11 +306,6 @@ def test_an_integer_output_cannot_be_differentiable():
             raise AssertionError
 
 
-def test_vmap_over_nothing_is_an_error_that_says_so():
-    with pytest.raises(ValueError, match="size 0"):
-        torch.func.vmap(cube, (0, None))(torch.zeros(0, 3, dtype=torch.float64), leaf(3).detach())
-
-
 def test_slices_of_different_size_cannot_be_stacked():
     x = torch.stack([torch.zeros(2, 3), torch.tensor([[0.0, 0, 0], [9.0, 0, 0]])])
     for search in (neighbor_list, functools.partial(neighbor_list, return_neighbor_list=True)):

@@ -452,3 +452,13 @@ def test_gradients_without_pairs(case, n_atoms, form):
     # a mesh acts on a single charge with a force that is its error
     least = 1e-5 if case.name in ("PME", "mesh") else 1e-12
     assert n_atoms == 0 or (n_atoms == 2 and case not in PAIRS) or found[1].abs().max().item() < least
+
+
+@EACH
+def test_hessians_without_atoms(case):
+    """As of operations of torch: by ``vmap`` over no slice."""
+    nobody = ONE._replace(positions=ONE.positions[:0], charges=ONE.charges[:0], batch_idx=ONE.batch_idx[:0])
+    inputs, near = case.inputs(nobody), case.near(nobody)
+    for transform in (torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))):
+        found = transform(lambda x: case.energies(*inputs._replace(x=x), near).sum())(inputs.x)
+        assert found.shape == (0, 3, 0, 3)

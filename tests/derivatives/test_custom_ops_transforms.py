@@ -107,6 +107,14 @@ def test_ordinary_autograd_through_a_transform():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dims", [(0, None), (1, 0)])
+def test_vmap_over_no_slice(dims):
+    nothing = [torch.zeros(0, 3, dtype=X.dtype).movedim(0, d) if d is not None else W[:3] for d in dims]
+    for transform in (lambda f: f, lambda f: F.grad(scalar(f))):
+        found = F.vmap(transform(cube), dims, out_dims=1)(*nothing)
+        assert found.shape == (3, 0) and found.dtype == X.dtype
+
+
 def test_own_vmap_rule_sees_all_slices_at_once():
     calls = []
 

@@ -5,6 +5,7 @@ Transforms do not use the derivative that is registered with an op. They need an
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +98,15 @@ def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Calla
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-            if fold is not None:
-                return fold(info, in_dims, *args)
-            return _one_by_one(name, enter, info.batch_size, in_dims, args)
+            rule = functools.partial(_one_by_one, name, enter) if fold is None else fold
+            if info.batch_size:
+                return rule(info, in_dims, *args)
+            # a slice of zeros, whose results have the shapes of those of no slice
+            slices = [_one_slice(a, d) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)]
+            found, dims = rule(info._replace(batch_size=1), in_dims, *slices)
+            if isinstance(found, tuple):
+                return tuple([t.narrow(d, 0, 0) for t, d in zip(found, dims, strict=True)]), dims
+            return found.narrow(dims, 0, 0), dims
 
     Transformable.__name__ = Transformable.__qualname__ = name
     return enter
@@ -136,16 +143,18 @@ def transpose(
     return [p.to(z.dtype).reshape(z.shape) for p, z in zip(products.split(sizes), zeros, strict=True)]
 
 
-def _one_by_one(
-    name: str, call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]
-) -> Any:
+def _one_slice(argument: torch.Tensor, dimension: int) -> torch.Tensor:
+    """Zeros in the shape of an argument under ``vmap`` over no slice, for one slice."""
+    return argument.new_zeros([1 if k == dimension else n for k, n in enumerate(argument.shape)])
+
+
+def _one_by_one(name: str, call: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
     def slice_of(argument: Any, dimension: Any, b: int) -> Any:
         # torch gives a sequence of numbers a sequence of dimensions, all None
         return argument.select(dimension, b) if isinstance(dimension, int) else argument
 
-    if size == 0:
-        raise ValueError("vmap over a dimension of size 0: nothing to evaluate, so the outputs are unknown")
-    slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)]
+    each = range(info.batch_size)
+    slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in each]
 
     def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if any(part.shape != parts[0].shape for part in parts):
