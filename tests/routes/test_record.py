@@ -573,6 +573,25 @@ def test_gradients_that_are_required_later():
         again(torch.ones(3))
 
 
+@pytest.mark.parametrize("argument", [lambda w: w, lambda w: 2.0 * w], ids=["itself", "computed from it"])
+@pytest.mark.parametrize("changing", [True, False])
+def test_arguments_and_other_tensors_with_one_gradient(argument, changing):
+    """Gradients by a tensor outside of the function also come by way of an argument: at once, or in a later call."""
+    weight = torch.arange(1.0, 4.0).requires_grad_()
+
+    def slope(x):
+        return torch.autograd.grad((x * x * weight).sum(), weight)[0]
+
+    for others in (0, 3):
+        again = record(slope, changing=[weight] if changing else [])
+        for seed in range(others):
+            x = torch.rand(3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            assert torch.equal(again(x), slope(x))
+        assert torch.equal(again(argument(weight)), slope(argument(weight)))
+        assert "gradients by the same tensors" in again.explain()
+        assert f"{others // 3} replayed" in again.explain()
+
+
 def test_matrices_that_are_inverted():
     """Each replay looks at the error codes of the matrices, which the function raises for."""
 

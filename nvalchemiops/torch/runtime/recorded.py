@@ -73,7 +73,9 @@ class _Recording:
         self._fixed = [_Fixed.of(tensor) for tensor in plan.external]
         self._changing = changing
         self._places = [_place(tensor) for tensor in changing]
-        self._untracked = [t for t in (*plan.external, *changing) if not t.requires_grad]
+        others = (*plan.external, *changing)
+        self._untracked = [t for t in others if not t.requires_grad]
+        self._leaves = _leaves_of(others)
         self._first: list[torch.Tensor] | None = [_bits(tensor).clone() for tensor in moving]
 
     def is_current(self) -> bool:
@@ -85,9 +87,14 @@ class _Recording:
         """Whether results of the function may have a graph, since a tensor that required no gradient requires one."""
         return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in self._untracked])
 
+    def shares_leaves(self, moving: Sequence[torch.Tensor]) -> bool:
+        """Whether arguments have gradients by tensors by which other tensors of the function have gradients, too."""
+        return bool(self._leaves) and not self._leaves.isdisjoint(_leaves_of(moving))
+
     def is_new(self, moving: Sequence[torch.Tensor]) -> bool:
         """Whether the plan is unchecked, and these arguments differ from those with which it was recorded."""
-        if self._first is None or all(map(torch.equal, map(_bits, moving), self._first)):
+        first = self._first  # another thread may set it
+        if first is None or all(map(torch.equal, map(_bits, moving), first)):
             return False
         self._first = None
         return True
@@ -139,6 +146,8 @@ class Recorded:
             return self._ordinary(self._not_captured[key], args, kwargs)
         if found is None:
             return self._record(key, form, moving)
+        if found.shares_leaves(moving):
+            return self._ordinary(_DEPENDENT, args, kwargs)
         if not (found.plan.acts and found.plan.place) and found.is_new(moving):
             return self._checked(found.plan, moving, args, kwargs)
         results = _replayed(found.plan, moving)
@@ -208,6 +217,8 @@ class Recorded:
         tracked = [t for t in moving if t.requires_grad]
         if len(tracked) > 1 and not all([t.is_leaf for t in tracked]):
             return "arguments with gradients may depend on each other"
+        if tracked and not _leaves_of(tracked).isdisjoint(_leaves_of(self._changing)):
+            return _DEPENDENT
         if not is_unobserved(*moving, *self._changing):
             return "autocast, a profiler or a tensor of another kind sees the operations"
         device = self._device(moving)
@@ -262,9 +273,11 @@ class Recorded:
         for old, kept in list(self._recordings.items()):
             if old == key or not kept.is_current():  # it may hold the lists of a domain that was left
                 self._recordings.pop(old, None)
-        self._recordings[key] = _Recording(plan, self._changing, moving, form_of_results)
+        self._recordings[key] = recording = _Recording(plan, self._changing, moving, form_of_results)
         for oldest in list(self._recordings)[: -self._most]:
             self._recordings.pop(oldest, None)
+        if recording.shares_leaves(moving):  # the function got copies of the arguments
+            return self._ordinary(_DEPENDENT, *_put_together(form, moving))
         self._counts["recorded"] += 1
         self._way = "recorded"
         return _put_together(form_of_results, results or ())
@@ -434,6 +447,8 @@ def _tensors_behind(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield from _tensors_behind(part, seen)
 
 
+_DEPENDENT = "arguments and other tensors of the function have gradients by the same tensors"
+
 _NOT_NOW = "the plan is in use, or ranks agree after an error, or the ordinary call raises an error"
 """Why a plan is not replayed."""
 
@@ -454,6 +469,20 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(one, other)
     scale = float(other.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
     return torch.allclose(one, other, rtol=0.0, atol=64 * torch.finfo(one.dtype).eps * scale, equal_nan=True)
+
+
+def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Identities of the leaves by which these tensors have gradients."""
+    found = {id(t) for t in tensors if t.is_leaf and t.requires_grad}
+    waiting: list[Any] = [t.grad_fn for t in tensors]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found.update([id(node.variable)] if hasattr(node, "variable") else ())
+            waiting += [other for other, _ in node.next_functions]
+    return found
 
 
 def _form_of(tensor: torch.Tensor) -> Hashable:
