@@ -128,6 +128,21 @@ def test_dataclasses_are_containers():
     assert "2 recorded, 4 replayed" in again.explain()
 
 
+@dataclasses.dataclass(eq=False)
+class Scaled:
+    scale: torch.Tensor
+
+    @record
+    def times(self, x):
+        return x * float(self.scale)
+
+
+def test_dataclasses_that_are_compared_by_identity_are_constants():
+    for one in (Scaled(torch.tensor(2.0)), Scaled(torch.tensor(3.0))):
+        for k in range(3):
+            assert torch.equal(one.times(torch.ones(2) + k), one.scale * (1.0 + k) * torch.ones(2))
+
+
 def test_constants_are_any_objects():
     """Also dataclasses without tensors, which may have lists, and objects with tensors that were there before."""
     constants = (Parts, dataclasses.make_dataclass("Options", ["names"])(["a"]), types.SimpleNamespace(x=OUTSIDE))

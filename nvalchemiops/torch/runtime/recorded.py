@@ -387,7 +387,8 @@ def _form(values: Any, numbers: dict[torch.Tensor, int]) -> Any:
         return (dict, tuple(values), tuple([_form(value, numbers) for value in values.values()]))
     if isinstance(values, (tuple, list)):
         return (type(values), None, tuple([_form(value, numbers) for value in values]))
-    if dataclasses.is_dataclass(values) and not isinstance(values, (type, torch.nn.Module)):
+    # other dataclasses are the same only if they are the same object
+    if dataclasses.is_dataclass(values) and type(values).__eq__ is not object.__eq__:
         names = [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]
         parts = {name: getattr(values, name) for name in names}
         parts |= getattr(values, "__dict__", {})
