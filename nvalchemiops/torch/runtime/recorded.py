@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import threading
+import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -429,23 +430,27 @@ def _refuse_hidden(form: Any) -> None:
     if kind is not None:
         for part in value:
             _refuse_hidden(part)
-    elif any([storage_of(t) in recorder.varying for t in _tensors_behind(value, set())]):
+    elif any([storage_of(t) in recorder.varying for t in _tensors_behind(value)]):
         recorder.end(
             f"a result is a {type(value).__name__} with tensors: return tensors in tuples, lists, dictionaries or "
             "dataclasses"
         )
 
 
-def _tensors_behind(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors_behind(value: Any) -> list[torch.Tensor]:
     """Tensors in an object, its attributes, and the elements of sets and other containers."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-        yield value
-    if id(value) in seen or isinstance(value, (torch.Tensor, torch.nn.Module, type)):
-        return
-    seen.add(id(value))
-    parts: Any = value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
-    for part in value if isinstance(value, (tuple, list, set, frozenset)) else parts:
-        yield from _tensors_behind(part, seen)
+    waiting, seen, found = [value], set[int](), list[torch.Tensor]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found += [value] if value.layout is torch.strided and value.numel() else []
+        elif id(value) not in seen and not isinstance(value, (torch.nn.Module, types.ModuleType, type)):
+            seen.add(id(value))
+            if isinstance(value, (tuple, list, set, frozenset)):
+                waiting += value
+            else:
+                waiting += (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
+    return found
 
 
 _DEPENDENT = "arguments and other tensors of the function have gradients by the same tensors"
