@@ -27,7 +27,8 @@ from nvalchemiops.torch.operators.lattice import (
 )
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.operators.segments import largest_system
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.context import is_capturing, may_read
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 Mesh = tuple[int, int, int]
 
@@ -118,11 +119,20 @@ def _plan(atoms: _Atoms, mesh_dims: Any, mesh_name: str = "mesh_dims", n_systems
 
 def _number_of_systems(cell: torch.Tensor, batch_idx: Any, n_atoms: int) -> int:
     """The number of systems. ``batch_idx`` is read if a single cell may hold for all systems."""
-    if cell.ndim == 3 and (cell.shape[0] != 1 or batch_idx is None or not may_read(batch_idx)):
+    if cell.ndim == 3 and (cell.shape[0] != 1 or batch_idx is None or not _may_count(batch_idx)):
         return cell.shape[0]
     if batch_idx is None or n_atoms == 0:
         return 1
     return largest_system(batch_idx) + 1
+
+
+def _may_count(batch_idx: torch.Tensor) -> bool:
+    """Whether the number of systems may be read, for which a GPU is waited for once, before a graph is captured."""
+    if may_read(batch_idx):
+        return True
+    if not may_read() or current_recorder() is not None:
+        return False
+    return may_read(batch_idx, wait=True) or is_capturing()
 
 
 def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[int | None, ...]) -> None:
@@ -191,7 +201,8 @@ def spline_spread(
     cell_inv_t : tensor, optional
         Accepted for callers that have prepared it. Only its shape is used: the values are computed from the cell.
     num_systems : int, optional
-        By default the number of cells, or with a single cell, the largest entry of ``batch_idx`` plus one.
+        By default the number of cells, or with a single cell, the largest entry of ``batch_idx`` plus one, which waits
+        for a GPU once. Where ``batch_idx`` cannot be read, as in ``torch.compile``, a cell (1, 3, 3) means one system.
 
     Returns
     -------
