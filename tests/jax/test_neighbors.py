@@ -355,6 +355,7 @@ class TestState:
             ({"max_neighbors": -1}, ValueError, "`max_neighbors` must not be negative"),
             ({"max_neighbors": 4.5}, TypeError, "`max_neighbors` must be an int"),
             ({"nonsense": 1}, TypeError, "nonsense"),
+            ({"selective": True, "format": "coo"}, ValueError, "`selective` keeps rows of a matrix"),
         ],
     )
     def test_bad_sizes(self, options, error, text):

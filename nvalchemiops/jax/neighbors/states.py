@@ -172,8 +172,8 @@ def prepare_neighbor_list(
         more than the present pairs.
     return_vectors, return_distances : bool, optional
     selective : bool, optional
-        Whether calls give ``rebuild_flags`` and keep the rows of other systems. A system is always searched the first
-        time.
+        Whether calls give ``rebuild_flags`` and keep the rows of other systems, of a matrix. A system is always
+        searched the first time.
     skin : float, length, optional
         Search up to ``cutoff + skin``, and again only when pairs closer than ``cutoff`` might be missing: when
         ``2 d + s (cutoff + skin) > skin``, where d is the largest displacement of an atom since the last search, beyond
@@ -216,6 +216,8 @@ def prepare_neighbor_list(
                 "`skin` goes with none of return_distances, return_vectors and selective: a list that is not searched "
                 "again has old distances, and the skin says which systems are searched"
             )
+    if selective and return_neighbor_list:
+        raise ValueError("`selective` keeps rows of a matrix: it does not go with return_neighbor_list or format='coo'")
     n_lists = 1 if cutoff2 is None else 2
     arrays = {"cell": cell, "pbc": pbc, "batch_idx": batch_idx, "batch_ptr": batch_ptr}
     arrays = {name: as_array(name, value) for name, value in arrays.items() if value is not None}
