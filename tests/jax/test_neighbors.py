@@ -166,6 +166,10 @@ def test_systems_in_any_order_and_systems_that_do_not_exist():
         with pytest.raises(ValueError, match="`batch_idx` must hold numbers of systems"):
             count(jnp.array(idx), cell)
         assert jax.jit(count)(jnp.array(idx), cell).tolist() == counts
+        state = neighbors.prepare_neighbor_list(x, 1.0, cell, batch_idx=jnp.array([0, 0, 1, 1]), max_neighbors=4)
+        state = jax.jit(lambda i, s: neighbors.neighbor_list(x, batch_idx=i, state=s)[1])(jnp.array(idx), state)
+        with pytest.raises(ValueError, match="`batch_idx` named a system that does not exist"):
+            neighbors.check_neighbor_list_state(state)
 
 
 @pytest.mark.filterwarnings("error")

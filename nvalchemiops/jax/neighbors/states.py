@@ -495,7 +495,8 @@ def _occupancy(search: _Search, lists: tuple[tuple[Any, ...], ...], arguments: M
         elif n_systems == 1:
             most = jnp.max(counts, initial=0)[None]
         else:
-            systems = _system_of_atoms(search, arguments)
+            # atoms of systems that do not exist, whose counts say so, must not be left out
+            systems = jnp.clip(_system_of_atoms(search, arguments), 0, n_systems - 1)
             most = jnp.maximum(jax.ops.segment_max(counts, systems, n_systems), 0)
         largest, fits = jnp.maximum(largest, most), fits & (most <= room)
     return largest, fits
@@ -509,7 +510,7 @@ def check_neighbor_list_state(state: NeighborListState) -> None:
     NeighborOverflowError
         Neighbors did not fit. The error names the first such system.
     ValueError
-        A position or a cell was not finite.
+        A position or a cell was not finite, or ``batch_idx`` named a system that does not exist.
     TypeError
         ``state`` is not a state, or is traced.
     """
@@ -523,7 +524,10 @@ def check_neighbor_list_state(state: NeighborListState) -> None:
     system, room = int(failed[0]), min(state.search.sizes)
     needed = int(np.ravel(state.largest)[system])
     if needed == NOT_FINITE:
-        raise ValueError(f"a position or the cell of system {system} was not finite, or the cell has no volume")
+        raise ValueError(
+            f"a position or the cell of system {system} was not finite, or the cell has no volume, or `batch_idx` named "
+            "a system that does not exist"
+        )
     error = NeighborOverflowError(room, needed, system)
     if state.search.return_neighbor_list:
         error.args = (f"`coo_capacity` = {room} is too small: there were {needed} pairs",)
