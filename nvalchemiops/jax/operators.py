@@ -129,11 +129,14 @@ def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
         count = _pairs_before_padding(pairs[0], n_atoms)
     else:
         count = int(pointers[-1]) if pointers.numel() else 0
-    if not 0 <= count < pairs.shape[1] or 0 <= int(pairs[0, count]) < n_atoms:
+    if not 0 <= count < pairs.shape[1]:
         return arguments  # no padding, or invalid
-    cut = {"neighbor_list": pairs[:, :count]}
-    cut |= {name: arguments[name][:count] for name in _SHIFTS if arguments.get(name) is not None}
-    return {**arguments, **cut}
+    shifts = {name: arguments[name] for name in _SHIFTS if arguments.get(name) is not None}
+    if 0 <= (padding := int(pairs[0, count])) < n_atoms:  # or pairs that the pointers leave out
+        rest = [pairs[:, count:] != padding, *(x[count:] for x in shifts.values())]
+        if any(bool(x.any()) for x in rest):
+            return arguments
+    return {**arguments, "neighbor_list": pairs[:, :count], **{name: x[:count] for name, x in shifts.items()}}
 
 
 def _pairs_before_padding(rows: torch.Tensor, n_atoms: int) -> int:

@@ -120,8 +120,8 @@ def test_operators_take_lists_of_a_declared_capacity():
         )
 
     n_pairs = neighbors.neighbor_list(x, **near)[0].shape[1]
-    for room in (n_pairs + 9, n_pairs):
-        found = jax.jit(lambda x, room=room: energies(x, coo_capacity=room))(x)
+    for room, more in ((n_pairs + 9, {}), (n_pairs, {}), (n_pairs + 9, {"fill_value": 0})):  # or of an atom
+        found = jax.jit(lambda x, room=room, more=more: energies(x, coo_capacity=room, **more))(x)
         np.testing.assert_array_equal(found, energies(x))
         found = jax.jit(lambda x, room=room: energies(x, False, coo_capacity=room))(x)
         np.testing.assert_array_equal(found, energies(x))
