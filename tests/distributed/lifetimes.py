@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nvalchemiops.torch.distributed import Domain
 from nvalchemiops.torch.distributed.bricks import shape_of
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
+from nvalchemiops.torch.systems import System
 from tests.distributed.common import F64, Atoms, assert_equal, case, raises
 
 MESH: dict[str, Any] = {"alpha": 0.7, "mesh_dimensions": (8, 9, 10), "cutoff": 3.0}
@@ -57,6 +58,19 @@ def inference_comes_before_training(group: Any) -> None:
     forces, slope = torch.autograd.grad(found, (held, width), create_graph=True)
     assert_equal(slope * width, 2.0 * found, "the energy is quadratic in charges")
     torch.autograd.grad(domain.sum(forces.square().sum()), held)
+
+
+@case(2)
+def systems_that_share_a_cell_but_not_the_open_axes(group: Any) -> None:
+    """They keep their axes where they leave a domain."""
+    atoms, mine = Atoms(batch=True, n=3), Atoms(n=3).mine(group)
+    assert atoms.batch_idx is not None
+    pbc, held = torch.tensor([[True, True, True], [True, False, True]]), atoms.batch_idx[mine]
+    domain = Domain(atoms.positions[mine], atoms.cell, pbc, held, cutoff=3.0, group=group)
+    system = System(atoms.positions[mine], cell=atoms.cell, batch_idx=held, pbc=pbc)
+    for back in (domain.gather, domain.collect):
+        found = back(domain.distribute(system)).pbc
+        assert found is not None and torch.equal(found, pbc), found
 
 
 @case(2)

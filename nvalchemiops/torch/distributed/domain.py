@@ -456,10 +456,12 @@ class Domain(Ranks):
         return self._carried(self._to_first.apply, values, self.n_owned)
 
     def _pbc_of(self, atoms: System) -> torch.Tensor | None:
-        """The periodicity of atoms without a domain; with one cell that of the first system."""
+        """The periodicity of atoms without a domain; (3,) beside one cell, if it is that of all systems."""
         if atoms.cell is None:
             return None
-        return self.pbc if atoms.cell.ndim == 3 else self.pbc[0]
+        of_systems = self._frames.pbc
+        is_one = atoms.cell.ndim == 2 and len(of_systems) > 0 and bool((of_systems == of_systems[:1]).all())
+        return self.pbc[0] if is_one else self.pbc
 
     def _batch_idx_held(self) -> torch.Tensor | None:
         """System (n,) of each atom that this rank holds. A collective call."""
