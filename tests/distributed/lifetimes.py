@@ -11,6 +11,7 @@ import torch.distributed as dist
 from nvalchemiops.torch.distributed import Domain
 from nvalchemiops.torch.distributed.bricks import shape_of
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
+from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.systems import System
 from tests.distributed.common import F64, Atoms, assert_equal, case, raises
 
@@ -74,6 +75,22 @@ def systems_that_share_a_cell_but_not_the_open_axes(group: Any) -> None:
 
 
 @case(2)
+def batches_without_atoms(group: Any) -> None:
+    """They have as many systems as for one process."""
+    x, none = torch.zeros(0, 3, dtype=F64), torch.zeros(0, dtype=torch.int32)
+    cell, empty = torch.eye(3, dtype=F64), {"neighbor_list": torch.zeros(2, 0, dtype=torch.int32)}
+    shifts = {"neighbor_shifts": torch.zeros(0, 3, dtype=torch.int32)}
+    pairs = lennard_jones(1.0)
+    for cells in (cell, cell.expand(3, 3, 3), cell.expand(0, 3, 3), None):
+        near = empty if cells is None else empty | shifts
+        options = {"sigma": 1.0, "epsilon": 1.0, "energy_reduction": "system"}
+        expected = pairs(x, cells, batch_idx=none, **near, **options)
+        domain = Domain(x, cells, batch_idx=none, cutoff=1.0, group=group)
+        found = pairs(domain.distribute(x), cells, domain=domain, **options)
+        assert found.shape == expected.shape, (cells, found, expected)
+
+
+@case(2)
 def values_that_do_not_fit(group: Any) -> None:
     """Rows, dtypes and shapes of one rank are an error on all, at once; and bad systems of a domain."""
     atoms, mine, here = Atoms(n=3), Atoms(n=3).mine(group), dist.get_rank(group) == 0
@@ -101,6 +118,8 @@ def values_that_do_not_fit(group: Any) -> None:
     raises(made(batch_idx=zeros, num_systems=2 if here else None), "`num_systems` must be the same")
     raises(made(batch_idx=zeros, num_systems=3, cell=several), "`num_systems` = 3 does not fit")
     raises(made(num_systems=2), "`num_systems` = 2 does not fit")
+    raises(made(batch_idx=zeros, num_systems=-1), "`num_systems` must not be negative")
+    raises(made(batch_idx=zeros, num_systems=2.5), "`num_systems` must be an int")
     for grid in ((-2, -1, 1), 2, (2.0, 1, 1), (1, 1, 1)):
         raises(made(grid=grid), "`grid`")
     for weights in (torch.zeros(len(x)), torch.full((len(x),), float("nan")), torch.ones(len(x) + 1), 1.0):

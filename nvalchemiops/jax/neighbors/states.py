@@ -525,8 +525,8 @@ def check_neighbor_list_state(state: NeighborListState) -> None:
     needed = int(np.ravel(state.largest)[system])
     if needed == NOT_FINITE:
         raise ValueError(
-            f"a position or the cell of system {system} was not finite, or the cell has no volume, or `batch_idx` named "
-            "a system that does not exist"
+            f"a position or the cell of system {system} was not finite, or the cell has no volume, or `batch_idx` "
+            "named a system that does not exist"
         )
     error = NeighborOverflowError(room, needed, system)
     if state.search.return_neighbor_list:

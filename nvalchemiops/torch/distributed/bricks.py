@@ -313,7 +313,7 @@ class Bricks(NamedTuple):
     def bounds(self, margin: float) -> tuple[np.ndarray, np.ndarray]:
         """The lower and the upper ends (n_ranks, 3) of all bricks with a margin around them, for periodic systems."""
         low, high = (ends.clip(0.0, 1.0) for ends in self.boxes())
-        spread = (margin / self.frames.heights).max(0)
+        spread = (margin / self.frames.heights).max(0, initial=0.0)
         return low - spread, high + spread
 
 
@@ -364,7 +364,7 @@ def make_bricks(
     if np.isfinite(ends_of_all).all():  # there are atoms
         low[0], high[0] = -ends_of_all[0], ends_of_all[1]
     box = np.stack([np.full((n_parts, 3), end) for end in (-np.inf, np.inf)])  # between cuts
-    length = frames.heights.mean(0)
+    length = frames.heights.mean(0) if len(frames.pbc) else np.ones(3)
     # the first cut along a periodic axis makes two surfaces: the other is at the end of the cell
     is_round = np.tile(frames.pbc.any(0), (n_parts, 1))
     axis, cut = np.zeros(n_parts, dtype=np.int64), np.full(n_parts, np.inf)

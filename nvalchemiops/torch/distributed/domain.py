@@ -148,9 +148,12 @@ class Domain(Ranks):
             found = 1 if batch_idx is None else int(batch_idx.max()) + 1 if batch_idx.numel() else 0
             if batch_idx is not None and batch_idx.numel() and int(batch_idx.min()) < 0:
                 raise ValueError("`batch_idx` must hold non-negative numbers")
+            num_systems = None if num_systems is None else checks.check_count("num_systems", num_systems)
             agreement.must_be_same(num_systems=num_systems, weights=weights is None, cuts=cuts is None, check=check)
             every = interval_of(check)
-            agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
+            # shapes that do not tell are those of one system or more
+            of_shapes = 1 if n_systems is None else n_systems
+            agreement.largest = [of_shapes, num_systems or 0, found, batch_idx is not None]
         of_shapes, of_caller, of_numbers = map(int, agreement.largest[:3])
         self.is_batch = bool(agreement.largest[3])
         by_numbers = self.is_batch and of_shapes <= 1
