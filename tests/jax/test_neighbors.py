@@ -629,6 +629,15 @@ def test_a_state_with_a_skin_takes_cells_and_pbc_as_python_lists(jitted):
     assert neighbors.prepare_neighbor_list(x, 3.0, cell, True, skin=0.5, max_neighbors=300).reference.pbc.all()
 
 
+@pytest.mark.parametrize("options", [{}, {"skin": 0.5}])
+def test_a_function_that_is_traced_closes_over_positions_and_a_state(options):
+    """Both have values there, so the list is exact, and a state with a skin tells whether it is to be searched."""
+    state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, **options)
+    expected = neighbors.neighbor_list(X, state=state)[0]
+    for found, array in zip(jax.jit(lambda: neighbors.neighbor_list(X, state=state)[0])(), expected, strict=True):
+        np.testing.assert_array_equal(found, array)
+
+
 def test_a_skin_refuses_what_it_cannot_keep():
     for options in ({"return_distances": True}, {"return_vectors": True}, {"selective": True}):
         with pytest.raises(ValueError, match="`skin` goes with none of"):

@@ -3,6 +3,7 @@
 `nvalchemiops.jax.neighbors.states` keeps lists of a fixed size for use inside of ``jit`` and ``scan``.
 """
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from nvalchemiops.jax.neighbors.search import find_neighbors
 from nvalchemiops.jax.neighbors.states import NeighborListState, state_after
 from nvalchemiops.jax.operators import named
+from nvalchemiops.jax.utils import is_traced
 
 
 def neighbor_list(
@@ -86,7 +88,9 @@ def neighbor_list(
     given |= given.pop("options")
     del given["state"]
     if state is not None:
-        return state_after(state, given)
+        # arrays that are no tracers have values, also in a function that JAX is tracing
+        with contextlib.nullcontext() if is_traced((state, given)) else jax.ensure_compile_time_eval():
+            return state_after(state, given)
     if cutoff is None:
         raise ValueError("`cutoff` is needed without `state`")
     return find_neighbors("neighbor_list", given)
