@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvalchemiops.torch.distributed.bricks import ONE, Bricks, Frames, make_bricks, shape_of
+from nvalchemiops.torch.distributed.bricks import ONE, Bricks, Frames, check_grid, make_bricks, shape_of
 
 F64 = torch.float64
 LENGTH = 70.0
@@ -94,6 +94,11 @@ def test_planes_of_a_crystal_have_one_owner():
         noise = 1e-9 * (torch.rand(inside.shape, dtype=F64) - 0.5)
         assert torch.equal(bricks.ranks_of(inside), bricks.ranks_of(inside + noise))
         assert bricks.largest == 1.0
+
+
+def test_numbers_of_a_grid_may_be_those_of_numpy():
+    for grid in (np.array([2, 3, 1]), list(np.array([2, 3, 1])), (2, 3, 1)):
+        assert repr(check_grid(grid, 6)) == "(2, 3, 1)"
 
 
 def test_a_grid_cuts_slices_of_equal_work():

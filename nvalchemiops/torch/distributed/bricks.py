@@ -511,10 +511,12 @@ def check_grid(grid: Any, n_ranks: int) -> Grid | None:
     """Raise unless ``grid`` is None or three numbers of bricks whose product is the number of ranks."""
     if grid is None:
         return None
-    is_grid = isinstance(grid, tuple | list) and len(grid) == 3 and all(isinstance(n, int) and n > 0 for n in grid)
-    if not is_grid or math.prod(grid) != n_ranks:
+    numbers = grid.tolist() if isinstance(grid, np.ndarray) else grid
+    is_grid = isinstance(numbers, tuple | list) and len(numbers) == 3
+    is_grid = is_grid and all(isinstance(n, int | np.integer) and n > 0 for n in numbers)
+    if not is_grid or math.prod(numbers) != n_ranks:
         raise ValueError(f"`grid` = {grid} must be three numbers of bricks, for as many as there are ranks, {n_ranks}")
-    return (grid[0], grid[1], grid[2])
+    return (int(numbers[0]), int(numbers[1]), int(numbers[2]))
 
 
 def check_cuts(cuts: Any, n_ranks: int) -> None:
