@@ -116,8 +116,9 @@ class _Part:
         return [n for n, (old, new) in enumerate(zip(before, jax.tree.leaves(after))) if new is not old]
 
     def _call(self, state: State, places: tuple[int, ...]) -> list[torch.Tensor]:
-        leaves = jax.tree.leaves(self._function(_of_torch(state)))
-        return [leaves[place] for place in places]
+        before, after = jax.tree.leaves(state), jax.tree.leaves(self._function(_of_torch(state)))
+        # as given: a state that was made without x64 keeps its dtypes with it
+        return [after[place].to(before[place].dtype) for place in places]
 
     @staticmethod
     def _types(state: State, places: tuple[int, ...]) -> list[Shape]:

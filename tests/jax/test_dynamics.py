@@ -180,6 +180,10 @@ def test_without_x64_torch_still_computes_times_and_noise_in_64_bits():
                 expected = reference.step(expected, wells_in_double)
             np.testing.assert_allclose(found.velocities, expected.velocities, rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(found.system.positions, expected.system.positions, rtol=1e-6, atol=1e-6)
+        dtypes, once = jax.tree.map(jnp.result_type, state), ours.step(state, model)
+    again = ours.step(state, model)  # such a state goes on where JAX has 64 bits
+    assert jax.tree.map(jnp.result_type, again) == dtypes
+    np.testing.assert_array_equal(again.system.positions, once.system.positions)
 
 
 def wells_in_double(system):
