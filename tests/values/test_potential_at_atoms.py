@@ -222,11 +222,40 @@ def test_derivatives_of_potentials():
             close([(seconds[place] * direction).sum()], [derivative_along(first, leaf.detach(), direction, 1e-3)], 1e-6)
 
 
+def test_trained_receivers_in_a_list_have_gradients():
+    """Each may be a parameter of its own, beside numbers and in another precision; values may change between calls."""
+    positions, given, cell = system(n_atoms=2)
+    plain = {**FINE, "derivatives": 0}
+
+    def loss(widths):
+        return (
+            electrostatic_potential(positions, given.charges, cell, receiver_widths=widths, **plain)
+            .potential.sin()
+            .sum()
+        )
+
+    for first in (0.4, 0.5):
+        together = torch.tensor([first, 0.3, 0.25], dtype=torch.float64, requires_grad=True)
+        (of_all,) = torch.autograd.grad(loss(together), together)
+        one = torch.tensor([first], dtype=torch.float64, requires_grad=True)
+        other = torch.tensor(0.25, dtype=torch.float32, requires_grad=True)
+        value = loss([one, 0.3, other])
+        close([value], [loss(together)], 1e-14)
+        of_one, of_other = torch.autograd.grad(value, (one, other))
+        close([of_one[0], of_other], [of_all[0], of_all[2].float()], 1e-6)
+        close([loss([first, 0.3, torch.tensor(0.25)])], [value], 1e-14)
+
+
 BAD = {
     "derivatives": ({"derivatives": 3}, ValueError, "`derivatives` must be 0, 1 or 2"),
     "method": ({"method": "fast"}, ValueError, "`method`"),
     "empty": ({"receiver_widths": []}, ValueError, "`receiver_widths`"),
     "negative": ({"receiver_widths": [-1.0]}, ValueError, "`receiver_widths`"),
+    "trained": (
+        {"receiver_widths": [torch.ones(1, requires_grad=True), torch.ones(2)]},
+        TypeError,
+        "`receiver_widths` must be a number",
+    ),
     "points": ({"self_interaction": True}, ValueError, "`self_interaction` is infinite for points"),
     "charges": ({"charges": torch.ones(3)}, ValueError, "`charges` must have shape"),
     "cutoff": ({"cutoff": -1.0}, ValueError, "`cutoff`"),

@@ -26,6 +26,7 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import moment_interaction, moment_short_range
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, check_split, given_neighbors, split
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
@@ -116,8 +117,9 @@ def electrostatic_potential(
     dipoles, quadrupoles, widths
         Other sources, as for `ewald_summation`.
     receiver_widths : sequence of float or (n_receivers,) tensor, length, optional
-        Standard deviations of Gaussian receivers, zero for points. By default there is one receiver, with the width of
-        the source of each atom: then ``(q φ + μ·∇φ + Q:∇∇φ/2) / 2`` is the energy of the atom.
+        Standard deviations of Gaussian receivers, zero for points; tensors in a sequence may be trained. By default
+        there is one receiver, with the width of the source of each atom: then ``(q φ + μ·∇φ + Q:∇∇φ/2) / 2`` is the
+        energy of the atom.
     derivatives : {0, 1, 2}, optional
         Highest derivative of the potential to return.
     self_interaction : bool, optional
@@ -145,8 +147,8 @@ def electrostatic_potential(
     Returns
     -------
     Potentials
-        In the dtype of the positions. Differentiable in positions, sources, cell and alpha: to any order, or on a mesh
-        as often as the splines are.
+        In the dtype of the positions. Differentiable in positions, sources, widths of receivers, cell and alpha: to any
+        order, or on a mesh as often as the splines are.
 
     Raises
     ------
@@ -168,7 +170,7 @@ def electrostatic_potential(
     mesh, vectors = (mesh_dimensions, None, order, Precomputed(), None), (None, k_cutoff, None, miller_indices)
     kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
     asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
-    seen = _Seen(tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths, derivatives)
+    seen = _Seen(_together(receiver_widths), derivatives)
     is_open = None if cell is None or domain is not None else open_systems(atoms)
     if is_open is None:
         return Potentials(*_of_one_kind(asked, seen))
@@ -307,6 +309,22 @@ def reciprocal_potential(
 
 
 # -- arguments -------------------------------------------------------------------------------------
+
+
+def _together(widths: Any) -> Any:
+    """Widths of receivers: a tuple of numbers, or one tensor if some are tensors that are trained or cannot be read."""
+    if not isinstance(widths, (list, tuple)):
+        return widths
+    tensors = [value for value in widths if isinstance(value, torch.Tensor)]
+    if all(not is_differentiated(value) and may_read(value, wait=True) for value in tensors):
+        return tuple(widths)
+    numbers = []
+    for value in widths:
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            number = checks.as_float("receiver_widths", value)
+            value = torch.full((), number, dtype=torch.float64, device=tensors[0].device)
+        numbers.append(value.reshape(()))
+    return torch.stack(numbers)
 
 
 def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem) -> tuple[Rows, float | None]:
