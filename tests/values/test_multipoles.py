@@ -408,6 +408,25 @@ def test_a_wide_gaussian_without_neighbors_needs_no_longer_list(recwarn):
         ewald_summation(x, charges, cell, **{**options, "widths": 1e6}, **listed)
 
 
+def test_a_system_without_atoms_beside_wide_gaussians_is_no_warning(recwarn):
+    """Its list reaches to infinity; the warning about the other system is all that there is to say."""
+    atoms = disordered("water")
+    batch_idx = torch.zeros(atoms.positions.shape[0], dtype=torch.int32)
+    near = System(atoms.positions, None, atoms.cell).neighbors(4.0).given()
+    ewald_summation(
+        atoms.positions,
+        atoms.charges,
+        atoms.cell.expand(2, 3, 3),
+        1.2,
+        k_cutoff=3.0,
+        batch_idx=batch_idx,
+        neighbor_list=near.neighbor_list,
+        neighbor_shifts=near.shifts,
+        widths=0.6,
+    )
+    assert {warning.category for warning in recwarn} == {AccuracyWarning}
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -436,7 +436,8 @@ def _warn_of_widths(
 ) -> None:
     """Warn if Gaussians are so wide that pairs beyond the reach of the list are needed."""
     sizes = sizes_of_system(system)
-    errors = np.exp(core.log_real_error(limit, reach, sizes.spacing)) / core.TYPICAL_FORCE
+    with np.errstate(divide="ignore"):  # the reach is infinite without atoms
+        errors = np.exp(core.log_real_error(limit, reach, sizes.spacing)) / core.TYPICAL_FORCE
     errors = np.where(alpha >= 0.999 * limit, errors, 0.0)  # Gaussians do not limit a smaller alpha
     warn_of_errors(accuracy, errors, "Gaussians of these `widths` and this reach of the neighbor list", least=10.0)
 
