@@ -3,6 +3,7 @@
 import functools
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 
@@ -351,6 +352,11 @@ def test_damped_sums_and_bad_sources():
     moments = torch.cat([q[:, None, None], dipoles.unsqueeze(1)], -1)
     same = energy(moments, x, cell, torch.full_like(ALPHA, 0.55), WIDTHS).energies.squeeze(1)
     torch.testing.assert_close(damped, same)
+    of_numpy = [
+        coulomb_energy(x, q, cell, CUTOFF, alpha, batch_idx=batch_idx) for alpha in (np.float32(0.5), np.int64(0))
+    ]
+    plain = [coulomb_energy(x, q, cell, CUTOFF, alpha, batch_idx=batch_idx) for alpha in (0.5, 0.0)]
+    torch.testing.assert_close(of_numpy, plain)
     for name, value in (("dipoles", random(9)), ("quadrupoles", random(9, 3)), ("widths", random(8)), ("widths", -1.0)):
         with pytest.raises(ValueError, match=f"`{name}`"):
             coulomb_energy(x, q, cell, CUTOFF, batch_idx=batch_idx, **{name: value})
@@ -358,3 +364,5 @@ def test_damped_sums_and_bad_sources():
         energy(random(9, 1, 5), x, cell, ALPHA)
     with pytest.raises(TypeError, match="`dipoles`"):
         coulomb_energy(x, q, cell, CUTOFF, batch_idx=batch_idx, dipoles=dipoles.float())
+    with pytest.raises(TypeError, match="`alpha` must be a number"):
+        coulomb_energy(x, q, cell, CUTOFF, "0.5", batch_idx=batch_idx)

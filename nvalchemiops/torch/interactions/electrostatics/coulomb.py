@@ -146,7 +146,7 @@ def _coulomb(
     atoms: System, cutoff: float, alpha: float | torch.Tensor, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
     if not isinstance(alpha, (int, float, torch.Tensor)):
-        raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
+        alpha = checks.as_float("alpha", alpha)  # a number of NumPy
     bare = not isinstance(alpha, torch.Tensor) and alpha == 0.0
     several = isinstance(atoms.charges, torch.Tensor) and atoms.charges.ndim == 2
     if several or atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None:
