@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from tests.support.cases import (
@@ -23,7 +24,7 @@ from tests.support.cases import (
     member,
 )
 from tests.support.comparing import close, compiled, derivative_along, random_like, same_bits, weighted
-from tests.support.systems import System
+from tests.support.systems import System, triclinic
 
 
 def each_output(*cases):
@@ -412,6 +413,26 @@ def test_vmap_over_lists_with_room_equals_a_loop(case, half):
         found = torch.func.vmap(lambda part, *near: energy(part, *near), in_dims=mapped)(tuple(parts), *near)
         singles = [energy(part, *one) for part, one in zip(slices, given if len(given) > 1 else given * 3)]
         close((found,), [torch.stack(singles)], 1e-11)
+
+
+@pytest.mark.parametrize("name", ["dsf_coulomb", "ewald_summation"])
+def test_vmap_over_lists_that_are_found_equals_a_loop(name):
+    """Each slice finds as many pairs as it has, in systems whose atoms are in any order."""
+    generator = torch.Generator().manual_seed(4)
+    fractional = torch.rand(10, 3, generator=generator, dtype=torch.float64)
+    cells = triclinic().cell * torch.tensor([1.0, 1.2], dtype=torch.float64).view(2, 1, 1)
+    batch_idx = torch.tensor([1, 0, 0, 1, 0, 1, 1, 0, 0, 1], dtype=torch.int32)
+    charges = torch.randn(10, generator=generator, dtype=torch.float64)
+    options = {"cutoff": CUTOFF} if name == "dsf_coulomb" else {"alpha": 1.1, "k_cutoff": 6.0}
+
+    def energy(stretch):
+        x = stretch * (fractional.unsqueeze(1) @ cells[batch_idx.long()]).squeeze(1)
+        sums = getattr(electrostatics, name)(x, charges, cell=cells, batch_idx=batch_idx, **options)
+        return (sums[0] if isinstance(sums, tuple) else sums).square().sum()
+
+    stretches = torch.tensor([1.0, 1.1, 1.25], dtype=torch.float64)
+    for function in (energy, torch.func.grad(energy)):
+        close((torch.vmap(function)(stretches),), [torch.stack([function(stretch) for stretch in stretches])], 1e-11)
 
 
 # -- batches, and nothing to do -------------------------------------------------------------------

@@ -18,7 +18,7 @@ from nvalchemiops.torch.neighbors.formats import pairs_of_matrix
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.operators.segments import batch_idx_of
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read
 from nvalchemiops.torch.runtime.memory import is_out_of_memory, new_empty
 
 Tensors = tuple[torch.Tensor, ...]
@@ -138,6 +138,11 @@ def build(
     most: int | None = None  # the largest count, if it is read
     if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
         pairs, ptr, shifts = ops.found_pairs(search)
+        if may_read() and is_mapped(ptr) and bool((all_values_of(ptr)[..., -1] < pairs.shape[1]).any()):
+            raise ValueError(
+                "neighbor lists under vmap differ in size between slices: give `max_neighbors`, for a matrix, or "
+                "search outside of vmap"
+            )
         if width is not None and form.check and may_read():
             most = faults.largest_count(ptr.diff())
         if room.num_neighbors is not None:

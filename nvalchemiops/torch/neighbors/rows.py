@@ -191,9 +191,10 @@ def build_rows(
     pairs, ptr, images = found_pairs(Search(positions.detach(), cutoff, lattice, pbc, batch_idx))
     shifts = None if cell is None else images
     if order is not None:
-        # rows in the order of the atoms as given
-        pairs = order.to(torch.int32)[pairs.long()]
-        first, place = torch.sort(pairs[0], stable=True)
+        # rows in the order of the atoms as given; lists of slices under vmap may have room at their ends
+        room = pairs == NO_PADDING
+        pairs = torch.where(room, NO_PADDING, order.to(torch.int32)[pairs.clamp(min=0).long()])
+        first, place = torch.sort(torch.where(room[0], positions.shape[0], pairs[0]), stable=True)
         pairs = torch.stack([first, pairs[1].index_select(0, place)])
         shifts = None if shifts is None else shifts.index_select(0, place)
         ptr = row_pointers(first, positions.shape[0])

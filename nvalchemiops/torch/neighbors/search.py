@@ -17,6 +17,7 @@ from nvalchemiops.neighbors import nearest as nearest_kernels
 from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.neighbors.numbering import number_systems
+from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.neighbors.search_in_warps import rows_of_warp
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
@@ -305,6 +306,23 @@ def _n_rows(*inputs: Any) -> int:
     return (inputs[0] if inputs[6] is None else inputs[6]).shape[0]
 
 
+def _equally_long(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """The rule for ``vmap``: each slice has its own list, and room after its pairs up to the length of the longest."""
+
+    def of_slice(b: int) -> Tensors:
+        slices = [a.select(dim, b) if isinstance(dim, int) else a for a, dim in zip(args, in_dims, strict=True)]
+        return neighbor_pairs(*slices)
+
+    found = [of_slice(b) for b in range(info.batch_size)]
+    most = max(pairs.shape[1] for pairs, _, _ in found)
+    padded = []
+    for pairs, pointers, shifts in found:
+        more = most - pairs.shape[1]
+        images = torch.nn.functional.pad(shifts, (0, 0, 0, more if args[2] is not None else 0))
+        padded.append((torch.nn.functional.pad(pairs, (0, more), value=NO_PADDING), pointers, images))
+    return tuple(torch.stack(parts) for parts in zip(*padded, strict=True)), (0, 0, 0)
+
+
 @warp_custom_op(
     "nvalchemiops::neighbor_pairs",
     outputs=[
@@ -313,6 +331,7 @@ def _n_rows(*inputs: Any) -> int:
         OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _N_PAIRS, 3)),
     ],
     backward="none",
+    vmap=_equally_long,
     trusted=True,
 )
 def neighbor_pairs(
