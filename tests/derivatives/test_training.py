@@ -209,10 +209,15 @@ def test_autograd_inside_a_graph_needs_its_setting():
         step(*data)
 
 
-def test_function_transforms_of_the_sum_inside_a_graph_are_an_error():
-    step = torch.compile(steps(setting()[2])["torch.func"], fullgraph=True, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=r"torch\.func"):
-        step(*labelled(0))
+def test_function_transforms_of_the_sum_inside_a_graph_raise_or_are_right():
+    """Torch 2.13 and 2.14 raise, each by another class of error."""
+    data, step = labelled(0), steps(setting()[2])["torch.func"]
+    try:
+        found = torch.compile(step, fullgraph=True, backend="aot_eager")(*data)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        assert "torch.func transforms of the op work in eager mode only" in str(error)
+    else:
+        assert_same_step(found, step(*data))
 
 
 # -- precision ------------------------------------------------------------------------------------
