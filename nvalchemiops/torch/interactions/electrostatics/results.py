@@ -199,7 +199,7 @@ def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_r
 
 def complete(results: tuple[torch.Tensor, ...], system: ChargedSystem, request: SumRequest) -> tuple[torch.Tensor, ...]:
     """The results of a sum; results per system are added up over the ranks among which the atoms are divided."""
-    energies, *others = results
+    energies, others = results[0], list(results[1:])  # torch 2.11 makes `energies, *others` a tuple in a graph
     if request.energy_reduction == "system":
         energies = summed(system.domain, energies)
     if request.derivatives.virial:

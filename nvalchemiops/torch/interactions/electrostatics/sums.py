@@ -57,14 +57,14 @@ def evaluate(
         Whether a plan for any values of ``chosen`` is for these cells alone, as of `LongRange`.
     """
     given: Any = () if near is None else near
-    fixed, listed = tuple(terms), [id(term.rows) for term in terms if isinstance(term, PairTerm)]
+    fixed = tuple(terms)
 
     def prepare(inputs: Sequence[torch.Tensor], near: Any, *others: torch.Tensor) -> engine.Body:
         changed: dict[int, Any] = dict(zip(map(id, chosen), others))
         if near is not given:  # it is in the memory of a graph
             both = near.neighbors.ndim > 1
             rows = near._replace(first=near.neighbors[0], neighbors=near.neighbors[1]) if both else near
-            changed |= dict.fromkeys(listed, rows)
+            changed |= {id(term.rows): rows for term in fixed if isinstance(term, PairTerm)}
         return body_of(_with(fixed, changed), system, request)
 
     def in_general(call: engine.Call) -> engine.Call:
@@ -96,6 +96,8 @@ def evaluate(
 
 def _with(value: Any, others: dict[int, Any]) -> Any:
     """``value`` with ``others``, by the id of the tensors and tuples whose places they take in nested tuples."""
+    if not others:  # torch 2.11 cannot trace the id of a tuple
+        return value
     if id(value) in others:
         return others[id(value)]
     if not isinstance(value, tuple):
