@@ -261,7 +261,7 @@ def ewald_real_space(
     wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
-    options = SumOptions(alpha, None, cutoff)
+    options = SumOptions(alpha, None, cutoff, COULOMB)  # torch 2.11 cannot trace a default value that holds functions
     return driver.short_range_part(EwaldSum(None, (), atoms, driver.given_neighbors(*near), request, options))
 
 
