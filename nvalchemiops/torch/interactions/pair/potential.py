@@ -253,7 +253,9 @@ class PairPotential:
             return pair_system(here, near, num_systems, cutoff=cutoff, by_system=by_system, **more)
 
         def evaluate(near: GivenNeighbors, /, positions: Any, cell: Any, **values: Any) -> tuple[torch.Tensor, ...]:
-            here, named = atoms._replace(positions=positions, cell=cell), {name: values[name] for name in parameters}
+            # not by `_replace`, whose result torch 2.11 loses at graph breaks
+            here = System(positions, atoms.charges, cell, *atoms[3:])
+            named = {name: values[name] for name in parameters}
             with shares.together(domain):
                 system = system_of(here, near)
                 shares.must_be_same(domain, request=request, has_species=species is not None, r_switch=self.r_switch)
