@@ -29,7 +29,7 @@ from nvalchemiops.torch.dynamics import (
 from nvalchemiops.torch.dynamics.flows import Flow
 from nvalchemiops.torch.systems import System
 
-from .systems import argon, crystal, few_atoms, float64, ideal_gas, joined, run, wells
+from .systems import argon, crystal, few_atoms, float64, ideal_gas, joined, run, springs, wells
 
 KT = 0.006
 
@@ -410,13 +410,14 @@ def test_without_leaves_that_require_gradients_there_is_no_graph():
 @pytest.mark.parametrize("inference", [False, True])
 def test_gradients_to_parameters_of_a_run_that_goes_on(inference):
     """Those of the integrator, also if the run before had the same values, without gradients."""
-    system, masses, velocities = few_atoms(2)
-    options = {"masses": masses, "velocities": velocities, "removed": 0}
+    model = springs(0.8)
     with torch.inference_mode(inference):
-        first = simulate(system, wells(), nose_hoover(0.1, 0.05), 2, **options).state
+        parts, masses, velocities = zip(few_atoms(2), few_atoms(3, 1))
+        options = {"masses": torch.cat(masses), "velocities": torch.cat(velocities), "removed": 0}
+        first = simulate(joined(parts), model, nose_hoover(0.1, 0.05), 2, **options).state
 
     def last(kt):
-        return simulate(first, wells(), nose_hoover(0.1, kt), 3).state.system.positions.square().sum()
+        return simulate(first, model, nose_hoover(0.1, kt), 3).state.system.positions.square().sum()
 
     kt, h = torch.tensor(0.05, dtype=float64, requires_grad=True), 1e-5
     (slope,) = torch.autograd.grad(last(kt), kt)

@@ -12,10 +12,10 @@ import torch
 
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of, with_tensors
+from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
-from nvalchemiops.torch.dynamics.model import Model, count_systems
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.runtime.context import ordinary
@@ -232,15 +232,15 @@ def _tracked(start: System | State) -> System | State:
     A model keeps a graph to its own parameters if positions require gradients (`FromEnergies`). Those of later steps
     often do, so without this the first evaluation alone would be missing in gradients.
     """
-    if isinstance(start, State):
-        start = with_tensors(start, {name: ordinary(value) for name, value in tensors_of(start).items()})
-    else:
-        start = System(*map(ordinary, start))
-    positions = (start.system if isinstance(start, State) else start).positions
-    if positions.requires_grad:
-        return start
-    tracked = positions.detach().requires_grad_()
-    return start.at(tracked) if isinstance(start, State) else start._replace(positions=tracked)
+    system = start.system if isinstance(start, State) else start
+    system = System(*map(ordinary, system))
+    if not system.positions.requires_grad:
+        system = system._replace(positions=system.positions.detach().requires_grad_())
+    if isinstance(start, System):
+        return system
+    velocities, masses, step = map(ordinary, (start.velocities, start.masses, start.step))
+    evaluation = Evaluation(*map(ordinary, start.evaluation))
+    return State(system, velocities, masses, evaluation, step, {k: ordinary(value) for k, value in start.extra.items()})
 
 
 def _after_hook(returned: Any, state: State) -> State:
