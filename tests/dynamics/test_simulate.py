@@ -423,6 +423,8 @@ def test_gradients_to_parameters_of_a_run_that_goes_on(inference):
     (slope,) = torch.autograd.grad(last(kt), kt)
     expected = (last(0.05 + h) - last(0.05 - h)) / (2 * h)
     assert abs(slope - expected) < 1e-6 * abs(expected)
+    _, slope = torch.func.jvp(last, (kt.detach(),), (torch.ones_like(kt),))
+    assert abs(slope - expected) < 1e-6 * abs(expected)
 
 
 def test_parameters_that_require_gradients_keep_the_graph():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.dynamics.cell_flows import Cell, Press, StretchedKick
 from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Stochastic, Tangent
@@ -245,7 +246,7 @@ class Integrator:
             if given is None or now is None:
                 extra[name] = new
             else:
-                keeps = (given == new) & (now != new) if new.requires_grad else given == new
+                keeps = (given == new) & (now != new) if is_differentiated(new) else given == new
                 extra[name] = torch.where(keeps, now, new)
             extra[f"given {name}"] = new.clone()
         _check_cells(state.system, self._distinct)
