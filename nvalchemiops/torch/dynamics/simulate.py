@@ -146,13 +146,14 @@ def simulate(
     writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends)
     measures = _measures(record, integrator)
     measured: Any = functools.partial(_measured, measures)
-    parameters: Parameters | None = None
     if checkpoint_every is not None:
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
-        parameters = Parameters()
-        measured, hooks = parameters.watched(measured), [parameters.watched(hook) for hook in hooks]
     if gradients is None:
         gradients = checkpoint_every is not None or _requires_grad(start, integrator, options)
+    parameters: Parameters | None = None
+    if gradients and checkpoint_every is not None:
+        parameters = Parameters()
+        measured, hooks = parameters.watched(measured), [parameters.watched(hook) for hook in hooks]
     kept: list[dict[str, torch.Tensor]] = []
     survivors: Survivors | None = None
     done = -1
