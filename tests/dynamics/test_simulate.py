@@ -370,9 +370,9 @@ def test_gradients_to_parameters_of_a_model_contain_the_first_evaluation(every):
     assert abs(found - last(1.2)) < 1e-12
 
 
-@pytest.mark.parametrize("where", ["record", "hook", "flow"])
+@pytest.mark.parametrize("where", ["record", "hook", "velocities", "flow"])
 def test_gradients_to_parameters_of_records_hooks_and_flows(where):
-    """They are found in every segment, also those that come late."""
+    """They are found in every segment, also those that come late, and those that are a part of a state as they are."""
     system, masses, velocities = few_atoms(2)
     weight = torch.tensor(0.8, dtype=float64, requires_grad=True)
 
@@ -386,6 +386,11 @@ def test_gradients_to_parameters_of_records_hooks_and_flows(where):
     elif where == "hook":
         damp = Damping()
         options["hooks"] = [lambda state: damp(state, None) if state.step > 2 else None]
+    elif where == "velocities":
+        weight = velocities.clone().requires_grad_()
+        options["hooks"] = [
+            lambda state: state.at(state.system.positions + weight, velocities=weight) if state.step > 2 else None
+        ]
     else:
         flows = [(Damping(), 1.0), *flows]
     slopes = []
@@ -394,7 +399,7 @@ def test_gradients_to_parameters_of_records_hooks_and_flows(where):
         found = simulate(system, wells(), Integrator(flows, {"dt": 0.3}), 5, gradients=True, **options)
         loss = found.state.system.positions.square().sum() + sum(record.sum() for record in found.records.values())
         slopes += torch.autograd.grad(loss, weight)
-    assert abs(slopes[1] - slopes[0]) < 1e-12 * abs(slopes[0])
+    assert (slopes[1] - slopes[0]).abs().max() < 1e-12 * slopes[0].abs().max()
 
 
 def test_without_leaves_that_require_gradients_there_is_no_graph():

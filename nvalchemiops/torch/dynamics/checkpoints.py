@@ -42,8 +42,10 @@ def with_tensors(state: State, tensors: dict[str, torch.Tensor]) -> State:
 
 def leaves_of(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors without a history that require gradients, and on which values depend."""
+    values = [value for value in values if value.requires_grad]
+    leaves = [value for value in values if value.grad_fn is None]
     nodes = [value.grad_fn for value in values if value.grad_fn is not None]
-    seen, leaves = set(nodes), []
+    seen = set(nodes)
     while nodes:
         node = nodes.pop()
         leaf = getattr(node, "variable", None)
@@ -97,7 +99,8 @@ class Parameters:
 
     def _add(self, values: Iterable[torch.Tensor], *others: torch.Tensor) -> None:
         known = {id(leaf) for leaf in (*self.found, *others)}
-        self.found += [leaf for leaf in leaves_of(values) if id(leaf) not in known]
+        new = {id(leaf): leaf for leaf in leaves_of(values) if id(leaf) not in known}
+        self.found += new.values()
 
 
 def run_segment(run: Run, state: State, parameters: Parameters) -> tuple[State, Records]:
