@@ -537,6 +537,7 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
         (lambda: nve(0.1), ONE | {"keys": torch.tensor([2**32])}, "keys"),
         (lambda: nve(0.1), ONE | {"keys": torch.tensor([-1])}, "keys"),
         (lambda: nve(0.1), ONE | {"hooks": [lambda state: True]}, "hooks"),
+        (lambda: nve(0.1), ONE | {"hooks": [lambda state: {"a": 1}], "checkpoint_every": 1}, "hooks"),
         (lambda: langevin(0.1, ZERO), ONE, "temperature"),
         (lambda: csvr(0.1, ZERO), ONE, "temperature"),
         (lambda: langevin(0.1, 1.0, friction=ZERO), ONE, "friction"),

@@ -88,9 +88,9 @@ class Parameters:
                 return function(state)
             with torch.enable_grad():
                 found = function(state)
-            if not isinstance(found, State | dict):
-                return found
             tensors = tensors_of(found) if isinstance(found, State) else found
+            if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+                return found  # None, or a mistake, which the caller names
             self._add(tensors.values())
             tensors = {name: value.detach() for name, value in tensors.items()}
             return with_tensors(found, tensors) if isinstance(found, State) else tensors
