@@ -483,6 +483,8 @@ def test_uphill_steps_are_taken_back_and_moves_are_limited():
     last = [torch.full((2,), value, dtype=FLOAT) for value in (0.5, 1.1)]
     idx = torch.arange(2, dtype=torch.int32)
     args = x, v, f, torch.ones(2, dtype=FLOAT), *state, *integers, *last, torch.ones(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="`compute_reductions=False` needs"):
+        fire_step(*arrays(*args), batch_idx=arrays(idx)[0], compute_reductions=False)
     fire_step(*arrays(*args), batch_idx=arrays(idx)[0])
     close(x[0, 0], torch.tensor(-0.5 * 0.4 - 0.2 * 0.2 * 2.0, dtype=FLOAT))  # back by half a step, then on from rest
     close(x[1, 1], torch.tensor(0.2, dtype=FLOAT))  # the limit, not 8

@@ -24,6 +24,8 @@ def _powers(
 ) -> list[Tensor]:
     """``Σ F·v``, ``Σ v·v`` and ``Σ F·F`` of systems: computed, and kept in ``given``, unless these are ``known``."""
     if known:
+        if any(values is None for values in given):
+            raise ValueError("`compute_reductions=False` needs `Σ F·v`, `Σ v·v` and `Σ F·F`, which are not all given")
         return [values.clone() for values in given if values is not None]
     pairs = (forces, velocities), (velocities, velocities), (forces, forces)
     found = [values.to(forces.dtype) for values in rows.dots(*pairs)]
