@@ -11,4 +11,4 @@ def wpdivmod(a: int, b: int):  # type: ignore[no-untyped-def] # Warp infers what
     remainder = a % b
     if remainder != 0 and (remainder < 0) != (b < 0):
         remainder += b
-    return (a - remainder) / b, remainder
+    return (a - remainder) // b, remainder

@@ -276,6 +276,7 @@ def test_kernels_and_operators_of_the_client():
         out = wp.zeros(len(a), dtype=wp.vec2i, device="cpu")
         wp.launch(divided, dim=len(a), inputs=[wp.array(a, device="cpu"), b, out], device="cpu")
         np.testing.assert_array_equal(out.numpy(), np.stack(np.divmod(a, b), 1))
+    assert str(wpdivmod(-7, 3)) == str(divmod(-7, 3))  # outside of kernels, too
 
     def outside(x):
         out = torch.empty_like(x)
