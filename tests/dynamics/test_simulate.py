@@ -402,6 +402,17 @@ def test_gradients_to_parameters_of_records_hooks_and_flows(where):
     assert (slopes[1] - slopes[0]).abs().max() < 1e-12 * slopes[0].abs().max()
 
 
+def test_tensors_that_a_record_makes_for_itself_are_not_kept_as_parameters():
+    """Such as the positions of another call of the model: a segment does not depend on those of all segments before."""
+    system, masses, velocities = few_atoms(2)
+    weight, inner = torch.tensor(1.2, dtype=float64, requires_grad=True), wells().function
+    model = FromEnergies(lambda system: weight * inner(system), create_graph=True)
+    options = {"masses": masses, "velocities": velocities, "record": {"u": lambda state: model(state.system).energies}}
+    states = [simulate(system, model, nve(0.1), steps, checkpoint_every=2, **options).state for steps in (2, 8)]
+    first, last = (state.velocities.grad_fn.next_functions for state in states)
+    assert len(first) == len(last)
+
+
 def test_without_leaves_that_require_gradients_there_is_no_graph():
     weight = torch.tensor(1.2, dtype=float64, requires_grad=True)
 

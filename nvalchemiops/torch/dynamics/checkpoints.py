@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.state import State
@@ -60,14 +61,16 @@ def leaves_of(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 class Parameters:
     """Tensors that a run depends on beside its state: those of the model, of flows, of hooks and of records.
 
-    Attributes
-    ----------
-    found : list of tensor
-        Those that are known, which grows.
+    They are held weakly: models, hooks and records make tensors that require gradients for themselves, and drop them.
     """
 
     def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
+        self._known = WeakTensorKeyDictionary()
+
+    @property
+    def found(self) -> list[torch.Tensor]:
+        """Those that are known now."""
+        return list(self._known)
 
     def look(self, step: Callable[[State], State], state: State) -> None:
         """Find those of a step, from positions that require gradients, by which a model may decide to keep a graph."""
@@ -75,7 +78,7 @@ class Parameters:
         tensors["positions"].requires_grad_()
         with torch.enable_grad():
             after = step(with_tensors(state, tensors))
-        self._add(tensors_of(after).values(), tensors["positions"])
+        self._add(tensors_of(after).values())
 
     def watched(self, function: Callable[[State], Any]) -> Callable[[State], Any]:
         """The function of a state, which returns a state or tensors by name: where no graph is kept, its own are found.
@@ -97,10 +100,9 @@ class Parameters:
 
         return call
 
-    def _add(self, values: Iterable[torch.Tensor], *others: torch.Tensor) -> None:
-        known = {id(leaf) for leaf in (*self.found, *others)}
-        new = {id(leaf): leaf for leaf in leaves_of(values) if id(leaf) not in known}
-        self.found += new.values()
+    def _add(self, values: Iterable[torch.Tensor]) -> None:
+        for leaf in leaves_of(values):
+            self._known[leaf] = None
 
 
 def run_segment(run: Run, state: State, parameters: Parameters) -> tuple[State, Records]:
