@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nvalchemiops.torch.autograd import NotDifferentiableError, live_recordings, warp_custom_op
+from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.support.ops import (
     OPS,
     cube,
@@ -113,6 +114,16 @@ def test_vmap_over_no_slice(dims):
     for transform in (lambda f: f, lambda f: F.grad(scalar(f))):
         found = F.vmap(transform(cube), dims, out_dims=1)(*nothing)
         assert found.shape == (3, 0) and found.dtype == X.dtype
+
+
+def test_nothing_is_evaluated_for_no_slice():
+    """Zeros in the place of indices and positions would be errors; gradients are zeros, as those of torch."""
+    x, cell = torch.zeros(0, 4, 3, dtype=X.dtype, requires_grad=True), 9.0 * torch.eye(3, dtype=X.dtype)
+    cell.requires_grad_()
+    found = F.vmap(lambda y: lennard_jones(2.0)(y, cell, epsilon=1.0, sigma=1.0))(x)
+    assert found.shape == (0, 4)
+    gradients = torch.autograd.grad(found.sum(), (x, cell))
+    assert gradients[0].shape == x.shape and not gradients[1].any()
 
 
 def test_own_vmap_rule_sees_all_slices_at_once():

@@ -5,7 +5,6 @@ Transforms do not use the derivative that is registered with an op. They need an
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,15 +97,11 @@ def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Calla
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-            rule = functools.partial(_one_by_one, name, enter) if fold is None else fold
-            if info.batch_size:
-                return rule(info, in_dims, *args)
-            # a slice of zeros, whose results have the shapes of those of no slice
-            slices = [_one_slice(a, d) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)]
-            found, dims = rule(info._replace(batch_size=1), in_dims, *slices)
-            if isinstance(found, tuple):
-                return tuple([t.narrow(d, 0, 0) for t, d in zip(found, dims, strict=True)]), dims
-            return found.narrow(dims, 0, 0), dims
+            if not info.batch_size:
+                return _no_results(op, in_dims, args)
+            if fold is not None:
+                return fold(info, in_dims, *args)
+            return _one_by_one(name, enter, info.batch_size, in_dims, args)
 
     Transformable.__name__ = Transformable.__qualname__ = name
     return enter
@@ -143,18 +138,30 @@ def transpose(
     return [p.to(z.dtype).reshape(z.shape) for p, z in zip(products.split(sizes), zeros, strict=True)]
 
 
-def _one_slice(argument: torch.Tensor, dimension: int) -> torch.Tensor:
-    """Zeros in the shape of an argument under ``vmap`` over no slice, for one slice."""
-    return argument.new_zeros([1 if k == dimension else n for k, n in enumerate(argument.shape)])
+def _no_results(op: "WarpOp", in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
+    """Results of ``vmap`` over no slice, in their declared shapes: nothing is evaluated."""
+
+    def one_slice(argument: Any, dimension: Any) -> Any:
+        if not isinstance(dimension, int):
+            return argument
+        return argument.new_empty([n for k, n in enumerate(argument.shape) if k != dimension])
+
+    slices = tuple([one_slice(a, d) for a, d in zip(args, in_dims, strict=True)])
+    # their gradients are zeros, as those of torch
+    anchor = sum(a.sum() for a in args if isinstance(a, torch.Tensor) and a.is_floating_point())
+    results = [t.new_empty((0, *t.shape)) for t in op.empty_outputs(slices, size=0)]
+    results = [t + anchor if t.is_floating_point() else t for t in results]
+    return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))
 
 
-def _one_by_one(name: str, call: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+def _one_by_one(
+    name: str, call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> Any:
     def slice_of(argument: Any, dimension: Any, b: int) -> Any:
         # torch gives a sequence of numbers a sequence of dimensions, all None
         return argument.select(dimension, b) if isinstance(dimension, int) else argument
 
-    each = range(info.batch_size)
-    slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in each]
+    slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)]
 
     def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if any(part.shape != parts[0].shape for part in parts):

@@ -258,16 +258,19 @@ def _make({", ".join(values)}):
         return result
 
     def _fake(self, *args: Any) -> Any:
-        return unpack(self._fake_outputs(args))
+        return unpack(self.empty_outputs(args))
 
-    def _fake_outputs(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    def empty_outputs(self, args: tuple[Any, ...], size: int | None = None) -> list[torch.Tensor]:
+        """Tensors in the declared shapes; what depends on data has this ``size``, or a new one in a compiler."""
         inputs = self._complete(args)[: self._count]
         device = self.declared.device_of(inputs)
         sizes: dict[str, Any] = {}
         results = []
         for spec in self.outputs:
             shape, dtype = spec.resolve(inputs)
-            shape = fill_sizes(shape, sizes, lambda _: torch.library.get_ctx().new_dynamic_size())
+            shape = fill_sizes(
+                shape, sizes, lambda _: torch.library.get_ctx().new_dynamic_size() if size is None else size
+            )
             results.append(torch.empty(shape, dtype=dtype, device=device))
         return results
 

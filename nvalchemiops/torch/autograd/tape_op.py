@@ -86,7 +86,7 @@ class TapeOp(WarpOp):
         return [r.detach() for r in results], recording
 
     def _fake(self, *args: Any) -> Any:
-        return (*self._fake_outputs(args), torch.empty(1, dtype=torch.int64, device="cpu"))
+        return (*self.empty_outputs(args), torch.empty(1, dtype=torch.int64, device="cpu"))
 
     # -- backward ---------------------------------------------------------------------------------
 
