@@ -65,9 +65,10 @@ def lj_kernel(precision: str, with_virial: bool) -> wp.Kernel:
     ) -> wp.mat33d:
         cell = wp.transpose(wp.mat33d(cells[batch_idx[i]]))
         here = wp.vec3d(positions[i])
-        energy = wp.float64(0.0)
-        force = wp.vec3d()
-        virial = wp.mat33d()
+        # NaN for an atom without a place, which may have an empty row
+        energy = wp.float64(0.0) * (here[0] + here[1] + here[2])
+        force = wp.vec3d(energy)
+        virial = wp.mat33d(energy)
         for slot in range(wp.min(counts[i], matrix.shape[1])):
             j = matrix[i, slot]
             shift = shifts[i, slot]

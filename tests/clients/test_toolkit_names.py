@@ -562,19 +562,20 @@ def test_lennard_jones_kernels(half):
 
 
 def test_lennard_jones_of_atoms_that_are_lost():
-    """A position that is no number since the search, and the mark of an atom without known neighbors, give NaN."""
-    x = torch.tensor([[0.0, 0, 0], [4.0, 0, 0], [torch.nan, 0, 0], [4.0, 9, 0], [8.0, 9, 0], [0.0, 20, 0]], dtype=FLOAT)
+    """A position that is no number, with an empty row, too, and the mark of an atom without neighbors, give NaN."""
+    x = torch.tensor([[0.0, 0, 0], [4, 0, 0], [torch.nan, 0, 0], [4, 9, 0], [8, 9, 0], [0, 20, 0]], dtype=FLOAT)
+    x = torch.cat([x, x[2:3]])
     # an atom itself, without a shift, is padding, as in all sums over pairs
-    matrix = torch.tensor([[1, 6], [0, 1], [3, 6], [2, 4], [3, 6], [5, 6]], dtype=torch.int32)
-    shifts = torch.zeros(6, 2, 3, dtype=torch.int32)
+    matrix = torch.tensor([[1, 7], [0, 1], [3, 7], [2, 4], [3, 7], [5, 7], [7, 7]], dtype=torch.int32)
+    shifts = torch.zeros(7, 2, 3, dtype=torch.int32)
     shifts[5, 0] = NOWHERE
-    counts, idx = torch.tensor([1, 2, 1, 2, 1, NOT_FINITE], dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    counts, idx = torch.tensor([1, 2, 1, 2, 1, NOT_FINITE, 0], dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
     parameters = [wp.array([value], dtype=wp.float64) for value in (0.0104, 3.4, 6.5, 1.5)]
-    energies, forces = torch.zeros(6, dtype=FLOAT), torch.zeros(6, 3, dtype=FLOAT)
+    energies, forces = torch.zeros(7, dtype=FLOAT), torch.zeros(7, 3, dtype=FLOAT)
     near = wp.from_torch(matrix, dtype=N), wp.from_torch(shifts, dtype=wp.vec3i), *arrays(counts, idx)
-    inputs = [*arrays(x, CELLS[:1]), *near, *parameters, wp.bool(False), N(6), *arrays(energies, forces)]
-    wp.launch(lj._batch_lj_energy_forces_matrix_kernel_overload[wp.float64], dim=6, inputs=inputs, device="cpu")
-    lost = [False, False, True, True, False, True]
+    inputs = [*arrays(x, CELLS[:1]), *near, *parameters, wp.bool(False), N(7), *arrays(energies, forces)]
+    wp.launch(lj._batch_lj_energy_forces_matrix_kernel_overload[wp.float64], dim=7, inputs=inputs, device="cpu")
+    lost = [False, False, True, True, False, True, True]
     assert energies.isnan().tolist() == lost and forces.isnan().all(1).tolist() == lost
     half = 2.0 * 0.0104 * ((3.4 / 4.0) ** 12 - (3.4 / 4.0) ** 6)
     close(energies[[0, 1, 4]], torch.full((3,), half, dtype=FLOAT), 1e-12)
