@@ -274,6 +274,21 @@ def test_room_for_more_pairs_is_read_as_such(kind):
     torch.testing.assert_close(call(*with_room(pairs, pointers, shifts)), right, rtol=1e-12, atol=1e-12)
 
 
+def test_slices_of_one_part_of_a_list():
+    """Shifts of a half list, or neighbors in a list without a cell, whose other tensors are those of all slices."""
+    half = neighbor_list(POSITIONS, CUTOFF, CELL, batch_idx=BATCH, return_neighbor_list=True, half_fill=True)
+    pairs, pointers = neighbor_list(POSITIONS, CUTOFF, batch_idx=BATCH, return_neighbor_list=True)
+    lone = with_room(pairs, pointers, pairs.new_zeros(pairs.shape[1], 3))
+    for cell, near, part in ((CELL, half, "neighbor_shifts"), (None, lone, "neighbor_list")):
+        given = {"batch_idx": BATCH, "half_list": near is half, "num_systems": 2, **dict(zip(NEAR, near))}
+
+        def energies(t, cell=cell, given=given, part=part):
+            return lennard_jones(CUTOFF)(POSITIONS, cell, **LJ, **{**given, part: t})
+
+        found = torch.vmap(energies)(torch.stack([given[part]] * 2))
+        torch.testing.assert_close(found, energies(given[part]).expand(2, -1), rtol=1e-12, atol=1e-12)
+
+
 BY_MATRIX: dict[str, Callable[..., Any]] = {
     "potential": lambda x, cell, near: lennard_jones(CUTOFF)(x, cell, **LJ, **near, batch_idx=BATCH, **ALL),
     "Coulomb": lambda x, cell, near: electrostatics.coulomb_energy(x, CHARGES, cell, CUTOFF, **near, batch_idx=BATCH),

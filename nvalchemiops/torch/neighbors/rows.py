@@ -148,7 +148,7 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
     if not has_list:
         neighbors, shifts = neighbors.view(-1), None if shifts is None else shifts.view(-1, 3)
     rows = Rows(pointers, neighbors, shifts, width, padding, first)
-    if not periodic and shifts is not None and may_read(shifts):
+    if not periodic and shifts is not None and may_read(*rows):
         if bool(shifts.any()) and bool(shifts[listed_slots(rows)].any()):
             raise ValueError(f"`cell` is needed with `{name}`: together they say where the images are")
         rows = rows._replace(shifts=None)
@@ -206,7 +206,7 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     _, neighbors, shifts, width, _, first = rows
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
-    if not (check or may_read(neighbors)):
+    if not (check or may_read(*rows)):
         return _both_directions(rows._replace(first=first), n_atoms)
     places = listed_slots(rows).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
