@@ -274,6 +274,17 @@ def test_room_for_more_pairs_is_read_as_such(kind):
     torch.testing.assert_close(call(*with_room(pairs, pointers, shifts)), right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_room_of_a_list_without_atoms(read):
+    x, slab = POSITIONS[:0], torch.diag(torch.tensor([9.0, 9.0, 0.0], dtype=torch.float64))
+    near = with_room(torch.zeros(2, 0).int(), torch.zeros(1).int(), torch.zeros(0, 3).int())
+    listed = dict(zip(NEAR, near))
+    with contextlib.nullcontext() if read else hidden_values():
+        assert lennard_jones(CUTOFF)(x, slab, **LJ, **listed).shape == (0,)
+        energy, _ = d3_dispersion(x, x[:, 0].long(), DAMPING, FACTORISED, CELL[0], cutoff=CUTOFF, **listed)
+    assert not energy.any()
+
+
 def test_slices_of_one_part_of_a_list():
     """Shifts of a half list, or neighbors in a list without a cell, whose other tensors are those of all slices."""
     half = neighbor_list(POSITIONS, CUTOFF, CELL, batch_idx=BATCH, return_neighbor_list=True, half_fill=True)
@@ -377,6 +388,8 @@ def test_open_axes_need_no_lattice_vector(read):
     torch.testing.assert_close(call(cell, flat), right, rtol=0, atol=0)
     torch.testing.assert_close(call(cell, {"batch_idx": BATCH}), right, rtol=0, atol=0)
     energies(cell, flat, check=True)
+    with pytest.raises(ValueError, match="`neighbor_ptr` must fit"):
+        energies(cell, {**flat, "neighbor_ptr": ptr + 1})
     mapped = torch.vmap(lambda b: energies(cell, {**flat, "batch_idx": b}))(torch.stack([BATCH, BATCH]))
     torch.testing.assert_close([result[1] for result in mapped], list(right), rtol=1e-12, atol=1e-12)
     for anything in (torch.nan, cell[:, 1]):

@@ -195,6 +195,8 @@ def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
 def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
     """The rows with all pairs of these atoms replaced by padding."""
     last = is_padding.shape[0]
+    if not last:  # there may be room for pairs
+        return rows
     absent = torch.nn.functional.pad(is_padding, (0, 1))
     listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
     gone = absent.index_select(0, listed) | absent.index_select(0, row_indices(rows, last))
@@ -245,7 +247,7 @@ def _check_images(
 ) -> None:
     """Raise for a singular cell, and for a zero lattice vector if a given list has images along it."""
     shifts = rows.shifts
-    if not _has_open_axes(cell) or is_own or shifts is None or not may_read(*rows, batch_idx):
+    if not _has_open_axes(cell) or is_own or shifts is None or not may_read(*rows, batch_idx) or not len(positions):
         return
     is_open = (values_of(cell) == 0.0).all(-1)
     of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
