@@ -1,7 +1,6 @@
 """Steps of users that are recorded once and done again: the same bits as the function, or an error by name."""
 
 import copy
-import dataclasses
 import threading
 import types
 
@@ -97,59 +96,6 @@ def test_arguments_of_any_form(system):
                     slope, (product,) = step({"x": x}, scale, others=others)
                     expected = scale * x.detach().cos() * others[0]
                     assert torch.equal(slope, expected) and torch.equal(product, others[1].mT @ expected)
-
-
-@dataclasses.dataclass
-class Parts:
-    x: torch.Tensor
-    others: list
-    name: str = "parts"
-
-    def __post_init__(self):
-        self.twice = 2.0 * self.x
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    x: torch.Tensor
-    scale: float
-
-
-def test_dataclasses_are_containers():
-    """As arguments, where two with tensors cannot be compared, and as results."""
-    again = record(lambda parts, frozen: Parts(frozen.scale * parts.x, [parts.others[0] + frozen.x, parts.twice]))
-    for seed in range(4):
-        x, y, z = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed))
-        for scale in (1.0, 3.0):
-            found = again(Parts(x, [y]), Frozen(z, scale))
-            assert type(found) is Parts and found.name == "parts"
-            assert torch.equal(found.x, scale * x) and torch.equal(found.twice, 2.0 * (scale * x))
-            assert torch.equal(found.others[0], y + z) and torch.equal(found.others[1], 2.0 * x)
-    assert "2 recorded, 4 replayed" in again.explain()
-
-
-@dataclasses.dataclass(eq=False)
-class Scaled:
-    scale: torch.Tensor
-
-    @record
-    def times(self, x):
-        return x * float(self.scale)
-
-
-def test_dataclasses_that_are_compared_by_identity_are_constants():
-    for one in (Scaled(torch.tensor(2.0)), Scaled(torch.tensor(3.0))):
-        for k in range(3):
-            assert torch.equal(one.times(torch.ones(2) + k), one.scale * (1.0 + k) * torch.ones(2))
-
-
-def test_constants_are_any_objects():
-    """Also dataclasses without tensors, which may have lists, and objects with tensors that were there before."""
-    constants = (Parts, dataclasses.make_dataclass("Options", ["names"])(["a"]), types.SimpleNamespace(x=OUTSIDE))
-    again = record(lambda x: (x.sin(), *constants))
-    for k in range(3):
-        x = torch.ones(2) + k
-        assert torch.equal(again(x)[0], x.sin()) and again(x)[1:] == constants
 
 
 def test_weights_that_are_trained(system):

@@ -114,6 +114,7 @@ class Recorded:
         functools.update_wrapper(self, function)
         self._function, self._changing, self._if_changed = function, tuple(changing), if_changed
         self._most = most_plans
+        self._takes_apart = True  # dataclasses; if False they are constants
         self._recordings: dict[Hashable, _Recording] = {}  # without a lock: each access is a single operation
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
         self._not_captured: dict[Hashable, str] = {}  # for a kind of calls, why its capture has failed
@@ -121,7 +122,7 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the function, from a plan if one is kept for these arguments."""
-        form, moving = _taken_apart((args, kwargs))
+        form, moving = _taken_apart((args, kwargs), self._takes_apart)
         reason = self._obstacle(moving)
         if reason is not None:
             return self._ordinary(reason, args, kwargs)
@@ -133,7 +134,8 @@ class Recorded:
         try:
             found = self._recordings.get(key)
         except TypeError as error:
-            raise TypeError(f"`{self._name}`: arguments other than tensors must be hashable: {error}") from None
+            text = f"`{self._name}`: arguments other than tensors must be hashable: {error}"
+            return self._with_constants(TypeError(text), (args, kwargs), form)
         if found is not None and not found.is_current():
             if self._if_changed == "raise":
                 raise RecordingError(
@@ -146,7 +148,7 @@ class Recorded:
         if found is None and key in self._not_captured:
             return self._ordinary(self._not_captured[key], args, kwargs)
         if found is None:
-            return self._record(key, form, moving)
+            return self._record(key, form, moving, (args, kwargs))
         if found.shares_leaves(moving):
             return self._ordinary(_DEPENDENT, args, kwargs)
         if not (found.plan.acts and found.plan.place) and found.is_new(moving):
@@ -173,7 +175,7 @@ class Recorded:
         heard: acts.Written = deque()
         with acts.hearing(heard), tables.off():  # operation by operation, as the plan, so that rounding is the same
             returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
-        expected = _taken_apart(returned)[1]
+        expected = _taken_apart(returned, self._takes_apart)[1]
         try:
             with acts.telling(heard):
                 results = _replayed(plan, moving)
@@ -236,17 +238,36 @@ class Recorded:
         self._counts["ordinary"] += 1
         return self._function(*args, **kwargs)
 
-    def _record(self, key: Hashable, form: Any, moving: list[torch.Tensor]) -> Any:
+    def _with_constants(self, error: Exception, given: tuple[Any, Any], *forms: Any) -> Any:
+        """The results where dataclasses are constants, since a call that takes them apart raises ``error``.
+
+        So objects with tensors may be those of a model, whose values its methods read.
+        """
+        if not self._takes_apart or not any(map(_has_dataclass, forms)):
+            raise error
+        try:
+            hash(_taken_apart(given, False)[0])
+        except TypeError:
+            raise error from None
+        self._takes_apart = False
+        try:
+            return self(*given[0], **given[1])
+        except Exception as another:
+            self._takes_apart = True
+            is_refused = isinstance(error, RecordingError) and isinstance(another, RecordingError)
+            raise (error if is_refused else another) from None
+
+    def _record(self, key: Hashable, form: Any, moving: list[torch.Tensor], given: tuple[Any, Any]) -> Any:
         returned: list[Any] = []
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             values, options = _put_together(form, memory)
-            returned.append(_taken_apart(self._function(*values, **options)))
+            returned.append(_taken_apart(self._function(*values, **options), self._takes_apart))
             _refuse_hidden(returned[-1][0])
             return returned[-1][1]
 
         if not _records.acquire(blocking=False):
-            return self._ordinary("another thread is recording", *_put_together(form, moving))
+            return self._ordinary("another thread is recording", *given)
         try:
             device = self._device(moving)
             graph = None if layout(device.type).reads else graphs.Graph(device)
@@ -265,7 +286,8 @@ class Recorded:
             return _put_together(form_of_results, found)
         if plan is None:
             self._way = f"not recorded: {reason}"
-            raise RecordingError(f"`{self._name}` cannot be recorded: {reason}")
+            error = RecordingError(f"`{self._name}` cannot be recorded: {reason}")
+            return self._with_constants(error, given, form, form_of_results)
         if any([t.requires_grad for t in found]):
             raise RecordingError(
                 f"`{self._name}` returns tensors with a graph, but a plan has no graph: take derivatives inside of the "
@@ -278,7 +300,7 @@ class Recorded:
         for oldest in list(self._recordings)[: -self._most]:
             self._recordings.pop(oldest, None)
         if recording.shares_leaves(moving):  # the function got copies of the arguments
-            return self._ordinary(_DEPENDENT, *_put_together(form, moving))
+            return self._ordinary(_DEPENDENT, *given)
         self._counts["recorded"] += 1
         self._way = "recorded"
         return _put_together(form_of_results, results or ())
@@ -371,33 +393,44 @@ class _Place(NamedTuple):
     number: int
 
 
-def _taken_apart(values: Any) -> tuple[Any, list[torch.Tensor]]:
+def _taken_apart(values: Any, dataclasses_too: bool) -> tuple[Any, list[torch.Tensor]]:
     """The structure of nested containers, with placeholders for tensors, and these tensors.
 
     A tensor in several places is one tensor, since its gradient is the sum over all of them. The structure is hashable
     if all values other than tensors are.
     """
     numbers: dict[torch.Tensor, int] = {}
-    return _form(values, numbers), list(numbers)
+    return _form(values, numbers, dataclasses_too), list(numbers)
 
 
-def _form(values: Any, numbers: dict[torch.Tensor, int]) -> Any:
+def _form(values: Any, numbers: dict[torch.Tensor, int], dataclasses_too: bool) -> Any:
     if isinstance(values, torch.Tensor):
         return _Place(numbers.setdefault(values, len(numbers)))
     if isinstance(values, dict):
-        return (dict, tuple(values), tuple([_form(value, numbers) for value in values.values()]))
+        return (dict, tuple(values), tuple([_form(value, numbers, dataclasses_too) for value in values.values()]))
     if isinstance(values, (tuple, list)):
-        return (type(values), None, tuple([_form(value, numbers) for value in values]))
-    # other dataclasses are the same only if they are the same object
-    if dataclasses.is_dataclass(values) and type(values).__eq__ is not object.__eq__:
+        return (type(values), None, tuple([_form(value, numbers, dataclasses_too) for value in values]))
+    if dataclasses_too and _is_container(values):
         names = [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]
         parts = {name: getattr(values, name) for name in names}
         parts |= getattr(values, "__dict__", {})
-        forms = tuple([_form(value, numbers) for value in parts.values()])
+        forms = tuple([_form(value, numbers, dataclasses_too) for value in parts.values()])
         if not all(map(_is_constant, forms)):
             return (type(values), tuple(parts), forms)
     is_zero = isinstance(values, (float, complex, np.generic)) and not values
     return (None, type(values), values, str(values) if is_zero else "")  # zero and minus zero are equal
+
+
+def _is_container(value: Any) -> bool:
+    # other dataclasses are the same only if they are the same object
+    is_compared = dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__
+    return is_compared and not isinstance(value, torch.nn.Module)
+
+
+def _has_dataclass(form: Any) -> bool:
+    if type(form) is _Place or form[0] is None:
+        return False
+    return (form[0] is not dict and form[1] is not None) or any(map(_has_dataclass, form[2]))
 
 
 def _is_constant(form: Any) -> bool:

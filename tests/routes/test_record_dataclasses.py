@@ -1,0 +1,88 @@
+"""Recorded steps of functions with dataclasses: containers of tensors, or constants."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from nvalchemiops.torch import RecordingError, record
+
+
+@dataclasses.dataclass
+class Parts:
+    x: torch.Tensor
+    others: list
+    name: str = "parts"
+
+    def __post_init__(self):
+        self.twice = 2.0 * self.x
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+    scale: float
+
+
+def test_dataclasses_are_containers():
+    """As arguments, where two with tensors cannot be compared, and as results."""
+    again = record(lambda parts, frozen: Parts(frozen.scale * parts.x, [parts.others[0] + frozen.x, parts.twice]))
+    for seed in range(4):
+        x, y, z = torch.rand(3, 4, generator=torch.Generator().manual_seed(seed))
+        for scale in (1.0, 3.0):
+            found = again(Parts(x, [y]), Frozen(z, scale))
+            assert type(found) is Parts and found.name == "parts"
+            assert torch.equal(found.x, scale * x) and torch.equal(found.twice, 2.0 * (scale * x))
+            assert torch.equal(found.others[0], y + z) and torch.equal(found.others[1], 2.0 * x)
+    assert "2 recorded, 4 replayed" in again.explain()
+
+
+@pytest.mark.parametrize("options", [{"eq": False}, {"frozen": True}], ids=str)
+def test_dataclasses_may_be_models_whose_tensors_are_read(options):
+    """Those that are hashable are constants if the function cannot be recorded otherwise."""
+
+    @dataclasses.dataclass(**options)
+    class Scaled:
+        scale: torch.Tensor
+        names: list = dataclasses.field(default_factory=list, compare=False)
+
+        @record
+        def times(self, x):
+            return x * float(self.scale), self
+
+        @record
+        def plus(self, x):
+            return x + self.scale
+
+    for one in (Scaled(torch.tensor(2.0)), Scaled(torch.tensor(3.0), [{1}])):
+        for k in range(3):
+            x = torch.ones(2) + k
+            assert torch.equal(one.times(x)[0], one.scale * x) and one.times(x)[1] is one
+            assert torch.equal(one.plus(x), one.scale + x)
+    with pytest.raises(RecordingError, match="reads values"):  # an error that is the same for constants
+        record(lambda one, x: x * float(x[0]))(one, x)
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Layer(torch.nn.Module):
+    n: int
+
+    def __post_init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(2.0 * torch.ones(self.n))
+
+
+def test_modules_that_are_dataclasses_are_modules():
+    again, layer = record(lambda layer, x: (layer.weight * x).detach()), Layer(2)
+    for k in range(3):
+        assert torch.equal(again(layer, torch.ones(2) + k), 2.0 * torch.ones(2) + 2.0 * k)
+
+
+def test_constants_are_any_objects():
+    """Also dataclasses without tensors, which may have lists, and objects with tensors that were there before."""
+    constants = (Parts, dataclasses.make_dataclass("Options", ["names"])(["a"]), types.SimpleNamespace(x=torch.ones(2)))
+    again = record(lambda x: (x.sin(), *constants))
+    for k in range(3):
+        x = torch.ones(2) + k
+        assert torch.equal(again(x)[0], x.sin()) and again(x)[1:] == constants
