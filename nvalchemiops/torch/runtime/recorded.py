@@ -220,7 +220,7 @@ class Recorded:
         tracked = [t for t in moving if t.requires_grad]
         if len(tracked) > 1 and not all([t.is_leaf for t in tracked]):
             return "arguments with gradients may depend on each other"
-        if tracked and not _leaves_of(tracked).isdisjoint(_leaves_of(self._changing)):
+        if tracked and (leaves := _leaves_of(self._changing)) and not leaves.isdisjoint(_leaves_of(tracked)):
             return _DEPENDENT
         if not is_unobserved(*moving, *self._changing):
             return "autocast, a profiler or a tensor of another kind sees the operations"
