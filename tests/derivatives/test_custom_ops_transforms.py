@@ -143,6 +143,20 @@ def test_own_vmap_rule_sees_all_slices_at_once():
     torch.testing.assert_close(F.vmap(F.grad(lambda x: twice(x).sum()))(BATCH), torch.full_like(BATCH, 2.0))
 
 
+@pytest.mark.parametrize("out_dims", [0, (0, None)])
+def test_own_vmap_rule_of_no_slice(out_dims):
+    """It may give one dimension for all results, or None for one that is the same in all slices."""
+
+    def fold(info, in_dims, x):
+        return (2.0 * x, x if out_dims == 0 else x.new_ones(4)), out_dims
+
+    @warp_custom_op("tests::pair", [like("y"), like("z")], backward=lambda grad_y, grad_z: grad_y, vmap=fold)
+    def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 2.0 * x, x.clone()
+
+    assert [t.shape for t in F.vmap(pair)(BATCH[:0])] == [(0, 4), (0, 4)]
+
+
 def test_linear_op_that_is_its_own_derivative_has_every_order():
     """A backward that refers to the op itself: as spread and gather do."""
 
