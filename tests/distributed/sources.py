@@ -265,15 +265,18 @@ def a_source_that_one_rank_cannot_take(group: Any) -> None:
     domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
     x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
     sum_of = functools.partial(ewald_summation, x, q, atoms.cell, 0.7, k_cutoff=2.0, domain=domain)
+    potential_of = functools.partial(electrostatic_potential, x, q, atoms.cell, alpha=0.7, k_cutoff=2.0, domain=domain)
+    trained = torch.tensor(0.5, dtype=F64, requires_grad=True)
     dipoles, widths = torch.zeros(len(q), 3, dtype=F64), torch.ones(len(q), dtype=F64)
-    for options, text in (
-        ({"dipoles": dipoles[:, :2] if here else dipoles}, "`dipoles`"),
-        ({"widths": -widths if here else widths}, "`widths`"),
-        ({"widths": 0.0 * widths if here else widths, "self_interaction": True}, "`self_interaction`"),
+    for call, options, text in (
+        (sum_of, {"dipoles": dipoles[:, :2] if here else dipoles}, "`dipoles`"),
+        (sum_of, {"widths": -widths if here else widths}, "`widths`"),
+        (sum_of, {"widths": 0.0 * widths if here else widths, "self_interaction": True}, "`self_interaction`"),
+        (potential_of, {"receiver_widths": [trained, torch.ones(2) if here else 0.4]}, "`receiver_widths`"),
     ):
         try:
-            sum_of(**options)
-        except (ValueError, RuntimeError) as error:
+            call(**options)
+        except (ValueError, TypeError, RuntimeError) as error:
             assert text in str(error), error
             assert here or "rank 0" in str(error), error
         else:

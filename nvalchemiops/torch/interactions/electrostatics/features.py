@@ -321,7 +321,10 @@ def _together(widths: Any) -> Any:
     numbers = []
     for value in widths:
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            number = checks.as_float("receiver_widths", value)
+            try:
+                number = checks.as_float("receiver_widths", value)
+            except TypeError:
+                return (value,)  # refused where ranks agree
             value = torch.full((), number, dtype=torch.float64, device=tensors[0].device)
         numbers.append(value.reshape(()))
     return torch.stack(numbers)
