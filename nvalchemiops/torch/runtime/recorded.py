@@ -410,7 +410,7 @@ def _form(values: Any, numbers: dict[torch.Tensor, int], dataclasses_too: bool) 
         return (dict, tuple(values), tuple([_form(value, numbers, dataclasses_too) for value in values.values()]))
     if isinstance(values, (tuple, list)):
         return (type(values), None, tuple([_form(value, numbers, dataclasses_too) for value in values]))
-    if dataclasses_too and _is_container(values):
+    if dataclasses_too and dataclasses.is_dataclass(values) and _is_container(values):
         names = [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]
         parts = {name: getattr(values, name) for name in names}
         parts |= getattr(values, "__dict__", {})
@@ -423,8 +423,7 @@ def _form(values: Any, numbers: dict[torch.Tensor, int], dataclasses_too: bool) 
 
 def _is_container(value: Any) -> bool:
     # other dataclasses are the same only if they are the same object
-    is_compared = dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__
-    return is_compared and not isinstance(value, torch.nn.Module)
+    return type(value).__eq__ is not object.__eq__ and not isinstance(value, torch.nn.Module)
 
 
 def _has_dataclass(form: Any) -> bool:
@@ -466,7 +465,7 @@ def _refuse_hidden(form: Any) -> None:
     elif any([storage_of(t) in recorder.varying for t in _tensors_behind(value)]):
         recorder.end(
             f"a result is a {type(value).__name__} with tensors: return tensors in tuples, lists, dictionaries or "
-            "dataclasses"
+            "dataclasses that are compared by their fields, as by default"
         )
 
 
