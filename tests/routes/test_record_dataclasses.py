@@ -64,6 +64,18 @@ def test_dataclasses_may_be_models_whose_tensors_are_read(options):
         record(lambda one, x: x * float(x[0]))(one, x)
 
 
+def test_models_that_are_trained_are_constants():
+    """Their tensors are in ``changing``, so they are no arguments."""
+    weight = torch.arange(1.0, 5.0).requires_grad_()
+    model = Frozen(weight, 2.0)
+    again = record(lambda m, x: torch.autograd.grad((m.x * m.x * x).sum(), m.x)[0], changing=[weight])
+    for k in range(4):
+        x = torch.rand(4, generator=torch.Generator().manual_seed(k))
+        assert torch.equal(again(model, x), 2.0 * weight * x)
+        weight.data.mul_(1.5)
+    assert "2 replayed" in again.explain()
+
+
 @dataclasses.dataclass(unsafe_hash=True)
 class Layer(torch.nn.Module):
     n: int

@@ -124,6 +124,10 @@ class Recorded:
         """The results of the function, from a plan if one is kept for these arguments."""
         form, moving = _taken_apart((args, kwargs), self._takes_apart)
         reason = self._obstacle(moving)
+        if reason is _DEPENDENT and _has_dataclass(form):  # a model, whose tensors are listed in `changing`
+            constants, others = _taken_apart((args, kwargs), False)
+            if _is_hashable(constants):
+                form, moving, reason = constants, others, self._obstacle(others)
         if reason is not None:
             return self._ordinary(reason, args, kwargs)
         grad = torch.is_grad_enabled()
@@ -244,10 +248,8 @@ class Recorded:
         So objects with tensors may be those of a model, whose values its methods read.
         """
         if not self._takes_apart or not any(map(_has_dataclass, forms)):
-            raise error
-        try:
-            hash(_taken_apart(given, False)[0])
-        except TypeError:
+            raise error from None
+        if not _is_hashable(_taken_apart(given, False)[0]):
             raise error from None
         self._takes_apart = False
         try:
@@ -424,6 +426,14 @@ def _form(values: Any, numbers: dict[torch.Tensor, int], dataclasses_too: bool) 
 def _is_container(value: Any) -> bool:
     # other dataclasses are the same only if they are the same object
     return type(value).__eq__ is not object.__eq__ and not isinstance(value, torch.nn.Module)
+
+
+def _is_hashable(form: Any) -> bool:
+    try:
+        hash(form)
+    except TypeError:
+        return False
+    return True
 
 
 def _has_dataclass(form: Any) -> bool:
