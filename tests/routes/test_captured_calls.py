@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine, graphs, tables
 from nvalchemiops.torch.runtime import plans as plans_in_runtime
-from nvalchemiops.torch.runtime.recorder import storage_of
+from nvalchemiops.torch.runtime.storage import storage_of
 from tests.support.cases import BOUNDS, MIXED, ONE
 from tests.support.comparing import close, random_like
 from tests.support.plans import CountedGraph, StandInGraph, counted_graphs, n_replays, plans_of_calls

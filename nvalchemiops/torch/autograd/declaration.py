@@ -12,7 +12,7 @@ from typing import Any, Literal, Union
 import torch
 
 from nvalchemiops.torch.autograd.specs import OutputSpec, fill_sizes
-from nvalchemiops.torch.runtime.recorder import memory_range
+from nvalchemiops.torch.runtime.storage import memory_range
 
 MAX_ARGUMENTS = 64
 """Largest number of arguments of a torch schema. The derivative of an op takes inputs, outputs and their gradients."""

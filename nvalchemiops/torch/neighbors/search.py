@@ -29,7 +29,8 @@ from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import tracing_state
 from nvalchemiops.torch.runtime.context import eager, is_eager
 from nvalchemiops.torch.runtime.memory import new_empty
-from nvalchemiops.torch.runtime.recorder import current_recorder, storage_of
+from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.storage import storage_of
 from nvalchemiops.types import inner_shape
 
 SEARCH_LANES = 32

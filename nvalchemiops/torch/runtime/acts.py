@@ -13,7 +13,8 @@ from threading import local
 import torch
 
 from nvalchemiops.locks import set_within
-from nvalchemiops.torch.runtime.recorder import Step, current_recorder, storage_of
+from nvalchemiops.torch.runtime.recorder import Step, current_recorder
+from nvalchemiops.torch.runtime.storage import storage_of
 
 End = Callable[[BaseException | None], None]
 """The end of a block, which is told the error that has ended it."""

@@ -28,7 +28,8 @@ from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import hidden_values
 from nvalchemiops.torch.runtime.engine import Levels, Tensors
-from nvalchemiops.torch.runtime.recorder import not_repeatable, storage_of
+from nvalchemiops.torch.runtime.recorder import not_repeatable
+from nvalchemiops.torch.runtime.storage import storage_of
 
 
 class Leaves(NamedTuple):

@@ -20,7 +20,8 @@ from nvalchemiops import notices
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all, is_zero_tensor
-from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, refuse, storage_of
+from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, refuse
+from nvalchemiops.torch.runtime.storage import storage_of
 
 MOST_BYTES = 2**27
 """Largest memory of a plan of an operation on a CPU, in bytes."""

@@ -18,7 +18,8 @@ from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_f
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import Plan, follow
-from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder, storage_of
+from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder
+from nvalchemiops.torch.runtime.storage import storage_of
 
 _records = fork_safe(threading.Lock())
 """Held while a function is recorded, since compiled functions then run eagerly in all threads."""

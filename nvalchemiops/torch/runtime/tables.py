@@ -12,7 +12,7 @@ import torch
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept, set_within
 from nvalchemiops.torch.runtime import graphs, plans
-from nvalchemiops.torch.runtime.recorder import storage_of
+from nvalchemiops.torch.runtime.storage import storage_of
 
 MOST_BYTES = 2**28
 """Largest memory of all plans of a table on a CPU; on GPUs it is twice that of one plan (`graphs.most_bytes`).
