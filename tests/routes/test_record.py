@@ -14,7 +14,7 @@ from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDam
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.runtime.recorder import _has_no_gaps
+from nvalchemiops.torch.runtime.storage import _has_no_gaps
 from tests.support.systems import triclinic
 
 F64 = torch.float64

@@ -317,8 +317,8 @@ def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
         return atoms.repeat_interleave(rows.width)
     n_slots = rows.neighbors.shape[0]
     # of pointers as they should be: from 0, in any case
-    ends = rows.pointers.new_zeros(1), rows.pointers.new_full((1,), n_slots)
-    lengths = torch.diff(rows.pointers[1:-1], prepend=ends[0], append=ends[1])[:n_atoms]
+    begins = torch.cat([rows.pointers.new_zeros(1), rows.pointers[1:]])[:n_atoms]
+    lengths = torch.diff(begins, append=rows.pointers.new_full((1,), n_slots))
     return atoms.repeat_interleave(lengths, output_size=n_slots)
 
 
