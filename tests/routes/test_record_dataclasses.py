@@ -1,6 +1,7 @@
 """Recorded steps of functions with dataclasses: containers of tensors, or constants."""
 
 import dataclasses
+import threading
 import types
 
 import pytest
@@ -62,6 +63,42 @@ def test_dataclasses_may_be_models_whose_tensors_are_read(options):
             assert torch.equal(one.plus(x), one.scale + x)
     with pytest.raises(RecordingError, match="reads values"):  # an error that is the same for constants
         record(lambda one, x: x * float(x[0]))(one, x)
+
+
+def test_models_whose_tensors_are_read_leave_other_dataclasses_containers():
+    """Those that cannot be hashed, in the same call, too; and plans that are there already keep their results."""
+
+    def plus(x, model=None):
+        scale = 1.0 if model is None else float(model.x)
+        return Parts(scale * x.x, []) if isinstance(x, Parts) else Frozen(scale * x, scale)
+
+    again, model = record(plus), Frozen(torch.tensor(3.0), 1.0)
+    x = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
+    again(x[0])
+    for k in range(3):
+        assert torch.equal(again(Parts(x[k], []), model).x, 3.0 * x[k])
+        assert torch.equal(again(x[1 + k]).x, x[1 + k])
+        assert torch.equal(again(Parts(x[k], [])).x, x[k])
+
+
+def test_two_threads_may_find_that_models_are_constants():
+    """The one while the other records."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Model:
+        scale: torch.Tensor
+        names: list = dataclasses.field(default_factory=list, compare=False)
+
+    def times(model, x):
+        if not model.names and not found:
+            found.append(None)  # the model with a list, which cannot be hashed where it is taken apart
+            other = threading.Thread(target=lambda: found.append(again(Model(torch.tensor(2.0), [{1}]), x.detach())))
+            other.start()
+            other.join()
+        return x * float(model.scale)
+
+    again, found, x = record(times), [], torch.ones(3)
+    assert torch.equal(again(Model(torch.tensor(3.0)), x), 3.0 * x) and torch.equal(found[1], 2.0 * x)
 
 
 def test_models_that_are_trained_are_constants():

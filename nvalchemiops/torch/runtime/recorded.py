@@ -70,8 +70,10 @@ class _Fixed(NamedTuple):
 class _Recording:
     """A plan, the tensors on which it depends, and the structure of the results with placeholders for tensors."""
 
-    def __init__(self, plan: Plan, changing: Sequence[torch.Tensor], moving: Sequence[torch.Tensor], form: Any) -> None:
-        self.plan, self.form = plan, form
+    def __init__(
+        self, plan: Plan, changing: Sequence[torch.Tensor], moving: Sequence[torch.Tensor], form: Any, takes_apart: bool
+    ) -> None:
+        self.plan, self.form, self.takes_apart = plan, form, takes_apart
         self._fixed = [_Fixed.of(tensor) for tensor in plan.external]
         self._changing = changing
         self._places = [_place(tensor) for tensor in changing]
@@ -115,7 +117,7 @@ class Recorded:
         functools.update_wrapper(self, function)
         self._function, self._changing, self._if_changed = function, tuple(changing), if_changed
         self._most = most_plans
-        self._takes_apart = True  # dataclasses; if False they are constants
+        self._takes_apart = True  # all dataclasses; if False hashable ones are constants
         self._recordings: dict[Hashable, _Recording] = {}  # without a lock: each access is a single operation
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
         self._not_captured: dict[Hashable, str] = {}  # for a kind of calls, why its capture has failed
@@ -123,9 +125,12 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the function, from a plan if one is kept for these arguments."""
-        form, moving = _taken_apart((args, kwargs), self._takes_apart)
+        return self._called(args, kwargs, self._takes_apart)
+
+    def _called(self, args: Any, kwargs: Any, takes_apart: bool) -> Any:
+        form, moving = _taken_apart((args, kwargs), takes_apart)
         reason = self._obstacle(moving)
-        if reason is _DEPENDENT and _has_dataclass(form):  # a model, whose tensors are listed in `changing`
+        if reason is _DEPENDENT and _has_hashable(form):  # a model, whose tensors are listed in `changing`
             constants, others = _taken_apart((args, kwargs), False)
             if _is_hashable(constants):
                 form, moving, reason = constants, others, self._obstacle(others)
@@ -140,7 +145,7 @@ class Recorded:
             found = self._recordings.get(key)
         except TypeError as error:
             text = f"`{self._name}`: arguments other than tensors must be hashable: {error}"
-            return self._with_constants(TypeError(text), (args, kwargs), form)
+            return self._with_constants(TypeError(text), (args, kwargs), takes_apart, form)
         if found is not None and not found.is_current():
             if self._if_changed == "raise":
                 raise RecordingError(
@@ -153,11 +158,11 @@ class Recorded:
         if found is None and key in self._not_captured:
             return self._ordinary(self._not_captured[key], args, kwargs)
         if found is None:
-            return self._record(key, form, moving, (args, kwargs))
+            return self._record(key, form, moving, (args, kwargs), takes_apart)
         if found.shares_leaves(moving):
             return self._ordinary(_DEPENDENT, args, kwargs)
         if not (found.plan.acts and found.plan.place) and found.is_new(moving):
-            return self._checked(found.plan, moving, args, kwargs)
+            return self._checked(found, moving, args, kwargs)
         results = _replayed(found.plan, moving)
         if results is None:
             return self._ordinary(_NOT_NOW, args, kwargs)
@@ -172,15 +177,16 @@ class Recorded:
     def __reduce__(self) -> Any:
         return Recorded, (self._function, self._changing, self._if_changed, self._most)
 
-    def _checked(self, plan: Plan, moving: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def _checked(self, recording: _Recording, moving: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Return the results of the function; raise a RecordingError if its plan has other results.
 
         The function sends messages to other ranks, not the plan, which is told what has come back.
         """
+        plan = recording.plan
         heard: acts.Written = deque()
         with acts.hearing(heard), tables.off():  # operation by operation, as the plan, so that rounding is the same
             returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
-        expected = _taken_apart(returned, self._takes_apart)[1]
+        expected = _taken_apart(returned, recording.takes_apart)[1]
         try:
             with acts.telling(heard):
                 results = _replayed(plan, moving)
@@ -243,29 +249,31 @@ class Recorded:
         self._counts["ordinary"] += 1
         return self._function(*args, **kwargs)
 
-    def _with_constants(self, error: Exception, given: tuple[Any, Any], *forms: Any) -> Any:
-        """The results where dataclasses are constants, since a call that takes them apart raises ``error``.
+    def _with_constants(self, error: Exception, given: tuple[Any, Any], took_apart: bool, *forms: Any) -> Any:
+        """The results where hashable dataclasses are constants, since a call that takes them apart raises ``error``.
 
         So objects with tensors may be those of a model, whose values its methods read.
         """
-        if not self._takes_apart or not any(map(_has_dataclass, forms)):
+        if not took_apart or not any(map(_has_hashable, forms)):
             raise error from None
         if not _is_hashable(_taken_apart(given, False)[0]):
             raise error from None
-        self._takes_apart = False
         try:
-            return self(*given[0], **given[1])
+            results = self._called(*given, False)
         except Exception as another:
-            self._takes_apart = True
             is_refused = isinstance(error, RecordingError) and isinstance(another, RecordingError)
             raise (error if is_refused else another) from None
+        self._takes_apart = False
+        return results
 
-    def _record(self, key: Hashable, form: Any, moving: list[torch.Tensor], given: tuple[Any, Any]) -> Any:
+    def _record(
+        self, key: Hashable, form: Any, moving: list[torch.Tensor], given: tuple[Any, Any], takes_apart: bool
+    ) -> Any:
         returned: list[Any] = []
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             values, options = _put_together(form, memory)
-            returned.append(_taken_apart(self._function(*values, **options), self._takes_apart))
+            returned.append(_taken_apart(self._function(*values, **options), takes_apart))
             _refuse_hidden(returned[-1][0])
             return returned[-1][1]
 
@@ -290,7 +298,7 @@ class Recorded:
         if plan is None:
             self._way = f"not recorded: {reason}"
             error = RecordingError(f"`{self._name}` cannot be recorded: {reason}")
-            return self._with_constants(error, given, form, form_of_results)
+            return self._with_constants(error, given, takes_apart, form, form_of_results)
         if any([t.requires_grad for t in found]):
             raise RecordingError(
                 f"`{self._name}` returns tensors with a graph, but a plan has no graph: take derivatives inside of the "
@@ -299,7 +307,7 @@ class Recorded:
         for old, kept in list(self._recordings.items()):
             if old == key or not kept.is_current():  # it may hold the lists of a domain that was left
                 self._recordings.pop(old, None)
-        self._recordings[key] = recording = _Recording(plan, self._changing, moving, form_of_results)
+        self._recordings[key] = recording = _Recording(plan, self._changing, moving, form_of_results, takes_apart)
         for oldest in list(self._recordings)[: -self._most]:
             self._recordings.pop(oldest, None)
         if recording.shares_leaves(moving):  # the function got copies of the arguments
@@ -396,37 +404,40 @@ class _Place(NamedTuple):
     number: int
 
 
-def _taken_apart(values: Any, dataclasses_too: bool) -> tuple[Any, list[torch.Tensor]]:
+def _taken_apart(values: Any, takes_apart: bool) -> tuple[Any, list[torch.Tensor]]:
     """The structure of nested containers, with placeholders for tensors, and these tensors.
+
+    Without ``takes_apart`` hashable dataclasses are no containers.
 
     A tensor in several places is one tensor, since its gradient is the sum over all of them. The structure is hashable
     if all values other than tensors are.
     """
     numbers: dict[torch.Tensor, int] = {}
-    return _form(values, numbers, dataclasses_too), list(numbers)
+    return _form(values, numbers, takes_apart), list(numbers)
 
 
-def _form(values: Any, numbers: dict[torch.Tensor, int], dataclasses_too: bool) -> Any:
+def _form(values: Any, numbers: dict[torch.Tensor, int], takes_apart: bool) -> Any:
     if isinstance(values, torch.Tensor):
         return _Place(numbers.setdefault(values, len(numbers)))
     if isinstance(values, dict):
-        return (dict, tuple(values), tuple([_form(value, numbers, dataclasses_too) for value in values.values()]))
+        return (dict, tuple(values), tuple([_form(value, numbers, takes_apart) for value in values.values()]))
     if isinstance(values, (tuple, list)):
-        return (type(values), None, tuple([_form(value, numbers, dataclasses_too) for value in values]))
-    if dataclasses_too and dataclasses.is_dataclass(values) and _is_container(values):
+        return (type(values), None, tuple([_form(value, numbers, takes_apart) for value in values]))
+    if dataclasses.is_dataclass(values) and _is_container(values, takes_apart):
         names = [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]
         parts = {name: getattr(values, name) for name in names}
         parts |= getattr(values, "__dict__", {})
-        forms = tuple([_form(value, numbers, dataclasses_too) for value in parts.values()])
+        forms = tuple([_form(value, numbers, takes_apart) for value in parts.values()])
         if not all(map(_is_constant, forms)):
             return (type(values), tuple(parts), forms)
     is_zero = isinstance(values, (float, complex, np.generic)) and not values
     return (None, type(values), values, str(values) if is_zero else "")  # zero and minus zero are equal
 
 
-def _is_container(value: Any) -> bool:
+def _is_container(value: Any, also_hashable: bool) -> bool:
     # other dataclasses are the same only if they are the same object
-    return type(value).__eq__ is not object.__eq__ and not isinstance(value, torch.nn.Module)
+    is_compared = type(value).__eq__ is not object.__eq__ if also_hashable else type(value).__hash__ is None
+    return is_compared and not isinstance(value, torch.nn.Module)
 
 
 def _is_hashable(form: Any) -> bool:
@@ -437,10 +448,13 @@ def _is_hashable(form: Any) -> bool:
     return True
 
 
-def _has_dataclass(form: Any) -> bool:
+def _has_hashable(form: Any) -> bool:
+    """Whether a hashable dataclass was taken apart."""
     if type(form) is _Place or form[0] is None:
         return False
-    return (form[0] is not dict and form[1] is not None) or any(map(_has_dataclass, form[2]))
+    kind, names, parts = form
+    is_hashable = kind is not dict and names is not None and kind.__hash__ is not None
+    return is_hashable or any(map(_has_hashable, parts))
 
 
 def _is_constant(form: Any) -> bool:
