@@ -124,6 +124,8 @@ def test_nothing_is_evaluated_for_no_slice():
     assert found.shape == (0, 4)
     gradients = torch.autograd.grad(found.sum(), (x, cell))
     assert gradients[0].shape == x.shape and not gradients[1].any()
+    mapped = F.vmap(lambda y: lennard_jones(2.0)(y, epsilon=1.0, sigma=1.0))
+    assert F.jacfwd(mapped)(x.detach()).shape == (0, 4, *x.shape)  # no slice, and no direction
 
 
 def test_own_vmap_rule_sees_all_slices_at_once():

@@ -147,10 +147,10 @@ def _no_results(op: "WarpOp", in_dims: Sequence[int | None], args: Sequence[Any]
         return argument.new_empty([n for k, n in enumerate(argument.shape) if k != dimension])
 
     slices = tuple([one_slice(a, d) for a, d in zip(args, in_dims, strict=True)])
-    # their gradients are zeros, as those of torch
-    anchor = sum(a.sum() for a in args if isinstance(a, torch.Tensor) and a.is_floating_point())
+    # their gradients are zeros, as those of torch, which cannot add scalars under another `vmap` over no slice
+    anchors = [a.sum().reshape(1) for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
     results = [t.new_empty((0, *t.shape)) for t in op.empty_outputs(slices, size=0)]
-    results = [t + anchor if t.is_floating_point() else t for t in results]
+    results = [t + sum(a.to(t) for a in anchors) if t.is_floating_point() else t for t in results]
     return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))
 
 
