@@ -15,7 +15,7 @@ from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, 
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search, found_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
-from nvalchemiops.torch.runtime.context import all_values_of, may_read, slices_of, values_of
+from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read, slices_of, values_of
 
 NO_PADDING = core.NO_PADDING
 
@@ -191,10 +191,16 @@ def build_rows(
     pairs, ptr, images = found_pairs(Search(positions.detach(), cutoff, lattice, pbc, batch_idx))
     shifts = None if cell is None else images
     if order is not None:
-        # rows in the order of the atoms as given; lists of slices under vmap may have room at their ends
-        room = pairs == NO_PADDING
-        pairs = torch.where(room, NO_PADDING, order.to(torch.int32)[pairs.clamp(min=0).long()])
-        first, place = torch.sort(torch.where(room[0], positions.shape[0], pairs[0]), stable=True)
+        # rows in the order of the atoms as given
+        order = order.to(torch.int32)
+        if not may_read() or is_mapped(pairs):  # lists of slices may have room at their ends
+            room = pairs == NO_PADDING
+            pairs = torch.where(room, NO_PADDING, order[pairs.clamp(min=0).long()])
+            first = torch.where(room[0], positions.shape[0], pairs[0])
+        else:
+            pairs = order[pairs.long()]
+            first = pairs[0]
+        first, place = torch.sort(first, stable=True)
         pairs = torch.stack([first, pairs[1].index_select(0, place)])
         shifts = None if shifts is None else shifts.index_select(0, place)
         ptr = row_pointers(first, positions.shape[0])
