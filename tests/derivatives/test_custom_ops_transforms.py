@@ -5,6 +5,7 @@ import torch
 
 from nvalchemiops.torch.autograd import NotDifferentiableError, live_recordings, warp_custom_op
 from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support.ops import (
     OPS,
     cube,
@@ -126,6 +127,32 @@ def test_nothing_is_evaluated_for_no_slice():
     assert gradients[0].shape == x.shape and not gradients[1].any()
     mapped = F.vmap(lambda y: lennard_jones(2.0)(y, epsilon=1.0, sigma=1.0))
     assert F.jacfwd(mapped)(x.detach()).shape == (0, 4, *x.shape)  # no slice, and no direction
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_no_slice_of_neighbors_and_cells(as_list, half):
+    """Found with vectors, and given."""
+    cell = 9.0 * torch.eye(3, dtype=X.dtype).expand(0, 3, 3)
+    options = {"half_fill": half, "return_neighbor_list": as_list}
+
+    def vectors(y, cell):
+        return neighbor_list(y, 2.0, cell, return_vectors=True, max_neighbors=5, **options)[-1]
+
+    x = torch.arange(12.0, dtype=X.dtype).view(4, 3)
+    assert F.vmap(vectors)(x.expand(0, 4, 3), cell).shape == ((0, 0, 3) if as_list else (0, 4, 5, 3))
+    names = (
+        ("neighbor_list", "neighbor_ptr", "neighbor_shifts")
+        if as_list
+        else ("neighbor_matrix", "neighbor_matrix_shifts")
+    )
+    found = neighbor_list(x, 6.0, 9.0 * torch.eye(3, dtype=X.dtype), **options)
+    near = [t.expand(0, *t.shape) for t in (found if as_list else found[::2])]
+
+    def energies(y, cell, *near):
+        return lennard_jones(2.0)(y, cell, epsilon=1.0, sigma=1.0, half_list=half, **dict(zip(names, near)))
+
+    assert F.vmap(energies)(x.expand(0, 4, 3), cell, *near).shape == (0, 4)
 
 
 def test_own_vmap_rule_sees_all_slices_at_once():

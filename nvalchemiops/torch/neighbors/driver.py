@@ -170,7 +170,7 @@ def build(
         results += (shifts,)
 
     if any(wanted.values()):
-        system, lattice = None, None if cell is None else cell.reshape(-1, 3, 3)
+        system, lattice = None, cell.unsqueeze(0) if cell is not None and cell.ndim == 2 else cell
         if lattice is not None and lattice.shape[0] != 1:
             system = batch_idx
             if batch_idx is None and batch_ptr is not None:

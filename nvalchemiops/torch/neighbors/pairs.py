@@ -346,7 +346,7 @@ def _in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torc
         # padding points to the row's own atom: a valid index, near in memory
         occupied = pairs.occupied(n_rows)
         j = torch.where(occupied, j, i.unsqueeze(1))
-    vectors = positions.index_select(0, j.reshape(-1)).reshape(*j.shape, 3) - x_i
+    vectors = positions.index_select(0, j.flatten()).reshape(*j.shape, 3) - x_i
     if pairs.shifts is not None and pairs.cell is not None:
         cell = pairs.cell
         if pairs.system is not None:

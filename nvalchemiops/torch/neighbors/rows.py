@@ -146,7 +146,7 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
             raise ValueError(f"`{given.fill_name}` must be larger than {NO_PADDING}, which means no padding")
     neighbors = _int32(entries)
     if not has_list:
-        neighbors, shifts = neighbors.view(-1), None if shifts is None else shifts.view(-1, 3)
+        neighbors, shifts = neighbors.flatten(), None if shifts is None else shifts.flatten(0, 1)
     rows = Rows(pointers, neighbors, shifts, width, padding, first)
     if not periodic and shifts is not None and may_read(*rows):
         if bool(shifts.any()) and bool(shifts[listed_slots(rows)].any()):
@@ -273,8 +273,9 @@ def unused_slots(pointers: torch.Tensor | None, entries: torch.Tensor) -> torch.
     n_slots = entries.shape[-1]
     if pointers is None or n_slots == 0:
         return None
-    end = pointers[..., -1:].reshape(-1, 1).to(torch.int64)
-    entries = entries.reshape(-1, n_slots).expand(max(len(end), entries.numel() // n_slots), n_slots)
+    end = pointers[..., -1].flatten().unsqueeze(1).to(torch.int64)
+    entries = entries.unsqueeze(0).flatten(0, -2)
+    entries = entries.expand(max(len(end), len(entries)), n_slots)
     after = entries.gather(1, end.clamp(0, n_slots - 1).expand(len(entries), 1))
     return (torch.arange(n_slots, device=end.device) >= end) & (after == NO_PADDING)
 

@@ -148,7 +148,7 @@ def _batch(
         cell = checks.check_lattice(cell, positions)
         # if values cannot be read, a cell (1, 3, 3) belongs to one system; several systems may share a cell (3, 3)
         of_one = cell.ndim == 3 and cell.shape[0] == 1
-        cell = _without_open_axes(cell.reshape(-1, 3, 3), pbc)
+        cell = _without_open_axes(cell if cell.ndim == 3 else cell.unsqueeze(0), pbc)
     if batch_idx is None:
         if num_systems not in (None, 1) or (cell is not None and cell.shape[0] != 1):
             raise ValueError("`batch_idx` is needed: `cell`, `pbc` or `num_systems` describe several systems")
