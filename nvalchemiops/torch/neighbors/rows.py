@@ -209,12 +209,13 @@ def build_rows(
 
 def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     """A full list of the pairs in ``rows``, without padding if values are read."""
-    _, neighbors, shifts, width, _, first = rows
+    pointers, neighbors, shifts, width, padding, first = rows
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
     if not (check or may_read(*rows)):
         return _both_directions(rows._replace(first=first), n_atoms)
-    places = listed_slots(rows).nonzero().squeeze(1)
+    is_full = pointers is not None and int(pointers[-1]) >= len(neighbors)
+    places = (neighbors != padding if is_full else listed_slots(rows)).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
     shifts = None if shifts is None else shifts.index_select(0, places)
     ptr = row_pointers(pairs[0], n_atoms)
