@@ -27,6 +27,7 @@ import torch.distributed as dist
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.torch.distributed.communication import add, present, swap_rows
+from nvalchemiops.torch.runtime.history import is_of_leaf, nodes_behind
 
 _groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Groups of ranks by number; ops take numbers. References are weak: ``destroy_process_group`` ends the groups."""
@@ -155,14 +156,4 @@ def has_shares_of_gradients(value: torch.Tensor) -> bool:
     """
     if value.grad_fn is None:
         return value.requires_grad
-    left: list[Any] = [value.grad_fn]
-    seen = set()
-    while left:
-        node = left.pop()
-        if node is None or node in seen or node.name() in SUMMED:
-            continue
-        if hasattr(node, "variable"):  # a leaf tensor, which accumulates gradients
-            return True
-        seen.add(node)
-        left += [before for before, _ in node.next_functions]
-    return False
+    return any(map(is_of_leaf, nodes_behind([value], lambda node: node.name() in SUMMED)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.torch.runtime.history import nodes_behind
 from nvalchemiops.torch.runtime.modules import with_parameters
 
 
@@ -43,19 +44,13 @@ _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 def _refuse_reentrant_checkpoints(results: Any, arguments: Any) -> None:
     """Raise if there is a checkpoint between arguments and results that adds to gradients of this rank alone."""
-    seen = {tensor.grad_fn for tensor in _tensors_in(arguments)}
-    nodes = {tensor.grad_fn for tensor in _tensors_in(results)} - seen - {None}
-    seen |= nodes
-    while nodes:
-        node: Any = nodes.pop()
+    given = {tensor.grad_fn for tensor in _tensors_in(arguments)}
+    for node in nodes_behind(_tensors_in(results), given.__contains__):
         if node.name() == "CheckpointFunctionBackward":
             raise ValueError(
                 "`replicated`: the module calls torch.utils.checkpoint with use_reentrant=True, which computes again "
                 "with parameters that are not summed over ranks: use use_reentrant=False"
             )
-        new = {before for before, _ in node.next_functions if before is not None} - seen
-        seen |= new
-        nodes |= new
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:

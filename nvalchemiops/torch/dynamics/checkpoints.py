@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.state import State
+from nvalchemiops.torch.runtime.history import leaves_of
 
 Records = list[dict[str, torch.Tensor]]
 Run = Callable[[State], tuple[State, Records]]
@@ -39,23 +40,6 @@ def with_tensors(state: State, tensors: dict[str, torch.Tensor]) -> State:
         state.step,
         {**state.extra, **own},
     )
-
-
-def leaves_of(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors without a history that require gradients, and on which values depend."""
-    values = [value for value in values if value.requires_grad]
-    leaves = [value for value in values if value.grad_fn is None]
-    nodes = [value.grad_fn for value in values if value.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.append(leaf)
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        nodes += new
-    return leaves
 
 
 class Parameters:

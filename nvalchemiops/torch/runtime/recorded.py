@@ -16,6 +16,7 @@ from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.runtime import acts, graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
 from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.history import leaves_of
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import Plan, follow
 from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder
@@ -536,16 +537,7 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[int]:
     """Identities of the leaves by which these tensors have gradients."""
-    found = {id(t) for t in tensors if t.is_leaf and t.requires_grad}
-    waiting: list[Any] = [t.grad_fn for t in tensors]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            found.update([id(node.variable)] if hasattr(node, "variable") else ())
-            waiting += [other for other, _ in node.next_functions]
-    return found
+    return set(map(id, leaves_of(tensors)))
 
 
 def _form_of(tensor: torch.Tensor) -> Hashable:

@@ -1,4 +1,4 @@
-"""Where tensors are in memory."""
+"""Where tensors are in memory: what is recorded is known by the addresses of what it reads and writes."""
 
 import torch
 
