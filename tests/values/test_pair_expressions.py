@@ -351,6 +351,11 @@ REFUSED = [  # text, column, part of the message
     ("0^-1", 1, "not finite"),
     ("log(0)", 1, "not a real number"),
     ("1/r; b = 1/(2 - 2)", 10, "not finite"),
+    ("epsilon*a/0 + q1*q2", 1, "not finite"),
+    ("q1*q2 + exp(r/sin(pi))", 13, "not finite"),
+    ("tan(pi/2)*r", 1, "not finite"),
+    ("1/r + lower_gamma(r, 1)", 7, "first argument of lower_gamma"),
+    ("r\0", None, "not an arithmetic expression"),
     ("9**9**9", 4, "exponent"),
     ("r^9^9", 3, "exponent"),
     ("2 + r^(9^9)", 8, "exponent|too large"),
@@ -396,11 +401,12 @@ def test_columns_are_counted_in_characters():
     "text",
     [
         "-" * 5000 + "r",
+        "-" * 9900 + "r",
         "+".join(["r"] * 4000),
         "exp(" * 1500 + "r" + ")" * 1500,
         "a0; " + "; ".join(f"a{k} = a{k + 1} + 1" for k in range(500)) + "; a500 = r",
     ],
-    ids=["signs", "sum", "calls", "definitions"],
+    ids=["signs", "more signs", "sum", "calls", "definitions"],
 )
 def test_deep_nesting_is_refused_without_a_crash(text):
     with pytest.raises(ValueError, match=r"nested|parenthes"):
@@ -511,6 +517,8 @@ def test_self_energies_are_read_alike():
             PairPotential("q1*q2/r", ("q",), self_energy=text)
     with pytest.raises(TypeError, match="`self_energy`"):
         PairPotential("q1*q2/r", ("q",), self_energy=2.0)
+    with pytest.raises(ValueError, match="`self_energy` is not real"):
+        PairPotential("q1*q2/r", ("q",), self_energy="sqrt(-q^2)")
 
 
 def test_a_formula_survives_being_written_down():

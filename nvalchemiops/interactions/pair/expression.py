@@ -306,7 +306,7 @@ class _Reader:
             result = self.parse(energy, at)
             for name in self.definitions:
                 self.symbol(name, self.definitions[name][1])
-        except RecursionError:
+        except (RecursionError, MemoryError):  # Python's parser has a stack of its own
             raise ValueError(f"`{self.label}` is nested too deeply") from None
         return result
 
@@ -334,7 +334,7 @@ class _Reader:
         except SyntaxError as error:
             at = min(skipped + (error.offset or 1) - 1, len(columns) - 1)
             raise self.error(f"not an arithmetic expression ({error.msg})", columns[at]) from None
-        except (MemoryError, ValueError) as error:
+        except ValueError as error:
             raise self.error(f"not an arithmetic expression ({error})", offset) from None
         encoded = text.encode()
         return self.convert(tree.body, lambda node: columns[skipped + len(encoded[: node.col_offset].decode())])
@@ -380,6 +380,8 @@ class _Reader:
                         raise self.error(f"the exponent is larger than {MAX_EXPONENT}", column(right))
                     if a.is_number:
                         self.check_constant(lambda: float(a) ** float(b), column(node))
+                if isinstance(op, ast.Div) and b == 0:
+                    raise self.error("this is not finite", column(node))
                 result = _OPERATORS[type(op)](a, b)
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
                 result = self.call(name, [self.convert(a, column) for a in arguments], column(node))
@@ -390,8 +392,6 @@ class _Reader:
         if result.is_number:
             if result.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo):
                 raise self.error("this is not finite", column(node))
-            if result.is_real is False:
-                raise self.error("this is not a real number", column(node))
             self.check_constant(lambda: float(result), column(node))
             if result.is_Rational and max(abs(result.p), result.q) > 10**100:
                 result = sympy.Float(result, 40)  # a power of a decimal fraction
@@ -421,7 +421,10 @@ class _Reader:
         if hasattr(math, name) and all(a.is_number for a in arguments):
             # checked first, because sympy may take forever to evaluate a huge argument
             self.check_constant(lambda: getattr(math, name)(*map(float, arguments)), position)
-        return make(*arguments)
+        try:
+            return make(*arguments)
+        except ValueError as error:
+            raise self.error(str(error), position) from None
 
 
 def _sympy(name: str) -> Callable[..., Any]:
