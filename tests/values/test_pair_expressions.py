@@ -508,6 +508,17 @@ def test_a_switching_distance_that_is_not_given_is_not_zero():
         PairPotential("r/r_switch", cutoff=3.0)
 
 
+def test_what_is_infinite_at_the_cutoff_cannot_be_shifted():
+    for text in ("1/(r - cutoff)", "-log(1 - (r/cutoff)^2)", "q1*q2/(cutoff - r)"):
+        with pytest.raises(ValueError, match="`shifted`"):
+            PairPotential(text, ("q",) * ("q1" in text), cutoff=2.0, shifted=True)
+    text = "select(step(r - a), 1/r, 1/(cutoff - r))"  # the second part is not that at the cutoff
+    shifted = Formula(text, (), ("a",), shifted=True)
+    symbols = symbols_of(shifted)
+    at = {symbols.squared: 1, symbols.cutoff: 2, symbols.of_system[0]: 0.5}
+    assert float(pair_energy(shifted).subs(at)) == 0.5
+
+
 def test_self_energies_are_read_alike():
     formula = Formula("q1*q2/r", ("q",), ("alpha",), self_energy="-alpha/sqrt(pi)*q^2")
     own, alpha = symbols_of(formula).own[0], symbols_of(formula).of_system[0]

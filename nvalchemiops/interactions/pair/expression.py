@@ -164,7 +164,12 @@ def pair_energy(formula: Formula) -> Any:
     _check_uses(energy, formula, symbols)
     _check_symmetry(energy, symbols)
     if formula.shifted:
-        energy -= energy.subs(symbols.squared, symbols.cutoff**2)
+        at_cutoff = energy.subs(symbols.squared, symbols.cutoff**2)
+        # what a selection does not take may be infinite
+        taken = at_cutoff.replace(lambda e: type(e).__name__ == "Select", lambda _: sympy.Dummy())
+        if taken.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo):
+            raise ValueError("`shifted`: `expression` is not finite at the cutoff")
+        energy -= at_cutoff
     if formula.switched:
         energy *= _switch(sympy.sqrt(symbols.squared), symbols)
     return energy
