@@ -119,6 +119,7 @@ def sum_pairs(
         Weights of the energies in the sum whose derivatives are the other results; one by default.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
+    cell = None if rows.shifts is None else cell  # nothing depends on it
     of_atoms, of_systems, species, n_species = parameter_arrays(formula, parameters, positions, species, n_systems)
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
 

@@ -110,7 +110,7 @@ def _pullback(
             to_source["source"] = functools.partial(lowered, "moments")
         differentiate(_Form(_raise(row_moments, moved), moments, old), to_row)
         differentiate(_Form(row_moments, _raise(moments, moved), old), to_source)
-        if cell is not None and inputs["shifts"] is not None:  # otherwise nothing depends on the cell
+        if cell is not None:
             if "cell" in wanted:
                 to_both["last"] = lambda gradient: add("cell", product(gradient, -by_strain.mT))
             differentiate(_Form(row_moments, moments, [*old, product(cell, -by_strain)]), to_both)
@@ -439,6 +439,7 @@ def gather_moments(
     ``parameters``. The other arguments are as for `sum_moments`.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
+    cell = None if rows.shifts is None else cell  # nothing depends on it
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
     of_atoms = (moments, moments if virial else None, positions, cell, parameters, row_parameters)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)

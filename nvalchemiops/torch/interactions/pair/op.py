@@ -248,10 +248,6 @@ def _evaluate(
     directions: Sequence[Direction],
 ) -> dict[str, torch.Tensor]:
     """The outputs with these letters for the derivative in ``directions``; outputs that vanish are left out."""
-    if inputs["shifts"] is None:  # then nothing depends on the cell
-        directions = [{letter: v for letter, v in d.items() if letter != CELL} for d in directions]
-        if not all(directions):
-            return {}
     for k, direction in enumerate(directions):
         if set(direction) == {WEIGHTS}:
             # The energy is linear in the weights: this direction replaces them, and the result no longer depends on
