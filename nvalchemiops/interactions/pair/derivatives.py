@@ -347,8 +347,6 @@ class _Printer:
         return self.keep(f"{a.text} * {b.text}", False)
 
     def integer_power(self, base: Any, exponent: int) -> _Code:
-        if exponent == 1:
-            return self.code(base)
         a = self.code(base ** (exponent // 2 if exponent % 2 == 0 else exponent - 1))
         b = a if exponent % 2 == 0 else self.code(base)
         return self.keep(f"{a.text} * {b.text}", a.shared)

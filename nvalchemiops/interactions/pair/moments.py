@@ -307,7 +307,6 @@ class _Contraction:
         self.order, self.prefix, self.moments, self.powers = order, prefix, moments, powers
         self.statements: list[str] = []
         self.known: dict[Any, str] = {}
-        self.n_directions = 0
 
     def keep(self, key: Any, text: str) -> str:
         """A name for the value of ``text``: a new one, unless ``text`` is the name of a moment, or empty for zero."""
@@ -330,15 +329,14 @@ class _Contraction:
         return self.powers[exponents]
 
     def polynomial(self, order: int, t: int, raised: Component) -> str:
-        """``∂^raised Q_t`` of the moments of one order; empty if zero."""
+        """``∂^raised Q_t`` of the moments of one order."""
         key = ("Q", order, t, raised)
         if key in self.known:
             return self.known[key]
         degree = order - 2 * t - sum(raised)
         if degree > 0:  # Euler's theorem of homogeneous functions
-            parts = [(f"d{a}", self.polynomial(order, t, _changed(raised, a, 1))) for a in range(3)]
-            text = " + ".join(f"{d} * {q}" for d, q in parts if q)
-            if text and degree > 1:
+            text = " + ".join(f"d{a} * {self.polynomial(order, t, _changed(raised, a, 1))}" for a in range(3))
+            if degree > 1:
                 text = f"one({1.0 / degree!r}) * ({text})"
         else:
             text = ""
@@ -361,14 +359,12 @@ class _Contraction:
         text = ""
         for order in range(sum(raised), self.order + 1):
             for t in range((order - sum(raised)) // 2 + 1):
-                polynomial = self.polynomial(order, t, raised)
-                if polynomial:
-                    sign = "-" if (order - t) % 2 else "+" if text else ""
-                    text = f"{text} {sign} B{order - t + k} * {polynomial}".strip()
+                sign = "-" if (order - t) % 2 else "+" if text else ""
+                text = f"{text} {sign} B{order - t + k} * {self.polynomial(order, t, raised)}".strip()
         return self.keep(key, text)
 
     def derivative(self, component: Component) -> str:
-        """``∂^component`` of the potential with respect to the displacement; empty if zero."""
+        """``∂^component`` of the potential with respect to the displacement."""
         key = ("F", component)
         if key in self.known:
             return self.known[key]
@@ -402,7 +398,7 @@ class _Contraction:
         if key in self.known:
             return self.known[key]
         values = [self.along(_changed(component, a, 1), n_directions - 1) for a in range(3)]
-        text = " + ".join(f"e{n_directions - 1}_{a} * {value}" for a, value in enumerate(values) if value)
+        text = " + ".join(f"e{n_directions - 1}_{a} * {value}" for a, value in enumerate(values))
         return self.keep(key, text)
 
 
@@ -472,18 +468,17 @@ def source(variant: Variant) -> str:
         contraction = _Contraction(variant.source, f"t{c}_", moments, powers)
         if n_gathered:
             for a, component in enumerate(components(variant.derivatives)):
-                value = contraction.along(component, n_directions) or "one(0.0)"
+                value = contraction.along(component, n_directions)
                 totals[f"m{c}_{a}"] = f"-{value}" if sum(component) % 2 else value
         if variant.sums_pairs:
             for axis in range(3):
                 for b, component in enumerate(components(variant.row)):
                     value = contraction.along(_changed(component, axis, 1), n_directions)
-                    if value:
-                        sign = "-" if sum(component) % 2 else ""
-                        gradient[axis].append(f"{sign}g{c}_{b} * {value}")
+                    sign = "-" if sum(component) % 2 else ""
+                    gradient[axis].append(f"{sign}g{c}_{b} * {value}")
         evaluation += contraction.statements
     if variant.sums_pairs:
-        evaluation += [f"const lanes f{a} = {' + '.join(gradient[a]) or 'lanes(one(0.0))'};" for a in range(3)]
+        evaluation += [f"const lanes f{a} = {' + '.join(gradient[a])};" for a in range(3)]
     if CELL in variant.outputs:
         totals |= {f"h{c}{a}": f"shift{c} * f{a}" for c in range(3) for a in range(3)}
     if VIRIAL in variant.outputs:
