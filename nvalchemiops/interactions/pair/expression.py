@@ -233,11 +233,19 @@ def _check_symmetry(energy: Any, symbols: Symbols) -> None:
 
     exchanged = energy.xreplace(dict(zip((*symbols.own, *symbols.other), (*symbols.other, *symbols.own))))
     arguments = sorted({*energy.free_symbols, *exchanged.free_symbols}, key=str)
-    functions = {
+    functions: dict[str, Callable[..., Any]] = {
         "Step": lambda x: int(x >= 0),
         "Select": lambda c, a, b: a if c else b,
         "LowerGamma": lambda a, x: mpmath.gammainc(a, 0, x) * x**-a,
     }
+
+    def in_range(name: str, x: Any) -> Any:
+        """The function by mpmath, which would take more memory than there is for the argument exp(1e12)."""
+        if abs(x) > MAX_NUMBER:
+            raise OverflowError
+        return getattr(mpmath, name)(x)
+
+    functions |= {name: functools.partial(in_range, name) for name in _ELEMENTARY}
     modules: list[Any] = [functions, "mpmath"]
     both = [sympy.lambdify(arguments, e, modules) for e in (energy, exchanged)]
     source = random.Random(0)
