@@ -292,6 +292,21 @@ def test_what_is_not_a_number_is_not_hidden():
     assert energy(random(9, 1, 4), x, cell, ALPHA, forces=True).forces[5:].isnan().any()
 
 
+def test_slices_of_moments_are_channels(monkeypatch):
+    """Of one sum over the same neighbors, which are not repeated for each slice."""
+    x, _, cell, _ = TWO
+    moments = random(2, 9, 1, 4)
+
+    def function(moments):
+        return gathered(moments, 2, x, cell, ALPHA, WIDTHS)[0]
+
+    expected = torch.stack([function(m) for m in moments])
+    monkeypatch.delattr("nvalchemiops.torch.interactions.pair.moments.fold_systems")
+    for dim in (0, 2, -1):
+        found = torch.func.vmap(function, dim, dim)(moments.movedim(0, dim))
+        torch.testing.assert_close(found.movedim(dim, 0), expected, rtol=1e-14, atol=0.0)
+
+
 def test_compiled_and_mapped():
     x, _, cell, _ = TWO
     moments, listed = random(3, 9, 1, 4), rows()

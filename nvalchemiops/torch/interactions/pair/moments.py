@@ -267,7 +267,8 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple
     names = [p.name for p in pair_moments.op.parameters]  # type: ignore[attr-defined]
     given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
     is_alone = given["outputs"] == GATHERED and given["sent"] is None
-    if is_alone and all(dim is None for name, dim in dims.items() if name != "moments"):
+    # of a sequence of numbers the dimension is a sequence, too
+    if is_alone and [name for name, dim in dims.items() if isinstance(dim, int)] == ["moments"]:
         moments = given["moments"].movedim(dims["moments"], 1)
         found, *empty = pair_moments(**{**given, "moments": moments.flatten(1, 2).contiguous()})
         none = [result.new_empty(info.batch_size, 0) for result in empty]
