@@ -323,6 +323,12 @@ def test_another_device():
     assert states.elements == (1, 8)
 
 
+def test_another_dtype():
+    p = parameters()
+    for narrow in (p.to(torch.float32), p.to("cpu", torch.float32), p.to(dtype=torch.float32)):
+        assert torch.equal(narrow.c6ab, p.c6ab.float()) and narrow.cn_ref.dtype == torch.float32
+
+
 def test_tables_are_copied():
     given = {name: table.clone() for name, table in tables().items()}
     atoms = molecule("H2O")

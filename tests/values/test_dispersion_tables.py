@@ -227,6 +227,27 @@ def test_elements_without_reference_molecules():
     assert not energies.any() and not forces.any()
 
 
+def test_an_element_that_is_known_from_other_elements_only():
+    """What is kept for it depends on the rest of the table."""
+    tables = draw()
+    tables["c6ab"][6, 6] = 0.0
+    D3Parameters(**tables).states([6])
+    tables["c6ab"][6], tables["c6ab"][:, 6] = 0.0, 0.0
+    with pytest.raises(ValueError, match=r"elements \[6\]"):
+        D3Parameters(**tables).states([6])
+
+
+def test_unlike_atoms_may_attract_each_other_far_more_than_like_ones():
+    """Coefficients of atoms would give few digits of the C6 of like ones."""
+    c6 = parameters().c6ab.clone()
+    c6[1, 9] *= 1e6
+    c6[9, 1] *= 1e6
+    tables = (parameters(), dataclasses.replace(parameters(), c6ab=c6))
+    for name, factor in (("H2", 1.0), ("HF", 1e6)):
+        weak, strong = (d3_dispersion(*molecule(name)[:2], PBE, p.states([1, 9]), cutoff=20.0)[0] for p in tables)
+        torch.testing.assert_close(strong, factor * weak, rtol=1e-12, atol=0.0)
+
+
 def test_three_body_terms_need_coefficients_of_atoms():
     with pytest.raises(ValueError, match=r"`s9`.*factorise"):
         d3_dispersion(*molecule("H2O")[:2], PBE, D3Parameters(**draw()), cutoff=20.0, s9=1.0)
