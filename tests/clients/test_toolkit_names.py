@@ -596,6 +596,8 @@ def test_ewald_kernels(batched):
     exact = ewald.ewald_reciprocal_space(
         x, q, cells, k if batched else k[0], alpha, idx, True, True, True
     )  # fmt: skip
+    with pytest.raises(ValueError, match="`order`"):
+        get_ewald_recip_kernel(wp.float64, order="backward")
     kernels = get_ewald_recip_kernel(wp.float64, batched=batched, deriv_state=None, cell_grad=True, order="forward")
     n_k = k.shape[1]
     cosines, sines = (torch.zeros(n_k, n_atoms, dtype=FLOAT) for _ in range(2))

@@ -201,6 +201,19 @@ def test_kernels_that_do_not_match(arguments, match):
         differentiable_kernel(*arguments)(leaf(3), leaf(3), outputs=PRODUCT)
 
 
+def test_kernels_that_are_no_functions_of_tensors():
+    @wp.kernel
+    def first_of(v: wp.vec3d, y: reals):
+        y[wp.tid()] = v[0]
+
+    with pytest.raises(TypeError, match="`v`.* neither an array nor a number"):
+        get_or_register_torch_op(first_of, PRODUCT)
+    with pytest.raises(ValueError, match="too few parameters for 2 `outputs`"):
+        get_or_register_torch_op(first_of, [*PRODUCT, *PRODUCT])
+    with pytest.raises(TypeError, match="`forward_kernel` must be a Warp kernel"):
+        differentiable_kernel(leaf)
+
+
 @pytest.mark.parametrize("names", [("m", "u"), ("u", "n"), ("n", "n"), ("same", "same")])
 def test_outputs_with_the_name_of_another_parameter(names):
     """Above all in another order, which nothing else would notice."""

@@ -133,6 +133,8 @@ def test_what_is_missing_is_named():
         EwaldSummation()(SYSTEM, near, neighbors=near)
     with pytest.raises(TypeError, match="`neighbors` go with a System"):
         EwaldSummation()(*SYSTEM[:3], neighbors=near)
+    with pytest.raises(TypeError, match="`neighbors` go with a System"):
+        PAIR(SYSTEM.positions, SYSTEM.cell, neighbors=near, **PAIR_PARAMETERS)
     for name, value in (("neighbor_list", near.pairs), ("batch_idx", SYSTEM.batch_idx), ("half_list", True)):
         for interaction in (EwaldSummation(), lambda *system, **options: PAIR(*system, **options, **PAIR_PARAMETERS)):
             with pytest.raises(TypeError, match=f"`{name}` goes with tensors"):

@@ -462,6 +462,13 @@ FORCES = {"positions": X, "charges": Q, "mesh": FIELD, "cell": CELL}
         (spline.spline_spread, SPREAD, ValueError, "cell", {"cell": CELL * 0.0}),
         (spline.spline_spread, SPREAD, ValueError, "batch_idx", {"cell": CELL.expand(2, 3, 3)}),
         (spline.spline_spread, SPREAD, ValueError, "batch_idx", {"batch_idx": torch.tensor([0, 0, -1])}),
+        (
+            spline.spline_spread,
+            SPREAD,
+            ValueError,
+            "`cell` is for 2 systems, but there are 3",
+            {"cell": CELL.expand(2, 3, 3), "batch_idx": torch.tensor([0, 0, 1]), "num_systems": 3},
+        ),
         (spline.spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": X[:2]}),
         (spline.spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": CELL.expand(7, 3, 3)}),
         (spline.spline_spread, SPREAD, TypeError, "cell_inv_t", {"cell_inv_t": 0.5}),
