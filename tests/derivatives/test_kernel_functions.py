@@ -206,7 +206,7 @@ def test_kernels_that_are_no_functions_of_tensors():
     def first_of(v: wp.vec3d, y: reals):
         y[wp.tid()] = v[0]
 
-    with pytest.raises(TypeError, match="`v`.* neither an array nor a number"):
+    with pytest.raises(TypeError, match=r"`v`.* neither an array nor a number"):
         get_or_register_torch_op(first_of, PRODUCT)
     with pytest.raises(ValueError, match="too few parameters for 2 `outputs`"):
         get_or_register_torch_op(first_of, [*PRODUCT, *PRODUCT])

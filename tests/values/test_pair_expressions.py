@@ -233,6 +233,25 @@ def test_exponents_are_differentiable():
     torch.testing.assert_close(found[:, 0], -DISTANCES.log() * DISTANCES**-2.7)
 
 
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 12.0), (torch.float64, 90.0)])
+def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
+    """Where their exponentials are infinite, too."""
+    text = "1/(1 + x) + 1/cosh(k*(r - 1))^2 + exp(-r)/(1 + x); x = exp(k*(r - 1))"
+    at = torch.tensor([0.02, 0.9, 1.2, far / 2, far], dtype=dtype)
+    directions = torch.tensor([0.48, -0.6, 0.64], dtype=dtype)
+    positions = torch.stack([torch.zeros(5, 3, dtype=dtype), at[:, None] * directions], dim=1).flatten(0, 1)
+    i = torch.arange(10)
+    _, forces = PairPotential(text, (), ("k",))(
+        positions, neighbor_list=torch.stack([i, i ^ 1]), compute_forces=True, k=20.0
+    )
+    r = at.double().requires_grad_()
+    x = 20.0 * (r - 1.0)
+    expected = (1.0 + torch.exp(-r)) * torch.sigmoid(-x) + 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
+    (slope,) = torch.autograd.grad(expected.sum(), r)
+    found = (forces[::2].double() * directions).sum(1)
+    torch.testing.assert_close(found, slope, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-30)
+
+
 def test_one_sided_derivatives_at_kinks():
     """At a kink one of the two is taken: finite, and never a mean or a NaN."""
     kinks = {"abs(r - 2)": (-1, 1), "min(r, 2)": (1, 0), "max(r, 2)": (0, 1), "step(r - 2)": (0,)}

@@ -180,7 +180,7 @@ class _Printer:
         self.done: dict[Any, _Code] = {}
         self.squared = sympy.Symbol("s", positive=True)
         self.quotients: dict[Any, Any] = {}  # symbols by their expressions
-        expressions = [self.with_quotients(_with_shared_exponential(e)) for e in results.values()]
+        expressions = [self.with_quotients(_in_range(_with_shared_exponential(e))) for e in results.values()]
         # replace powers of the distance by symbols, which the search for common subexpressions cannot split
         found = [p for e in (*expressions, *self.quotients) for p in e.atoms(sympy.Pow) if p.base == self.squared]
         powers = {p for p in found if p.exp.is_Rational}
@@ -188,7 +188,7 @@ class _Printer:
         self.powers = {sympy.Symbol(f"power{p.exp}", positive=True): p for p in powers}
         expressions = [e.xreplace({p: symbol for symbol, p in self.powers.items()}) for e in expressions]
         for symbol, expression in definitions.items():
-            self.done[symbol] = self.code(_with_shared_exponential(expression))
+            self.done[symbol] = self.code(_in_range(_with_shared_exponential(expression)))
         for quotient, symbol in self.quotients.items():
             self.done[symbol] = self.code(quotient)
         parts, reduced = sympy.cse(expressions, symbols=sympy.numbered_symbols("part", real=True), order="canonical")
@@ -376,6 +376,51 @@ class _Printer:
         if name not in self.functions:
             self.functions.append(name)
         return f"{name}_{'one' if shared else 'lanes'}"
+
+
+def _in_range(expression: Any) -> Any:
+    """Products such as ``exp(x) (1 + exp(x))^-2`` and ``sinh(x) cosh(x)^-3`` with factors that stay finite at large x.
+
+    The two are ``(exp(-x) + 1)^-1 (1 + exp(x))^-1`` and ``tanh(x) cosh(x)^-2``. Derivatives of functions that fall off
+    consist of such products, which would become infinity times zero at distances where the function is zero.
+    """
+    import sympy
+
+    squared = sympy.Symbol("s", positive=True)
+
+    def grows(x: Any) -> bool:
+        factors = (f.as_base_exp() for term in sympy.Add.make_args(x) for f in sympy.Mul.make_args(term))
+        return any(base.has(squared) and exponent.is_positive for base, exponent in factors)
+
+    def multiple(y: Any, x: Any) -> int:
+        """How often all terms of x are in y."""
+        there = y.as_coefficients_dict()
+        return min(int(there[term] / number) for term, number in x.as_coefficients_dict().items())
+
+    def regrouped(product: Any) -> Any:
+        powers = dict(factor.as_base_exp() for factor in product.args if not isinstance(factor, sympy.exp))
+        for base, exponent in list(powers.items()):
+            if not (exponent.is_number and exponent <= -1):
+                continue
+            if base.func in (sympy.sinh, sympy.cosh) and grows(base.args[0].expand()):
+                other = (sympy.cosh if base.func == sympy.sinh else sympy.sinh)(*base.args)
+                power = powers.get(other, sympy.S.Zero)
+                n = min(int(-exponent), int(power)) if power.is_Integer else 0
+                if n > 0:
+                    quotient = sympy.tanh(*base.args) ** (n if base.func == sympy.cosh else -n)
+                    product = product / other**n * base**n * quotient
+            for inner in base.atoms(sympy.exp) if base.is_Add else ():
+                x = inner.args[0].expand()
+                outer = [f.args[0].expand() for f in product.args if isinstance(f, sympy.exp)] if grows(x) else []
+                n = min(int(-exponent), max((multiple(y, x) for y in outer), default=0))
+                if n > 0:
+                    scaled = sympy.Add(*(term / inner for term in base.args))
+                    return regrouped(product / inner**n * base**n / scaled**n)
+        return product
+
+    if not expression.has(sympy.exp, sympy.sinh, sympy.cosh):
+        return expression
+    return expression.replace(lambda e: e.is_Mul, regrouped)
 
 
 def _with_shared_exponential(expression: Any) -> Any:
