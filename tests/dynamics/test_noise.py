@@ -37,6 +37,13 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return counter
 
 
+def uniform_pair(seed: int, key: int, step: int, stream: int, atom: int, block: int) -> list[float]:
+    """The two uniform numbers of a block."""
+    third = (step >> 32) << 16 | stream << 8 | block
+    w = philox([atom, step & 0xFFFFFFFF, third, key], [seed & 0xFFFFFFFF, seed >> 32])
+    return [((w[n] >> 5) * 2**26 + (w[n + 1] >> 6) + 0.5) / 2**53 for n in (0, 2)]
+
+
 def test_the_generator_gives_the_published_numbers():
     body = f"""{PHILOX}
         const int *c = counters.data + 6 * thread;
@@ -63,9 +70,7 @@ def test_each_part_of_the_counter_is_where_the_documentation_says():
     )
     for row, atom in enumerate(atoms.tolist()):
         for block in range(3):
-            third = (step >> 32) << 16 | stream << 8 | block
-            w = philox([atom, step & 0xFFFFFFFF, third, key], [seed & 0xFFFFFFFF, seed >> 32])
-            u, v = (((w[n] >> 5) * 2**26 + (w[n + 1] >> 6) + 0.5) / 2**53 for n in (0, 2))
+            u, v = uniform_pair(seed, key, step, stream, atom, block)
             expected = np.sqrt(-2 * np.log(u)) * np.array([np.cos(2 * np.pi * v), np.sin(2 * np.pi * v)])
             part = found[row, 2 * block : 2 * block + 2].numpy()
             assert np.abs(part - expected[: len(part)]).max() < 1e-14
@@ -92,6 +97,27 @@ def test_sums_of_squares_follow_the_chi_square_distribution(degrees):
         torch.full((n,), 11), keys, torch.tensor(2), torch.full((n,), degrees, dtype=torch.float64), 3
     )
     assert scipy.stats.kstest(values.numpy(), "chi2", args=(degrees,)).pvalue > 1e-3
+
+
+def test_sums_of_squares_are_those_of_marsaglia_and_tsang():
+    """By their method, of which each attempt has two blocks of its own; some of them are rejected."""
+    rejected, n = 0, 100
+    for degrees in (0.3, 2.0, 7.0):
+        found = chi_square_noise(
+            torch.full((n,), 11), torch.arange(n), torch.tensor(2), torch.full((n,), degrees, dtype=torch.float64), 3
+        )
+        d = degrees / 2 + (degrees < 2) - 1 / 3
+        for key, value in enumerate(found.tolist()):
+            attempt, accepted = 0, False
+            while not accepted:
+                attempt += 1
+                (u, angle), (v, w) = (uniform_pair(11, key, 2, 3, 0, 2 * attempt + k) for k in (0, 1))
+                x = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * angle)
+                cube = (1 + x / np.sqrt(9 * d)) ** 3
+                accepted = cube > 0 and np.log(v) < x**2 / 2 + d - d * cube + d * np.log(cube)
+            rejected += attempt - 1
+            assert value == pytest.approx(2 * d * cube * (w ** (2 / degrees) if degrees < 2 else 1), rel=1e-12)
+    assert rejected > 3
 
 
 def test_a_sum_of_no_squares_is_zero():
