@@ -189,6 +189,14 @@ def test_the_largest_exponent_works():
     assert energies.isfinite().all()
 
 
+def test_a_list_without_a_cutoff_is_checked_for_both_directions_alone():
+    pairs = torch.tensor([[0, 1], [1, 0]])
+    given = {"neighbor_list": pairs, "sigma": 1.0, "epsilon": 1.0}
+    assert torch.equal(lennard_jones()(X[:2], **given, check=True), lennard_jones()(X[:2], **given))
+    with pytest.raises(ValueError, match="neighbor_list"):
+        lennard_jones()(X[:2], **{**given, "neighbor_list": pairs[:, :1]}, check=True)
+
+
 def test_without_a_cutoff_no_list_can_be_built():
     with pytest.raises(ValueError, match="neighbor_list"):
         PairPotential("1/r")(X, CELL)

@@ -121,6 +121,18 @@ def test_sums_are_derivatives_of_the_radial_function(order, derivatives, n_chann
         assert float((found - expected).abs().max()) < 2e-5 * float(expected.abs().max())
 
 
+def test_channels_that_are_summed_in_blocks_add_up_in_gradients_by_cells():
+    x, _, cell, _ = TWO
+    moments, row = random(9, 6, 1), random(9, 6, 1, seed=1)
+
+    def by_cell(channels):
+        given = (t[:, channels].contiguous() for t in (moments, row))
+        return gathered(next(given), 0, x, cell, ALPHA, outputs="c", row=next(given))[1]
+
+    parts = sum(by_cell(slice(n, n + 2)) for n in (0, 2, 4))
+    torch.testing.assert_close(by_cell(slice(6)), parts, rtol=1e-12, atol=1e-13)
+
+
 def leaves(*tensors):
     return tuple(t.clone().requires_grad_() for t in tensors)
 
@@ -307,7 +319,7 @@ def test_slices_of_moments_are_channels(monkeypatch):
         torch.testing.assert_close(found.movedim(dim, 0), expected, rtol=1e-14, atol=0.0)
 
 
-def test_compiled_and_mapped():
+def test_compiled_and_mapped(monkeypatch):
     x, _, cell, _ = TWO
     moments, listed = random(3, 9, 1, 4), rows()
 
@@ -323,6 +335,9 @@ def test_compiled_and_mapped():
     cells = torch.stack([cell, cell * 1.01, cell])
     virials = [energy(*each, ALPHA, WIDTHS, virial=True).virial for each in zip(moments, moved, cells)]
     torch.testing.assert_close(of_cells(moments, moved, cells), torch.stack(virials), rtol=1e-11, atol=1e-11)
+    monkeypatch.setattr("nvalchemiops.torch.interactions.pair.op.FOLDED_SLOTS", 2 * len(listed.neighbors))
+    in_parts = torch.func.vmap(function)(moments, x.expand(3, 9, 3))  # two slices and one
+    torch.testing.assert_close(in_parts, expected, rtol=1e-12, atol=1e-12)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     given = leaves(moments[0], x)
     found = compiled(*given)
