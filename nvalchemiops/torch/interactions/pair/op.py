@@ -326,7 +326,7 @@ def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> di
         if value is None:
             return None
         steps = step * torch.arange(count, dtype=value.dtype, device=value.device)
-        return (value if name in mapped else value.unsqueeze(0)) + steps.unsqueeze(1)
+        return value + steps.unsqueeze(1)  # of one value for all slices, too
 
     others = {name: v for name, v in given.items() if isinstance(v, torch.Tensor) and name not in _NUMBERS}
     folded = {**given, **{name: repeated(name, value) for name, value in others.items()}}
