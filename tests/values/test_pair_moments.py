@@ -186,6 +186,19 @@ def energy(moments, x, cell, alpha, widths=None, exclusions=None, **options):
     return sum_moments(formula, system, moments, widths, alpha, cutoff=CUTOFF, exclusions=exclusions, **options)
 
 
+def test_a_cell_without_images_has_no_part_in_the_sum():
+    x, _, cell, _ = TWO
+    moments, inputs = random(9, 1, 1), leaves(x, cell)
+
+    def slopes(cell):
+        system = PairSystem(inputs[0], cell, TWO.batch_idx, 2, rows()._replace(shifts=None))
+        energies = sum_moments(moment_short_range(False), system, moments, None, ALPHA, cutoff=CUTOFF).energies
+        return torch.autograd.grad(energies.sum(), inputs, allow_unused=True)
+
+    of_cell = slopes(inputs[1])
+    assert torch.equal(of_cell[0], slopes(None)[0]) and of_cell[1] is None
+
+
 @pytest.mark.parametrize("order", [1, 2])
 def test_energies_and_first_derivatives_come_from_one_launch(order):
     x, _, cell, _ = TWO
