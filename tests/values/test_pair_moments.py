@@ -152,6 +152,20 @@ def weighted(tensors):
     return sum((t * random(*t.shape, seed=k)).sum() for k, t in enumerate(tensors))
 
 
+def test_slopes_of_virials_by_moments_alone():
+    """Without those by positions, for which the moments are of a higher order."""
+    x, _, cell, _ = TWO
+    inputs = leaves(random(9, 1, 4), random(9, 1, 4, seed=1), x)
+
+    def virial(moments, row, x):
+        return weighted(gathered(moments, 1, x, cell, ALPHA, outputs="v", row=row)[2:])
+
+    expected = torch.autograd.grad(virial(*inputs), inputs)
+    for k in range(2):
+        given = [t if n == k else t.detach() for n, t in enumerate(inputs)]
+        torch.testing.assert_close(torch.autograd.grad(virial(*given), inputs[k])[0], expected[k])
+
+
 @pytest.mark.parametrize("outputs", ["m", pytest.param("cv", marks=pytest.mark.slow)])
 def test_second_derivatives_mix_all_inputs(outputs):
     x, _, cell, _ = TWO
