@@ -66,6 +66,16 @@ def test_a_prepared_mesh(potential, duplicate):
     equal(found, electrostatics.particle_mesh_ewald(X, Q, CELL, prepared=mesh, **options))
 
 
+def test_a_prepared_mesh_as_an_argument_of_transforms():
+    """They pass on copies of tuples."""
+
+    def energy(x, prepared):
+        return electrostatics.particle_mesh_ewald(x, Q, CELL, prepared=prepared, cutoff=5.0).sum()
+
+    mesh = electrostatics.prepare_mesh(CELL, 0.6, (12, 12, 12))
+    equal(torch.func.grad(energy)(X, mesh), torch.func.grad(lambda x: energy(x, mesh))(X))
+
+
 @DUPLICATES
 def test_prepared_wave_vectors(duplicate):
     waves = electrostatics.prepare_wave_vectors(CELL, 4.0)

@@ -94,7 +94,8 @@ class PreparedMesh(NamedTuple):
         """Alpha; raise if the arguments of a call contradict the prepared data."""
         if any(value is not None for value in (alpha, mesh_dimensions, mesh_spacing)):
             raise ValueError("`prepared` has its own alpha and mesh: leave `alpha` and `mesh_...` out")
-        if potential is not self.potential:
+        # by value, too: transforms of torch.func pass copies of tuples to functions
+        if potential is not self.potential and potential != self.potential:
             raise ValueError("`prepared` is for another `potential`")
         return self.alpha
 
