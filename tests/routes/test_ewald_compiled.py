@@ -194,6 +194,19 @@ def test_export_of_an_energy_that_depends_on_a_cell_of_any_size(name):
         close([program(*arguments)], [Model()(*arguments)])
 
 
+@pytest.mark.later_cases("True")
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_of_a_sum_that_chooses_its_parameters(strict):
+    """For the reach of a list that is given. So in compiled graphs on a GPU."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x, q, cell):
+            return ewald_summation(x, q, cell, cutoff=CUTOFF, **NEAR)
+
+    program = torch.export.export(Model(), ONE[:3], strict=strict).module()
+    close([program(*ONE[:3])], [Model()(*ONE[:3])])
+
+
 # -- the whole sum as one op ----------------------------------------------------------------------
 
 WAVES = prepare_wave_vectors(ONE.cell, 3.3)

@@ -34,7 +34,7 @@ from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, parts_of
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.context import is_eager, may_read
 
 
 @functools.partial(only_inlined, with_calls=True)
@@ -67,8 +67,10 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
     known: Any = ("chosen", terms[-1], asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
     if _has_made_tensors(system, asked) and not layout(alpha.device.type).reads:
         known = "it depends on tensors that were made for this call, whose values are not read"
-    near = rows
-    if is_listed(asked.neighbors) and rows.first is not None and parts_of(rows, asked.neighbors):
+    near, first = rows, rows.first
+    # of plans alone, as the engine has them: tracers know no places of memory
+    has_pairs = is_listed(asked.neighbors) and first is not None and is_eager(first, under_modes=True)
+    if has_pairs and parts_of(rows, asked.neighbors):
         # both rows of the list in one tensor, since lists of a plan share no memory; always as `Rows`, since the terms
         # hold these tensors: the plan must use them in place, and no copies of them
         near = rows._replace(neighbors=asked.neighbors.neighbor_list, first=None)

@@ -208,7 +208,8 @@ def _choose(
     sizes_known = _sizes_known(system)
     key = _key_of_choice(sizes_known, system, long_range, model, strengths, limit, accuracy, costs)
 
-    def optimum() -> tuple[Any, _Splittings]:
+    # the compiler of torch 2.13 cannot evaluate the annotations of functions here, unless they are quoted
+    def optimum() -> "tuple[Any, _Splittings]":
         return optimal_splitting(system, long_range, accuracy, costs, strengths, limit), Kept(MOST_SPLITTINGS)
 
     (optimal_alpha, r_c, optimal_target, spacing), splittings = _kept_or_made(_choices, key, optimum)
@@ -248,7 +249,7 @@ def _choose(
         measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=True)
         force = measure(system, rows, near, spacing)
 
-    def settled() -> tuple[torch.Tensor, np.ndarray | None, core.Target]:
+    def settled() -> "tuple[torch.Tensor, np.ndarray | None, core.Target]":
         target, suited = optimal_target, model
         if force is not None:
             target = target._replace(force=force)
