@@ -333,11 +333,12 @@ TWO = batch(triclinic(4, charged=True), triclinic(5, charged=True))
         {"hybrid_forces": True},
         {"potential": power_law(6)},
         {"pbc": torch.tensor([False, False, False])},
+        {"pbc": [False, False, False]},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_other_sums_are_one_op_as_well(options):
-    near = {} if torch.equal(options.get("pbc", PAIRS), torch.tensor([False] * 3)) else NEAR
+    near = {} if torch.equal(torch.as_tensor(options.get("pbc", PAIRS)), torch.tensor([False] * 3)) else NEAR
     call = functools.partial(mesh_ewald, **near, **options, compute_forces=True)
     ops, found = ops_of(call, *ONE[:3])
     assert ops == ["call.default"]

@@ -45,8 +45,11 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
         if isinstance(options.alpha, float):  # a tensor: a graph would be compiled again for each number
             alpha = per_system("alpha", options.alpha, atoms.cell.reshape(-1, 3, 3).shape[0], atoms.cell.device)
             asked = asked._replace(options=options._replace(alpha=alpha))
+        # a tensor, since the op of a CPU takes no lists, and the operations of a graph know no open systems
+        if isinstance(atoms.pbc, (list, tuple)) and layout(atoms.cell.device.type).reads:
+            asked = asked._replace(atoms=atoms._replace(pbc=checks.pbc_tensor(atoms.pbc)))
         if asked.request.hybrid:
-            fixed = atoms._replace(positions=atoms.positions.detach(), cell=atoms.cell.detach())
+            fixed = asked.atoms._replace(positions=atoms.positions.detach(), cell=atoms.cell.detach())
             asked = asked._replace(atoms=fixed)
     with shares.whole_call(atoms.domain):
         return one_or_several(_ewald_sum(asked))
