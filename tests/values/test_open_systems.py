@@ -122,6 +122,19 @@ def test_k_vectors_that_all_systems_share(batch):
     close(shared, known, 0.0)
 
 
+def test_k_vectors_of_each_system(batch):
+    """In a part of them, those of molecules are of no lattice."""
+    positions, charges, cells, of_atom, pbc = batch
+    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "cutoff": 6.5}
+    each = torch.full((4, 3000, 3), 0.1, dtype=torch.float64)
+    for system in (0, 2):
+        found = generate_k_vectors_ewald_summation(cells[system], 8.0)
+        each[system] = torch.nn.functional.pad(found, (0, 0, 0, 3000 - len(found)))
+    close(*(SUMS["ewald"](positions, charges, cells, **options, **k) for k in ({"k_vectors": each}, SPLIT["ewald"])))
+    with pytest.raises(ValueError, match=r"`k_vectors` must have shape \(4, n_k, 3\)"):
+        SUMS["ewald"](positions, charges, cells, **options, k_vectors=each[:2])
+
+
 def test_exclusions_and_one_alpha_each_in_a_mixed_batch(batch):
     positions, charges, cells, of_atom, pbc = batch
     crystal, molecule = ((of_atom == system).nonzero().squeeze(1) for system in (0, 1))
@@ -275,6 +288,8 @@ def test_parameters_of_three_systems_stay_those_of_three(method, batch):
         ("exclusions", {"exclusions": torch.tensor([0, 1])}),
         ("exclusion_factors", {"exclusions": torch.zeros(2, 0, dtype=torch.int32), "exclusion_factors": torch.ones(3)}),
         ("neighbor_list", {"neighbor_list": torch.zeros(3, 4, dtype=torch.int32)}),
+        ("batch_idx", {"neighbor_list": torch.cartesian_prod(torch.arange(22), torch.arange(22)).T}),
+        ("neighbor_ptr", {"neighbor_list": torch.ones(2, 7).int(), "neighbor_ptr": torch.full((23,), 7).int()}),
         ("batch_idx", {"batch_idx": None}),
         ("cell", {"cell": torch.zeros(0, 3, 3, dtype=torch.float64), "pbc": False}),
         ("cell", {"cell": torch.zeros(4, 3, 3), "pbc": False}),
@@ -290,7 +305,7 @@ def test_parameters_of_three_systems_stay_those_of_three(method, batch):
 def test_bad_arguments_of_a_mixed_batch_are_named(name, options, batch):
     arguments = dict(zip(("positions", "charges", "cell", "batch_idx", "pbc"), batch))
     if "neighbor_list" in options:
-        options = {**options, "neighbor_shifts": torch.zeros(4, 3, dtype=torch.int32)}
+        options = {**options, "neighbor_shifts": torch.zeros(options["neighbor_list"].shape[1], 3, dtype=torch.int32)}
     for function in (SUMS["ewald"], electrostatic_potential):
         with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
             function(**{**arguments, "alpha": 0.7, "k_cutoff": 8.0, **options})

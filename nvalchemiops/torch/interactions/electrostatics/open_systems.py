@@ -254,8 +254,6 @@ def by_kind(
 
 def _of_part(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
     """Arguments of a long-range part, reduced from all systems to those of a part."""
-    if part.systems.shape[0] == n_systems:
-        return given
     found = []
     for name, value in zip(inspect.signature(method.given).parameters, given):
         if name in ("k_cutoff", "mesh_spacing"):
