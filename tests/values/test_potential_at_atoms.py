@@ -42,6 +42,7 @@ from tests.reference.multipoles import (
     wave_field,
 )
 from tests.support.comparing import close, close_to_largest, derivative_along, weighted
+from tests.support.mistakes import assert_named
 from tests.values.test_multipole_references import ENOUGH, system
 
 FINE = {"alpha": 0.9, "k_cutoff": 11.0, "cutoff": 7.2}
@@ -256,6 +257,8 @@ BAD = {
         TypeError,
         "`receiver_widths` must be a number",
     ),
+    "number": ({"receiver_widths": 0.5}, TypeError, "`receiver_widths` must be a sequence"),
+    "table": ({"receiver_widths": torch.ones(2, 2)}, ValueError, "`receiver_widths` must have shape"),
     "points": ({"self_interaction": True}, ValueError, "`self_interaction` is infinite for points"),
     "charges": ({"charges": torch.ones(3)}, ValueError, "`charges` must have shape"),
     "cutoff": ({"cutoff": -1.0}, ValueError, "`cutoff`"),
@@ -433,7 +436,7 @@ def test_sources_may_be_negative_views():
     close(found, electrostatic_potential(positions, given.charges, cell, **options))
 
 
-def test_packed_moments_have_gradients_and_errors():
+def test_packed_moments_have_gradients():
     moments = [torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((), (3,), (3, 3))]
     with pytest.warns(AccuracyWarning, match="trace"):
         packed = pack_multipole_moments(*moments)
@@ -443,20 +446,59 @@ def test_packed_moments_have_gradients_and_errors():
         found = unpack_multipole_moments(packed[:, : (order + 1) ** 2])
         close(found[: order + 1], exact[: order + 1])
         assert found[order + 1 :] == (None,) * (2 - order)
-    with pytest.raises(ValueError, match="`multipole_moments` must have shape"):
-        unpack_multipole_moments(packed[None])
-    with pytest.raises(ValueError, match="`quadrupoles` need `dipoles`"):
-        pack_multipole_moments(moments[0], None, moments[2])
-    with pytest.raises(ValueError, match="1, 4 or 9"):
-        infer_l_max(torch.zeros(3, 5))
-    with pytest.raises(ValueError, match="`valid_k_counts` needs `k_vectors` of shape"):
-        multipole_electrostatic_energy(
-            torch.zeros(2, 3), packed, torch.eye(3), sigma=1.0, k_cutoff=1.0, valid_k_counts=torch.ones(1)
-        )
-    with pytest.raises(NotImplementedError, match="`cache`"):
-        multipole_electrostatic_features(
-            torch.zeros(2, 3), packed, torch.eye(3), sigma=1.0, receiver_sigmas=[1.0], k_cutoff=1.0, cache=1
-        )
+
+
+def test_mistakes_beside_packed_moments_are_named():
+    x, q, second, cell = torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3, 3), torch.eye(3)
+    packed, waves = torch.zeros(2, 9), {"sigma": 1.0, "k_cutoff": 1.0}
+
+    def features_of(**options):
+        return multipole_electrostatic_features(x, packed, cell, **{**waves, "receiver_sigmas": [1.0], **options})
+
+    assert_named(
+        [
+            (message, call, error, message)
+            for error, message, call in (
+                (ValueError, "`multipole_moments` must have shape", lambda: unpack_multipole_moments(packed[None])),
+                (
+                    ValueError,
+                    "`multipole_moments` must have shape",
+                    lambda: multipole_electrostatic_energy(x, packed[:1], cell, **waves),
+                ),
+                (
+                    ValueError,
+                    "`quadrupoles` need `dipoles`",
+                    lambda: pack_multipole_moments(q, None, second),
+                ),
+                (ValueError, "`charges` must have shape", lambda: pack_multipole_moments(q[None])),
+                (ValueError, "`dipoles` must have shape", lambda: pack_multipole_moments(q, x[:1])),
+                (ValueError, "1, 4 or 9", lambda: infer_l_max(torch.zeros(3, 5))),
+                (
+                    ValueError,
+                    "`valid_k_counts` needs `k_vectors` of shape",
+                    lambda: multipole_electrostatic_energy(x, packed, cell, **waves, valid_k_counts=torch.ones(1)),
+                ),
+                (
+                    NotImplementedError,
+                    "`normalize` must be 0",
+                    lambda: multipole_electrostatic_energy(x, packed, cell, **waves, normalize=1),
+                ),
+                (NotImplementedError, "`density_normalize` must be 0", lambda: features_of(density_normalize="none")),
+                (NotImplementedError, "`cache`", lambda: features_of(cache=1)),
+                (ValueError, "`feature_normalize` must be 0, 1 or 2", lambda: features_of(feature_normalize=1.5)),
+                (ValueError, "`feature_normalize` must be 0, 1 or 2", lambda: features_of(feature_normalize=None)),
+                (ValueError, "`feature_max_l` must be 0, 1 or 2", lambda: features_of(feature_max_l=3)),
+                (ValueError, "`receiver_sigmas` must not be empty", lambda: features_of(receiver_sigmas=[])),
+                (TypeError, "`receiver_sigmas` must be a sequence", lambda: features_of(receiver_sigmas=0.5)),
+                (ValueError, "`k_cutoff` or `k_vectors` is needed", lambda: features_of(k_cutoff=None)),
+                (
+                    ValueError,
+                    "`accuracy` must be below 1",
+                    lambda: estimate_multipole_ewald_parameters(x, cell, 1.0, accuracy=1.0),
+                ),
+            )
+        ]
+    )
 
 
 # -- OpenMM ----------------------------------------------------------------------------------------

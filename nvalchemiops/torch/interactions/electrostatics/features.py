@@ -17,7 +17,7 @@ order along the normal: its average over a Gaussian is larger by ``s²/2`` times
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -366,6 +366,8 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
                 values = nan_unless_allowed(values)
             found = [number.expand(system.n_atoms) for number in values.unbind(0)]
         elif values is not None:
+            if not isinstance(values, Iterable):
+                raise TypeError(f"`receiver_widths` must be a sequence or a tensor, got {type(values).__name__}")
             numbers = [checks.as_float("receiver_widths", value) for value in values]
             is_wrong = any(not 0.0 <= number < math.inf for number in numbers)
             of_points = [number == 0.0 and widths is None for number in numbers]

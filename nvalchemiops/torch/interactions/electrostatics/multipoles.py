@@ -14,7 +14,7 @@ which also support a width for each atom, channels, exclusions, and results beyo
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -408,10 +408,9 @@ def _mode(name: str, value: Any) -> int:
     if isinstance(value, str):
         checks.check_choice(name, value.lower(), _MODES)
         return _MODES.index(value.lower())
-    number = int(value)
-    if number not in (0, 1, 2):
-        raise ValueError(f"`{name}` must be 0, 1 or 2, got {number}")
-    return number
+    if value not in (0, 1, 2):
+        raise ValueError(f"`{name}` must be 0, 1 or 2, got {value!r}")
+    return int(value)
 
 
 def _norms(mode: int, width: float) -> tuple[float, float, float]:
@@ -481,7 +480,9 @@ def multipole_electrostatic_features(
     mode = _mode("feature_normalize", feature_normalize)
     if feature_max_l not in (0, 1, 2):
         raise ValueError(f"`feature_max_l` must be 0, 1 or 2, got {feature_max_l}")
-    values = receiver_sigmas.tolist() if isinstance(receiver_sigmas, torch.Tensor) else list(receiver_sigmas)
+    values = receiver_sigmas.tolist() if isinstance(receiver_sigmas, torch.Tensor) else receiver_sigmas
+    if not isinstance(values, Iterable):
+        raise TypeError(f"`receiver_sigmas` must be a sequence or a tensor, got {receiver_sigmas!r}")
     receivers = [checks.check_positive("receiver_sigmas", value) for value in values]
     if not receivers:
         raise ValueError("`receiver_sigmas` must not be empty")
