@@ -222,6 +222,33 @@ def test_the_same_calls_without_a_mistake_are_in_order(call):
         assert (found if isinstance(found, torch.Tensor) else found[0]).isfinite().all()
 
 
+def of_lattice_sums():
+    """What these alone take."""
+    ewald, system = electrostatics.ewald_summation, (X, Q, CELL)
+    waves = electrostatics.generate_k_vectors_ewald_summation(CELL, 3.0)
+    near, dispersion = {"alpha": 0.8, **NEAR}, electrostatics.power_law(6)
+    surface = {"k_cutoff": 3.0, "potential": dispersion, "surface_dielectric": 1.0}
+    yield ValueError, "surface_dielectric", functools.partial(ewald, *system, **near, **surface)
+    yield TypeError, "k_vectors", functools.partial(ewald, *system, **near, k_vectors=waves + 0j)
+    for k_vectors in (waves.to(OTHER), waves[:, :2], waves[0], waves.expand(2, -1, -1)):
+        yield ValueError, "k_vectors", functools.partial(ewald, *system, **near, k_vectors=k_vectors)
+    yield ValueError, "neighbor_list", functools.partial(electrostatics.ewald_real_space, *system, 0.8)
+    mesh = electrostatics.prepare_mesh(CELL, 0.8, (8, 8, 8))
+    for options in ({"potential": dispersion}, {"cell": CELL.repeat(2, 1, 1), "batch_idx": INDEX}):
+        given = {"positions": X, "charges": Q, "cell": CELL, **NEAR, **options}
+        yield ValueError, "prepared", functools.partial(electrostatics.particle_mesh_ewald, **given, prepared=mesh)
+    yield ValueError, "k_cutoff", functools.partial(electrostatics.EwaldSummation().prepare, CELL)
+    spline = electrostatics.compute_bspline_moduli_1d
+    yield TypeError, "miller_indices", functools.partial(spline, INDEX + 0j, 4, 4)
+    for bounds in (ONES[:3], PTR[:2]):
+        indices = functools.partial(electrostatics.generate_ewald_miller_indices, CELL, 1.0)
+        yield ValueError, "miller_bounds", functools.partial(indices, bounds)
+
+
+def test_mistakes_of_lattice_sums_name_the_argument():
+    assert_named((f"{name}-{n}", call, error, f"`{name}`") for n, (error, name, call) in enumerate(of_lattice_sums()))
+
+
 PARAMETERS = {
     **{"PairPotential": ("q", "scale", "A"), "lj_energy": ("sigma", "epsilon"), "ewald_summation": ("alpha", "widths")},
     **dict.fromkeys(("coulomb_energy", "dsf_coulomb", "ewald_real_space", "particle_mesh_ewald"), ("alpha",)),

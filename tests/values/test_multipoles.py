@@ -636,13 +636,18 @@ def test_splines_of_too_low_an_order_are_refused():
         ewald_reciprocal_space(positions, values["charges"], cell, None, 0.5, k_cutoff=3.0, dipoles=float32)
 
 
-def test_a_trace_is_dropped_with_a_warning():
+@pytest.mark.parametrize("what", ["have a trace", "are not symmetric"])
+def test_a_part_of_quadrupoles_is_dropped_with_a_warning(what, recwarn):
     positions, cell = geometry()
     values = random_sources(5, seed=3)
-    with_trace = values | {"quadrupoles": values["quadrupoles"] + torch.eye(3, dtype=torch.float64)}
-    with pytest.warns(AccuracyWarning, match="trace"):
-        found = METHODS["ewald"](positions, cell=cell, alpha=ALPHA, **with_trace)
-    torch.testing.assert_close(found, METHODS["ewald"](positions, cell=cell, alpha=ALPHA, **values))
+    more = torch.eye(3) if what == "have a trace" else torch.tensor([[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0], [0.0] * 3])
+    found, known = (
+        METHODS["ewald"](positions, cell=cell, alpha=ALPHA, **(values | {"quadrupoles": values["quadrupoles"] + part}))
+        for part in (more, 0.0)
+    )
+    torch.testing.assert_close(found, known)
+    (said,) = recwarn  # of this part alone, and none without it
+    assert said.category is AccuracyWarning and what in str(said.message)
 
 
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
