@@ -286,7 +286,7 @@ def test_a_batch_has_the_cutoff_that_suits_all():
     large = system._replace(cell=5.0 * system.cell)
     alone, equal, mixed = (
         estimate_pme_parameters(x, cell, batch_idx, 1e-4).real_space_cutoff.tolist()
-        for x, _, cell, batch_idx in (system, batch(system, system, system), batch(system, system, large))
+        for x, _, cell, batch_idx in (system, batch(system, system), batch(system, system, large))
     )
     assert len(set(equal)) == 1 and 0.5 * alone[0] < equal[0] < alone[0]
     assert len(set(mixed)) == 1 and mixed[0] > 1.5 * equal[0]
