@@ -370,6 +370,16 @@ def test_a_cell_is_missed_unless_no_system_is_periodic(method, batch):
         SUMS[method](positions, charges, None, batch_idx=of_atom, pbc=torch.zeros(3, 3).bool())
 
 
+def test_potentials_of_molecules_need_no_cell(batch):
+    positions, charges, _, of_atom, pbc = batch
+    known = electrostatic_potential(positions, charges, None, of_atom)
+    for is_open in (False, torch.zeros_like(pbc)):
+        found = electrostatic_potential(positions, charges, None, of_atom, pbc=is_open)
+        close(found[:2], known[:2])
+    with pytest.raises(ValueError, match="`pbc` needs a `cell`"):
+        electrostatic_potential(positions, charges, None, of_atom, pbc=pbc)
+
+
 OF_SOURCES = {
     "charges": (),
     "dipoles": ("dipoles",),

@@ -135,8 +135,8 @@ def electrostatic_potential(
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
         As for `ewald_summation`.
     pbc, slab_correction, surface_dielectric
-        As for `ewald_summation`: the potential is the gradient of the energy with these terms. They need a ``cell``.
-        In systems without a periodic axis all pairs are summed.
+        As for `ewald_summation`: the potential is the gradient of the energy with these terms. They need a ``cell``,
+        unless no axis is periodic: in systems without a periodic axis all pairs are summed.
     exclusions, exclusion_factors
         As for `ewald_summation`: pairs of atoms whose nearest images do not interact, or are scaled by a factor.
     domain : Domain, optional
@@ -171,7 +171,7 @@ def electrostatic_potential(
     kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
     asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
     seen = _Seen(_together(receiver_widths), derivatives)
-    is_open = None if cell is None or domain is not None else open_systems(atoms)
+    is_open = None if domain is not None else open_systems(atoms)
     if is_open is None:
         return Potentials(*_of_one_kind(asked, seen))
 
