@@ -350,6 +350,25 @@ def test_a_list_without_pairs_needs_no_alpha(method):
     close((summed(method, system, accuracy=1e-6, **nothing),), (energies,), 1e-12)
 
 
+@METHODS
+def test_a_list_without_pairs_needs_no_alpha_in_any_slice(method):
+    """Of `vmap`: the shortest distance of all slices counts, also beside slices that have pairs."""
+    cell, q = 12.0 * torch.eye(3, dtype=torch.float64), torch.tensor([1.0, -1.0], dtype=torch.float64)
+    slices = (
+        torch.tensor([[1.0, 2.0, 3.0], [7.5, 8.0, 9.0]], dtype=torch.float64) * torch.tensor([1.0, 0.5])[:, None, None]
+    )
+
+    def energies(x, entries, shifts):
+        near = {"neighbor_matrix": entries, "neighbor_matrix_shifts": shifts}
+        return SUMS[method](x, q, cell, accuracy=1e-6, **near)
+
+    exact = torch.stack([SUMS["ewald"](x, q, cell, accuracy=1e-12) for x in slices])
+    matrices, _, shifts = map(torch.stack, zip(*[neighbor_list(x, 5.5, cell, max_neighbors=1) for x in slices]))
+    assert (matrices != 2).sum((1, 2)).tolist() == [0, 2]
+    for axis, near in ((0, (matrices, shifts)), (None, (matrices[0], shifts[0]))):
+        close((torch.func.vmap(energies, (0, axis, axis))(slices, *near),), (exact,), 1e-6)
+
+
 def test_modules_with_given_parameters_do_not_warn():
     """Whoever gives all of them knows what they want."""
     system = disordered("water")

@@ -32,7 +32,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh
-from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, is_mapped, may_read, on_host
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, slices_of
 from nvalchemiops.torch.runtime.graphs import place_of
 
 
@@ -402,7 +402,7 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
     """Largest distance in the list, for each system; infinite for systems without atoms.
 
     The reach of a system without pairs is its shortest distance, or ``optimal`` if that is less. Under a ``vmap`` over
-    positions it is the smallest reach of all slices.
+    positions or lists it is the smallest reach of all slices.
     """
     batch_idx = system.batch_idx
     if batch_idx is None:
@@ -412,20 +412,19 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
     of_slices = np.zeros((farthest.shape[0], system.n_systems))
     for of_slice, distances in zip(of_slices, on_host(farthest)):
         np.maximum.at(of_slice, number, distances)
-    reach = of_slices.min(0)
     empty = np.bincount(number, minlength=system.n_systems) == 0
-    unknown = (reach == 0.0) & ~empty
-    if unknown.any() and is_mapped(system.positions):
-        reach = np.where(unknown, optimal, reach)
-    elif unknown.any():
-        if not is_mapped(system.cell):  # no atom is farther from its images, so that the search is small in any case
-            optimal = np.fmin(optimal, np.linalg.norm(on_host(system.cell.detach()), axis=2).min(1))
-        found = build_rows(system.positions, float(optimal[unknown].max()), system.cell, system.batch_idx)
-        with torch.no_grad():
-            first, distances = pair_distances(found, system.positions, system.cell, batch_idx)
-        nearest = optimal.copy()
-        np.minimum.at(nearest, number[on_host(first)], on_host(distances))
-        reach = np.where(unknown, nearest, reach)
+    unknown = (of_slices == 0.0) & ~empty
+    if unknown.any():
+        # no atom is farther from its images, so that the search is small in any case
+        nearest = np.fmin(optimal, np.linalg.norm(on_host(system.cell.detach()), axis=2).min(1))
+        cutoff = float(nearest[unknown.any(0)].max())
+        for positions in slices_of(system.positions):
+            found = build_rows(positions, cutoff, system.cell, batch_idx)
+            with torch.no_grad():
+                first, distances = pair_distances(found, positions, system.cell, batch_idx)
+            np.minimum.at(nearest, number[on_host(first)], on_host(distances))
+        of_slices = np.where(unknown, nearest, of_slices)
+    reach = of_slices.min(0)
     return np.where(empty, np.inf, reach)
 
 
