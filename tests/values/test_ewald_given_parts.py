@@ -376,3 +376,22 @@ def test_modules_with_given_parameters_do_not_warn():
         warnings.simplefilter("error", AccuracyWarning)
         electrostatics.EwaldSummation(0.3, 1.0, 6.0)(*system[:3])
         electrostatics.ParticleMeshEwald(0.3, (8, 8, 8), 5, 6.0)(*system[:3])
+
+
+@METHODS
+@pytest.mark.parametrize("kind", ["dipoles", "widths"])
+def test_cells_of_slices_need_no_choice_if_all_is_given(method, kind):
+    """Neither with a cutoff nor with a list are strengths of sources asked for, or how far Gaussians reach."""
+    system = disordered("triclinic")
+    x, q, cell = system[:3]
+    sources = {"dipoles": 0.1 * torch.cos(x)} if kind == "dipoles" else {"widths": torch.full_like(q, 1.0)}
+    rest = {"miller_bounds": (4, 4, 4)} if method == "ewald" else {"mesh_dimensions": (16, 16, 16)}
+    cells = torch.cat([cell, 1.01 * cell])
+    for near in ({"cutoff": 4.0}, csr(system, 4.0)):
+
+        def energies(h, near=near):
+            return SUMS[method](x, q, h, 0.6, **sources, **rest, **near)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccuracyWarning)
+            close((torch.func.vmap(energies)(cells),), (torch.stack([energies(h) for h in cells]),))

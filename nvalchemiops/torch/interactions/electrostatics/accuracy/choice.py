@@ -162,8 +162,8 @@ def choose_splitting(
         return _choose(system, long_range, cutoff, rows, accuracy)
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
-    # a GPU is not asked: the answer would only be a warning
-    if limit is not None and may_read(chosen, limit) and bool((chosen > limit).any()):
+    # a GPU is not asked, nor are cells that differ between slices: the answer would only be a warning
+    if limit is not None and may_read(chosen, limit, system.cell) and bool((chosen > limit).any()):
         reach: Any = cutoff
         numbers, widest = on_host(chosen.detach()), on_host(limit)
         if reach is None and rows is not None:
@@ -171,7 +171,7 @@ def choose_splitting(
             reach = _reach(rows, system, needed)
         if reach is not None:
             _warn_of_widths(system, numbers, widest, reach, accuracy)
-    is_open, strengths = rows is None or not long_range.is_given, None
+    is_open, strengths = (rows is None and cutoff is None) or not long_range.is_given, None
     if is_open and not compiling and has_known_moments(system):
         strengths = strengths_of(system, np)
         target = strengths.target(accuracy, on_host(chosen.detach()))
