@@ -102,7 +102,6 @@ def move_chains(
         How often the three steps of `SUZUKI_YOSHIDA` are repeated, each for a part of the time.
     """
     moved, pushed, log_scales = torch.empty_like(positions), torch.empty_like(positions), torch.empty_like(times)
-    if times.shape[0]:
-        inputs = [positions, velocities, energies, targets, temperatures, masses, times, loops]
-        launch(chain_kernel(), times.shape[0], inputs, [moved, pushed, log_scales])
+    inputs = [positions, velocities, energies, targets, temperatures, masses, times, loops]
+    launch(chain_kernel(), times.shape[0], inputs, [moved, pushed, log_scales])
     return moved, pushed, log_scales

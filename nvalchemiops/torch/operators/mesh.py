@@ -61,8 +61,6 @@ def mesh_columns(
         (`nvalchemiops.kernels.mesh.bins.bins_of_mesh`).
     """
     n_x, n_y, n_z = mesh_dimensions
-    if min(n_x, n_y, n_z) < spline_order:
-        raise ValueError(f"`mesh_dimensions` = {(n_x, n_y, n_z)} must not be smaller than the order, {spline_order}")
     n_atoms, device = coordinates.shape[0], coordinates.device
     column = torch.empty(n_atoms, dtype=torch.int32, device=device)
     launch(bins.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y, n_z], [column])

@@ -32,12 +32,9 @@ def derivative_by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> 
 def spread_pullback(gather: Callable[[], Op]) -> Callable[..., Arguments]:
     """The derivative of a spread op, given a function that returns the gather op."""
 
-    def pullback(inputs: Arguments, gradients: Mapping[str, torch.Tensor | None], wanted: frozenset[str]) -> Arguments:
-        field = gradients["field"]
-        if field is None:
-            return {}
+    def pullback(inputs: Arguments, gradients: Mapping[str, torch.Tensor], wanted: frozenset[str]) -> Arguments:
         moments, derivatives = inputs["moments"], inputs["derivatives"]
-        found = _call(gather(), inputs, field, derivatives + ("coordinates" in wanted))
+        found = _call(gather(), inputs, gradients["field"], derivatives + ("coordinates" in wanted))
         results = {}
         if "moments" in wanted:
             results["moments"] = found.narrow(-1, 0, moments.shape[-1])
@@ -51,11 +48,8 @@ def spread_pullback(gather: Callable[[], Op]) -> Callable[..., Arguments]:
 def gather_pullback(spread: Callable[[], Op], gather: Callable[[], Op]) -> Callable[..., Arguments]:
     """The derivative of a gather op, given functions that return the two ops."""
 
-    def pullback(inputs: Arguments, gradients: Mapping[str, torch.Tensor | None], wanted: frozenset[str]) -> Arguments:
-        moments = gradients["moments"]
-        if moments is None:
-            return {}
-        field, derivatives = inputs["field"], inputs["derivatives"]
+    def pullback(inputs: Arguments, gradients: Mapping[str, torch.Tensor], wanted: frozenset[str]) -> Arguments:
+        moments, field, derivatives = gradients["moments"], inputs["field"], inputs["derivatives"]
         results = {}
         if "field" in wanted:
             results["field"] = _call(spread(), inputs, moments, derivatives)

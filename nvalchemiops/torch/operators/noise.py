@@ -44,9 +44,8 @@ def normal_noise(
         Whether rows are systems.
     """
     values = torch.empty((n_rows, n_columns), dtype=torch.float64, device=seeds.device)
-    if values.numel():
-        inputs = [seeds, keys, step.reshape(1), systems, places, stream, int(by_system)]
-        launch(normal_numbers(), n_rows, inputs, [values])
+    inputs = [seeds, keys, step.reshape(1), systems, places, stream, int(by_system)]
+    launch(normal_numbers(), n_rows, inputs, [values])
     return values
 
 
@@ -65,9 +64,8 @@ def chi_square_noise(
     ``degrees_of_freedom`` (n_systems,) are float64. They need not be integers; the sum of none or fewer is zero.
     """
     values = torch.empty(seeds.shape[0], dtype=torch.float64, device=seeds.device)
-    if values.numel():
-        inputs = [seeds, keys, step.reshape(1), degrees_of_freedom, stream]
-        launch(chi_square_numbers(), values.shape[0], inputs, [values])
+    inputs = [seeds, keys, step.reshape(1), degrees_of_freedom, stream]
+    launch(chi_square_numbers(), values.shape[0], inputs, [values])
     return values
 
 

@@ -178,21 +178,18 @@ def _rows_of(atoms: np.ndarray, rows: Rows, system: ChargedSystem) -> Rows | Non
     """The rows of these atoms, with empty rows for others; None if they cannot be read, or the pointers are wrong."""
     pointers, neighbors, shifts, width, padding, _ = rows
     tensors = [t for t in (pointers, neighbors, shifts) if t is not None]
-    if not all([layout(t.device.type).reads for t in tensors]) or not is_eager(*tensors):
+    if not is_eager(*tensors):
         return None
-    n_atoms = system.n_atoms
     if pointers is None:
         begin = atoms * width
         end = begin + width
     else:
         ends = on_host(pointers)
-        if ends.shape != (n_atoms + 1,):
-            return None
         begin, end = ends[atoms], ends[atoms + 1]
     bounds = np.stack([begin, end], 1).ravel()
     if bounds[0] < 0 or bounds[-1] > neighbors.shape[0] or (np.diff(bounds) < 0).any():
         return None
-    counts = np.zeros(n_atoms + 1, np.int32)
+    counts = np.zeros(system.n_atoms + 1, np.int32)
     counts[atoms + 1] = end - begin
     before = np.cumsum(end - begin) - (end - begin)
     place = torch.from_numpy(np.arange(counts.sum()) + np.repeat(begin - before, end - begin))
@@ -207,8 +204,6 @@ def _rows_of(atoms: np.ndarray, rows: Rows, system: ChargedSystem) -> Rows | Non
 def is_crowded(system: ChargedSystem) -> bool:
     """Whether an atom has far more neighbors than in a system of even density. Reads values on the host."""
     n_atoms, batch_idx = system.n_atoms, system.batch_idx
-    if n_atoms == 0:
-        return False
     coordinates = lattice_of(system.cell.detach(), batch_idx, n_atoms).fractional(system.positions.detach())
     numbers = torch.zeros(n_atoms, dtype=torch.int64, device=coordinates.device)
     if batch_idx is not None:
