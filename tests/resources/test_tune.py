@@ -47,6 +47,14 @@ def test_where_they_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert costs.file() == tmp_path / ".config" / "nvalchemiops" / "costs.json"
 
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(costs.Path, "home", no_home)
+    assert costs.file() is None and costs.read() == {}
+    with pytest.raises(OSError, match="no home folder"):
+        costs.write({"cpu": MEASURED})
+
 
 def test_one_device_beside_another(path):
     assert costs.read() == {}

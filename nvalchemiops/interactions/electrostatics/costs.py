@@ -87,7 +87,7 @@ def write(costs: dict[str, Costs]) -> Path:
     """
     path = file()
     if path is None:
-        raise OSError(f"there is no file to store the costs in: {VARIABLE} is empty")
+        raise OSError(f"there is no file to store the costs in: {VARIABLE} is empty, or there is no home folder")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         kept = read() | costs
