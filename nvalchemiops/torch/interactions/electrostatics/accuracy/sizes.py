@@ -11,7 +11,7 @@ from nvalchemiops.kernels.lattice import WORTH_CHANGING, is_skewed, shortest_on_
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.runtime.cache import cached_by_identity
-from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.runtime.context import on_host
 
 MOST_SYSTEMS = 512
 """Largest batch for which results of the sizes are kept; for larger ones choices take little of the time of a sum."""
@@ -107,8 +107,6 @@ def counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.
 def key_of_sizes(system: ChargedSystem) -> Hashable:
     """The values on which `sizes_of_system` depends, read on the host; None if that costs more than it saves."""
     if system.domain is not None or system.n_systems > MOST_SYSTEMS:
-        return None
-    if system.batch_idx is not None and not may_read(system.batch_idx, wait=True):
         return None
     cell, count = on_host(system.cell.detach()), counted(system.batch_idx, system.n_systems, system.n_atoms)
     return cell.tobytes(), cell.dtype, count.tobytes()
