@@ -408,6 +408,7 @@ def test_vectors_of_meshes_of_several_cells():
         (ValueError, "mesh_dimensions", lambda cell: generate_k_vectors_pme(cell, (4, 0, 4))),
         (TypeError, "mesh_dimensions", lambda cell: generate_k_vectors_pme(cell, 4)),
         (ValueError, "miller_indices", lambda cell: waves(miller_indices=torch.ones(3, 2).long())),
+        (ValueError, "miller_indices", lambda cell: waves(miller_indices=torch.tensor([[0, 1, 2**20 + 1]]))),
         (ValueError, "k_vectors", lambda cell: waves()),
         (ValueError, "k_vectors", lambda cell: waves(miller_indices=torch.ones(1, 3).long(), miller_bounds=(1, 1, 1))),
     ],

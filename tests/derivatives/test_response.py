@@ -5,9 +5,14 @@ import functools
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import born_charges, ewald_summation, induced_moments
+from nvalchemiops.torch.interactions.electrostatics import (
+    InducedMoments,
+    born_charges,
+    ewald_summation,
+    induced_moments,
+)
 from tests.reference.multipoles import energies, open_field, sources
-from tests.support.comparing import close, close_to_largest, derivative_along, weighted
+from tests.support.comparing import close, close_to_largest, derivative_along, random_like, weighted
 
 BATCH = torch.tensor([0, 1, 0, 1, 1, 0, 0], dtype=torch.int32)
 TIGHT = {"tolerance": 1e-13}
@@ -155,6 +160,23 @@ def test_energy_needs_no_second_solution_and_its_hessian_is_right():
         lambda y: torch.autograd.grad(minimum(y).energies.sum(), y)[0], x.detach().requires_grad_(), direction, 1e-3
     )
     close_to_largest([second], [by_difference], 1e-8)
+
+
+def test_derivatives_along_directions_by_two_backward_passes():
+    """Those by the weights of the first, which alone are asked for in the second."""
+    leaves = leaves_for("both")
+    results = solved("both", leaves)
+    weights = [torch.ones_like(r).requires_grad_() for r in results]
+    directions = random_like(leaves)
+    first = torch.autograd.grad(results, leaves, weights, create_graph=True)
+    along = torch.autograd.grad(first, weights, directions)
+
+    def moved(step):
+        return solved("both", [leaf.detach() + step * d for leaf, d in zip(leaves, directions)])
+
+    step = 1e-4
+    sides = [moved(k * step) for k in (-2, -1, 1, 2)]
+    close_to_largest(along, [(a - 8.0 * b + 8.0 * c - d) / (12.0 * step) for a, b, c, d in zip(*sides)], 1e-9)
 
 
 @pytest.mark.later
@@ -402,6 +424,14 @@ def test_forgotten_parameter():
 BAD = {
     "neither": ({"polarizabilities": None}, ValueError, "`hardness` or `polarizabilities`"),
     "chi alone": ({"electronegativity": torch.ones(3)}, ValueError, "`electronegativity` is for charges"),
+    "field alone": (
+        {"polarizabilities": None, "hardness": torch.ones(3), "external_field": torch.ones(3)},
+        ValueError,
+        "`external_field` is for dipoles",
+    ),
+    "half precision": ({"polarizabilities": torch.ones(3).half()}, TypeError, "`polarizabilities` must be float32"),
+    "another beginning": ({"initial": InducedMoments(None, torch.ones(2, 3), *[None] * 3)}, ValueError, "`initial`"),
+    "no dipoles to begin with": ({"initial": InducedMoments(torch.ones(3), *[None] * 4)}, ValueError, "`initial`"),
     "field shape": ({"external_field": torch.ones(5)}, ValueError, r"`external_field` must have shape \(3,\)"),
     "dtype": ({"external_field": torch.ones(3).int()}, TypeError, "`external_field` must be torch.float32"),
     "polarizability shape": ({"polarizabilities": torch.ones(3, 3)}, ValueError, "`polarizabilities` must have shape"),

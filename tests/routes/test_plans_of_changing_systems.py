@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nvalchemiops.notices import AccuracyWarning
-from nvalchemiops.torch import plans
+from nvalchemiops.torch import plans, record
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
 from nvalchemiops.torch.interactions.electrostatics import (
     coulomb_energy,
@@ -127,6 +127,20 @@ SUMS_OF_CELLS = {
     "batch, chosen": (ewald_summation, {"accuracy": 1e-3, "cutoff": 3.0}),
     "batch, mesh": (particle_mesh_ewald, {**MESH, "alpha": torch.tensor([0.8, 0.7], dtype=F64)}),
 }
+
+
+def test_wrong_numbers_of_systems_are_named_when_a_call_is_recorded_and_replayed():
+    (x, _, cell, good), near = TWO, {name: NEAR_TWO[name] for name in NEAR}
+
+    def energies(batch_idx):
+        return POTENTIAL(x, cell, sigma=1.0, epsilon=0.3, batch_idx=batch_idx, num_systems=2, **near)
+
+    recorded, expected, wrong = record(energies), energies(good), good.clone()
+    wrong[-1] = 2
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"`batch_idx` must hold numbers in 0 \.\. 1"):
+            recorded(wrong)
+        close(recorded(good), expected, 0.0)
 
 
 @pytest.mark.later_cases("bounds", "mesh of dipoles", "batch, chosen")

@@ -1,5 +1,6 @@
 """The estimate of forces by near neighbors, of a sample of the atoms of a large system."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ REACH = 7.0
 
 
 def by_sample(system, rows, reach, spacing):
-    return force_on_host(system, rows, reach, spacing.numpy(), sampled=True)
+    return force_on_host(system, rows, reach, np.array(spacing.tolist()), sampled=True)
 
 
 def estimate(system, rows=None, measure=by_sample):
@@ -91,3 +92,16 @@ def test_no_sample_where_others_have_none():
     torch.testing.assert_close(together[: len(x)], alone, rtol=0.0, atol=1e-12)
     by_sizes, tracked = (ewald_summation(x, q, h, accuracy=1e-3) for h in (cell, cell.clone().requires_grad_()))
     torch.testing.assert_close(tracked.detach(), by_sizes, rtol=0.0, atol=1e-12)
+
+
+def test_under_transforms_the_same_atoms_are_in_the_sample(unrounded):
+    """Their rows are not picked out of the list there."""
+    system = crystal("rocksalt", 5.64, 6, 0.1, 7)
+    found = []
+
+    def energy(x):
+        found.append(estimate(system._replace(positions=x)))
+        return x.sum()
+
+    torch.func.grad(energy)(system.positions)
+    assert found == [pytest.approx(estimate(system), rel=1e-12)]

@@ -220,6 +220,15 @@ def test_no_atoms():
     assert spline.spline_gather_gradient(nothing, nothing[:, 0], mesh, ONE.cell).shape == (0, 3)
 
 
+def test_no_systems_and_no_channels():
+    nothing, nowhere = torch.zeros(0, 3).double(), torch.zeros(0, 3, 3).double()
+    none = {"batch_idx": torch.zeros(0, dtype=torch.int32)}
+    assert spline.spline_spread(nothing, nothing[:, 0], nowhere, MESH, **none).shape == (0, *MESH)
+    assert spline.spline_gather(nothing, draw(0, *MESH), nowhere, **none).shape == (0,)
+    assert spline.spline_spread_channels(ONE.positions, draw(6, 0), ONE.cell[0], MESH).shape == (0, *MESH)
+    assert spline.spline_gather_channels(ONE.positions, draw(0, *MESH), ONE.cell[0]).shape == (6, 0)
+
+
 def test_strided_inputs_equal_contiguous_ones():
     x = torch.stack([ONE.positions, ONE.positions], 2)[..., 0]
     q = torch.stack([ONE.charges, ONE.charges], 1)[:, 0]
