@@ -167,7 +167,7 @@ def induced_moments(
         tensors = [ordinary(value) for value in tensors]
         if domain is not None:
             problem = problem._replace(returns_atoms=returns_atoms(problem, tensors))
-        start = None if initial is None else problem.deviations(initial[:2])
+        start = None if initial is None else problem.deviations(initial[:2], tensors[0])
         v, energies, residuals, iterations = _Minimum.apply(problem, start, *tensors)
         charges, dipoles = problem.sources(problem.polarized(v, tensors), tensors)
         energies = _MinimalEnergy.apply(problem, energies, v, *tensors)

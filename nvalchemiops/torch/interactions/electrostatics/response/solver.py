@@ -106,8 +106,8 @@ class Problem(NamedTuple):
         charges, dipoles = self.split(deviations)
         return None if charges is None else charges + self.mean_charges(tensors), dipoles
 
-    def deviations(self, initial: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """These charges and dipoles as columns."""
+    def deviations(self, initial: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+        """These charges and dipoles as columns, in the dtype of ``like``."""
         columns = []
         with shares.together(self.domain):
             for name, found, unknown in zip(("charges", "dipoles"), initial, (self.has_charges, self.has_dipoles)):
@@ -115,7 +115,8 @@ class Problem(NamedTuple):
                     continue
                 if found is None or found.shape[0] != self.n_atoms:
                     raise ValueError(f"`initial` must have {name} of {self.n_atoms} atoms")
-                columns.append(found.detach().unsqueeze(1) if name == "charges" else found.detach())
+                found = found.detach().to(like)
+                columns.append(found.unsqueeze(1) if name == "charges" else found)
         if self.has_charges:
             charges = columns[0][:, 0]
             columns[0] = (charges - self.spread(self.sums(charges) / self.counts(charges))).unsqueeze(1)
