@@ -337,6 +337,7 @@ def test_single_precision():
     for results in (rough, found(single, initial=exact)):
         assert all(r.dtype == torch.float32 for r in results[:3])
         close_to_largest([r.double() for r in results[:3]], exact[:3], 2e-5)
+    assert found(single, tolerance=1e-5).iterations == rough.iterations < found(single, tolerance=1e-8).iterations
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(map(torch.equal, found(single)[:3], rough[:3]))
 

@@ -4,6 +4,7 @@ Rows are as long as a warp has lanes, or one shorter or longer, once and twice; 
 anything, and several systems.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -24,7 +25,7 @@ from nvalchemiops.torch.neighbors.pairs import measure_pairs
 from nvalchemiops.torch.neighbors.rows import _inspect as inspect_rows
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.fourier import fourier_spread
-from nvalchemiops.torch.operators.influence import mesh_influence
+from nvalchemiops.torch.operators.influence import mesh_influence, multiply_by_influence
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors, usable_cells
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise, places_in_systems
@@ -438,7 +439,7 @@ def splines(order, derivatives=1, precision="float64") -> Problem:
 
 
 def influences(precision) -> Problem:
-    """Rows along z that are longer and shorter than a warp, of all planes and of some."""
+    """Rows along z that are longer and shorter than a warp, of all planes and of some; alone, and times meshes."""
     lattice, single = lattice_of(5.0 * random(3, 3, 3), None, 0), precision == "float32"
     given = (lattice.metric, lattice.volume, random(3).abs() + 0.1)
 
@@ -447,13 +448,16 @@ def influences(precision) -> Problem:
 
     def problem():
         found = []
-        for exponent in (1, 6):
-            found += mesh_influence(
-                *given, factors(3, 4, 1), factors(1, 1, 41), (3, 4, 80), (0, 0), exponent, True, single
-            )
-            found += mesh_influence(
-                *given, factors(5, 2, 1), factors(1, 1, 3), (5, 6, 7), (3, 1), exponent, True, single
-            )
+        for exponent, (planes, length, mesh, first) in itertools.product(
+            (1, 6), (((3, 4), 41, (3, 4, 80), (0, 0)), ((5, 2), 3, (5, 6, 7), (3, 1)))
+        ):
+            arguments = *given, factors(*planes, 1), factors(1, 1, length), mesh, first, exponent
+            density = random(3, 2, *planes, length, 2, dtype=getattr(torch, precision))
+            found += [
+                *mesh_influence(*arguments, True, single),
+                multiply_by_influence(density, *arguments, True),
+                density,
+            ]
         return found
 
     return problem

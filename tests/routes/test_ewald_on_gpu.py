@@ -318,14 +318,15 @@ def test_an_open_graph_does_not_change_a_mesh_sum(exponent, gpu):
     x, q, cell, near = TWO.positions, TWO.charges, TWO.cell, pairs_of_two()
     options = {"compute_forces": True, "compute_virial": True, "potential": power_law(exponent)}
 
-    def results(device, tracked):
-        given = [t.to(device) for t in (x, q, cell)]
+    def results(device, tracked, dtype=torch.float64):
+        given = [t.to(device, dtype) for t in (x, q, cell)]
         if tracked is not None:
             given[tracked].requires_grad_()
         lists = {name: t.to(device) for name, t in (near | {"batch_idx": TWO.batch_idx}).items()}
         return [t.detach() for t in on_mesh(*given, lists, **options)]
 
     expected = gpu(lambda device: results(device, None))
+    assert_equal(gpu(lambda device: results(device, None, torch.float32)), expected, 1e-4)
     for tracked in range(3):
         assert_equal(gpu(lambda device, n=tracked: results(device, n)), expected, 1e-12)
 
