@@ -77,6 +77,19 @@ def test_what_misses_the_accuracy_is_said_and_how_far(name, case):
     assert relative_error(by_list, exact_forces(name)) < 1.5 * error
 
 
+def test_a_mesh_that_is_too_coarse_for_dipoles_is_told_with_their_error():
+    """It is larger than that of charges, relative to the forces."""
+    system = disordered("ionic liquid")
+    d, alone = spacing(system), system._replace(charges=0.0 * system.charges)
+    sources = {"dipoles": 0.3 * d * torch.sin(7.0 * system.positions)}
+    exact, _ = forces_and_warnings("ewald", alone, accuracy=1e-8, **sources)
+    for points, order in ((16, 6), (24, 8)):
+        mesh = {"mesh_dimensions": (points,) * 3, "spline_order": order}
+        forces, (warning,) = forces_and_warnings("pme", alone, cutoff=2.2 * d, **mesh, **sources)
+        error = relative_error(forces, exact)
+        assert error / 2.0 < expected(warning) < 3.5 * error
+
+
 @NAMES
 @pytest.mark.parametrize("case", ["sphere", "box", "mesh", "order 8"])
 def test_no_other_alpha_is_much_better(name, case):
