@@ -310,14 +310,15 @@ def test_a_good_beginning_saves_iterations():
 
 
 def test_systems_of_a_batch_are_alone():
-    """Each has the solution that it has alone, also beside one that is not a number."""
-    values = [leaf.detach() for leaf in leaves_for("charges")]
-    whole = solved("charges", values)
-    values[1] = torch.where(BATCH == 1, torch.nan, values[1])
-    found = solved("charges", values)
-    here = BATCH == 0
-    close([found[0][here], found[1][0]], [whole[0][here], whole[1][0]], 1e-11)
-    assert found[0][~here].isnan().all() and found[1][1].isnan()
+    """Each has the solution that it has alone, also beside one that is not a number, whatever that is in it."""
+    values, here = [leaf.detach() for leaf in leaves_for("both")], BATCH == 0
+    *sources, minimum = solved("both", values)
+    for place in map(names_of("both").index, ("permanent", "total_charge", "polarizabilities")):
+        wrong = values[place].clone()
+        wrong[1] = torch.nan  # of the second atom or system; the atom is in the second system
+        *found, energies = solved("both", [*values[:place], wrong, *values[place + 1 :]])
+        close([*(f[here] for f in found), energies[0]], [*(s[here] for s in sources), minimum[0]], 1e-11)
+        assert all(f[~here].isnan().all() for f in found) and energies[1].isnan()
 
 
 def test_single_precision():
