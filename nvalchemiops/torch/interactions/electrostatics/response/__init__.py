@@ -429,7 +429,7 @@ def _check(
         if value is None or (name == "total_charge" and hardness is None):
             continue
         if name == "total_charge" and not isinstance(value, torch.Tensor):
-            value = torch.full((n_systems,), checks.as_float(name, value), dtype=like.dtype, device=like.device)
+            value = like.new_full((), checks.as_float(name, value))
         checks.check_tensor(name, value)
         if value.is_floating_point():
             value = value.to(like.dtype)
@@ -442,7 +442,7 @@ def _check(
             raise ValueError(f"`{name}` must have shape {allowed}, got {tuple(value.shape)}")
         found[name] = value
     if "total_charge" in found:
-        found["total_charge"] = shares.replicated(domain, found["total_charge"].expand(n_systems))
+        found["total_charge"] = shares.replicated(domain, found["total_charge"])
     if polarizabilities is not None and polarizabilities.ndim == 3:
         found["polarizabilities"] = 0.5 * (found["polarizabilities"] + found["polarizabilities"].mT)
     if polarizabilities is not None:
