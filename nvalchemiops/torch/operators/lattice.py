@@ -274,7 +274,7 @@ def mesh_frequencies(n: int, half: bool, device: torch.device) -> torch.Tensor:
 def check_mesh(mesh_dimensions: Any, spline_order: int = 1, name: str = "mesh_dimensions") -> tuple[int, int, int]:
     """Points of the mesh along each axis as three ints, from a sequence, a tensor or an array of integers."""
     if isinstance(mesh_dimensions, (torch.Tensor, np.ndarray)):
-        mesh_dimensions = _whole_numbers(mesh_dimensions, name)
+        mesh_dimensions = _three_numbers(mesh_dimensions, name)
     if isinstance(mesh_dimensions, (int, str)) or not isinstance(mesh_dimensions, Sequence):
         raise TypeError(f"`{name}` must be three ints, got {mesh_dimensions!r}")
     dimensions = tuple(checks.check_int(name, n) for n in mesh_dimensions)
@@ -286,14 +286,9 @@ def check_mesh(mesh_dimensions: Any, spline_order: int = 1, name: str = "mesh_di
     return dimensions
 
 
-def _whole_numbers(values: torch.Tensor | np.ndarray, name: str) -> list[Any]:
-    if isinstance(values, np.ndarray):
-        is_whole = values.dtype.kind in "iu"
-    else:
+def _three_numbers(values: torch.Tensor | np.ndarray, name: str) -> list[Any]:
+    if isinstance(values, torch.Tensor):
         checks.check_tensor(name, values)
-        is_whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
-    if not is_whole:
-        raise TypeError(f"`{name}` must be three ints, got {values.dtype}")
     if tuple(values.shape) not in ((3,), (1, 3)):
         raise ValueError(f"`{name}` must be three ints, got shape {tuple(values.shape)}")
     return values.flatten().tolist()
