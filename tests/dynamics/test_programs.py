@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nvalchemiops.torch.dynamics import FORCES, Integrator, langevin, npt
+from nvalchemiops.torch.dynamics import FORCES, Integrator, langevin, nose_hoover, npt
 from nvalchemiops.torch.dynamics.flows import Drift, Flow, Kick
 from nvalchemiops.torch.dynamics.programs import Program
 
@@ -103,6 +103,59 @@ def test_a_missing_tensor_is_named_as_by_the_flows(calls):
     with pytest.raises(ValueError, match="the model gave no stress"):
         integrator.step(without, model)
     assert len(calls) == 2
+
+
+OTHER_FORMS = {
+    "temperature in float32": {"temperature": torch.full((2, 1), KT, dtype=torch.float32)},
+    "temperature without rows": {"temperature": torch.tensor(KT, dtype=torch.float64)},
+    "temperature as a number": {"temperature": KT},
+    "forces in float32": {"forces": torch.float32},
+    "zeros without memory": {"forces": None},
+    "places in int64": {"place": torch.int64},
+    "seeds in int32": {"seed": torch.int32},
+    "step in int32": {"step": torch.int32},
+}
+
+
+@pytest.mark.parametrize("has_program", [False, True])
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_flows_decide_about_values_in_another_form(form, has_program, calls):
+    """A model or a hook may give them, before the first step or later."""
+    integrator, model = langevin(0.1, KT), wells()
+    state = integrator.start(
+        joined([few_atoms(n)[0] for n in (2, 3)]), model, masses=torch.ones(5), velocities=torch.ones(5, 3)
+    )
+    expected = integrator.first_half(state).velocities if has_program else None
+    ((name, change),) = OTHER_FORMS[form].items()
+    if name == "forces":
+        forces = state.evaluation.forces
+        forces = torch._efficientzerotensor(forces.shape, dtype=forces.dtype) if change is None else forces.to(change)
+        state = state._replace(evaluation=state.evaluation._replace(forces=forces))
+    elif name == "step":
+        state = state._replace(step=state.step.to(change))
+    else:
+        value = state.extra[name].to(change) if isinstance(change, torch.dtype) else change
+        state = state._replace(extra={**state.extra, name: value})
+    calls.clear()
+    if form.endswith("in int32") or form.endswith("in int64"):
+        with pytest.raises(TypeError, match=f"`{name}s?`: expected dtype"):
+            integrator.first_half(state)
+    else:
+        after = integrator.first_half(state).velocities
+        assert expected is None or change is None or (after - expected).abs().max() < 1e-6
+        with Watched():
+            assert torch.equal(integrator.first_half(state).velocities, after)
+    assert not calls
+
+
+def test_a_chain_that_is_too_long_for_a_program(calls):
+    integrator, model = nose_hoover(0.1, KT, chain_length=350), wells()
+    state = started(integrator, model)
+    after = run(integrator, state, model, 2)
+    short = nose_hoover(0.1, KT, chain_length=20)
+    expected = run(short, started(short, model), model, 2)
+    assert len(calls) == 4  # of the short one
+    assert torch.allclose(after.velocities, expected.velocities, rtol=1e-9)
 
 
 def test_atoms_keep_their_noise_in_another_order(calls):

@@ -320,16 +320,11 @@ class InSequence:
         fits = self.programmed and state.velocities.dtype is torch.float64 and is_eager()
         fits = fits and state.system.domain is None  # sums over atoms are messages then
         if fits and current_recorder() is None and not tables.are_off() and not layout("cpu").warps:
-            if self.program is None:
-                try:
-                    self.program = Program(self._run, state)
-                except NoProgram:
-                    self.programmed = False
-                    return self._run(state)
             try:
+                self.program = self.program or Program(self._run, state)
                 return self.program(state)
-            except NoProgram:
-                pass
+            except (KeyError, NoProgram):  # flows read a value of `extra` that is no float64 tensor
+                self.programmed = self.program is not None
         return self._run(state)
 
 

@@ -309,7 +309,7 @@ def symbolic(state: State, trace: Trace) -> SymbolicState:
     extra = {
         name: symbol(ATOM if name in OF_ATOMS else SYSTEM, "extra", name)
         for name, value in state.extra.items()
-        if value.dtype is torch.float64
+        if getattr(value, "dtype", None) is torch.float64
     }
     return SymbolicState(
         system=state.system._replace(positions=positions, cell=cell),
