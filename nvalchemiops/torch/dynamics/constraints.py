@@ -489,7 +489,7 @@ class Constraints:
         if not self.groups:
             return state
         evaluation, positions, velocities = state.evaluation, state.system.positions, state.velocities
-        columns = torch.cat([positions, velocities, evaluation.forces, state.extra["inertia"]], 1)
+        columns = torch.cat([positions, velocities, state.forces_on_mobile, state.extra["inertia"]], 1)
         rows = self._here(columns)[self.atoms]
         inertia = rows[:, 9:].to(torch.float64)
         frozen = (inertia == 0.0).to(torch.float64)
@@ -499,11 +499,12 @@ class Constraints:
         shares = torch.where(held, 0.0, inertia * sums[:, 7:] / sums[:, 6:7])
         centres = torch.cat([sums[:, :6] / sums[:, 6:7], shares], 1)
         positions, velocities, forces = self._replaced(columns[:, :9], centres).split(3, 1)
-        stress = evaluation.stress
-        if stress is not None:
-            arms = (state.system.positions - positions).unsqueeze(-2)
-            products = state.of_systems(evaluation.forces.unsqueeze(-1) * arms)
-            stress = stress + 0.5 * (products + products.mT) / state.volumes.reshape(-1, 1, 1)
+        arms = state.system.positions - positions
+        # a frozen atom that is the centre has no arm, and its force, which may be infinite, does not matter
+        counts = (state.extra["inverse_masses"] > 0.0) | (arms != 0.0).any(1, keepdim=True)
+        pulls = torch.where(counts, evaluation.forces, 0.0)
+        products = state.of_systems(pulls.unsqueeze(-1) * arms.unsqueeze(-2))
+        stress = state.stress + 0.5 * (products + products.mT) / state.volumes.reshape(-1, 1, 1)
         evaluation = evaluation._replace(forces=forces, stress=stress)
         return state.at(positions, velocities=velocities)._replace(evaluation=evaluation)
 
