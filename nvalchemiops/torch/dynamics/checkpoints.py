@@ -135,7 +135,7 @@ class _Segment(torch.autograd.Function):
         wanted = [n for n in range(len(leaves)) if ctx.needs_input_grad[n + 3]]
         pairs = [(value, gradient) for value, gradient in zip(values, gradients) if value.requires_grad]
         found: list[Any] = [None] * len(leaves)
-        if pairs and wanted:
+        if pairs:
             outputs, incoming = zip(*pairs)
             # the part of the graph that is older than the run, from which values of the model may come, is needed again
             slopes = torch.autograd.grad(

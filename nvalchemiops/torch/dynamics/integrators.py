@@ -238,10 +238,8 @@ class Integrator:
         n_systems, extra = state.extra["dt"].shape[0], dict(state.extra)
         for name, value in self.parameters.items():
             given, now = extra.get(f"given {name}"), extra.get(name)
-            if value is None and (now is not None or name == "temperature"):
+            if value is None:  # that of the state, or of its velocities
                 continue
-            if value is None:
-                raise ValueError(f"`{name}` is needed")
             new = _column(name, value, n_systems, state.system.positions)
             if given is None or now is None:
                 extra[name] = new

@@ -256,10 +256,8 @@ class Program:
         forms, likes, run, share = form
         order = begin = None
         if n_systems > 1:
-            batch_idx = state.system.batch_idx
-            if batch_idx is None:
-                raise NoProgram("no systems of atoms")
-            known = self.sorted
+            batch_idx, known = state.system.batch_idx, self.sorted
+            assert batch_idx is not None
             # by value, since versions do not count all changes
             if known is None or known[0] != n_systems or not torch.equal(known[1], batch_idx):
                 known = self.sorted = n_systems, batch_idx.clone(), *sorted_by_system(batch_idx, n_systems)

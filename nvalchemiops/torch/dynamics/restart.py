@@ -97,11 +97,9 @@ def load_state(path: str | PathLike[str], *, device: torch.device | str | None =
 
 
 def _plain(value: Any) -> Any:
-    """Nested dictionaries and lists of tensors without gradients, which torch loads without running code of a file."""
+    """Nested dictionaries of tensors without gradients, which torch loads without running code of a file."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()  # a view would be saved with all the memory that it views
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
     found = value._asdict() if hasattr(value, "_asdict") else value
     return {name: _plain(v) for name, v in found.items()} if isinstance(found, dict) else value
 

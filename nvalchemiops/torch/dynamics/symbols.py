@@ -115,8 +115,6 @@ class Symbol:
     def _grid(self, argument: Any) -> np.ndarray:
         """Nodes of an argument, without the axis of rows."""
         if isinstance(argument, Symbol):
-            if argument.trace is not self.trace:
-                raise NoProgram("numbers of another program")
             return np.array(argument.ids).reshape(argument.tail)
         values = np.asarray(argument, dtype=np.float64)
         if values.ndim > 2:
