@@ -5,7 +5,7 @@ import functools
 import ase.io
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nvalchemiops.torch.dynamics import (
     Constraints,
@@ -370,9 +370,12 @@ def test_gradients_to_parameters_of_a_model_contain_the_first_evaluation(every):
     assert abs(found - last(1.2)) < 1e-12
 
 
-@pytest.mark.parametrize("where", ["record", "hook", "velocities", "flow"])
+@pytest.mark.parametrize("where", ["record", "hook", "velocities", "flow", "first record"])
 def test_gradients_to_parameters_of_records_hooks_and_flows(where):
-    """They are found in every segment, also those that come late, and those that are a part of a state as they are."""
+    """They are found in every segment, also those that come late, and those that are a part of a state as they are.
+
+    A hook that ends all graphs leaves them to the record of the start.
+    """
     system, masses, velocities = few_atoms(2)
     weight = torch.tensor(0.8, dtype=float64, requires_grad=True)
 
@@ -383,6 +386,9 @@ def test_gradients_to_parameters_of_records_hooks_and_flows(where):
     options, flows = {}, nve(0.3).flows
     if where == "record":
         options["record"] = {"weighted": lambda state: weight * state.system.positions.square().sum()}
+    elif where == "first record":
+        weight = velocities.clone().requires_grad_()
+        options["hooks"] = [lambda state: tree_map_only(torch.Tensor, torch.Tensor.detach, state)]
     elif where == "hook":
         damp = Damping()
         options["hooks"] = [lambda state: damp(state, None) if state.step > 2 else None]
@@ -395,7 +401,8 @@ def test_gradients_to_parameters_of_records_hooks_and_flows(where):
         flows = [(Damping(), 1.0), *flows]
     slopes = []
     for every in (None, 2):
-        options |= {"masses": masses, "velocities": velocities, "removed": 0, "checkpoint_every": every}
+        given = weight if where == "first record" else velocities
+        options |= {"masses": masses, "velocities": given, "removed": 0, "checkpoint_every": every}
         found = simulate(system, wells(), Integrator(flows, {"dt": 0.3}), 5, gradients=True, **options)
         loss = found.state.system.positions.square().sum() + sum(record.sum() for record in found.records.values())
         slopes += torch.autograd.grad(loss, weight)
@@ -445,11 +452,16 @@ def test_gradients_to_parameters_of_a_run_that_goes_on(inference):
     assert abs(slope - expected) < 1e-6 * abs(expected)
 
 
-def test_parameters_that_require_gradients_keep_the_graph():
-    temperature = torch.tensor(KT, dtype=float64, requires_grad=True)
+@pytest.mark.parametrize("of", ["integrator", "constraints"])
+def test_parameters_that_require_gradients_keep_the_graph(of):
+    parameter = torch.tensor(KT if of == "integrator" else 1.5, dtype=float64, requires_grad=True)
     system, masses, _ = few_atoms(2)
-    run = simulate(system, wells(), langevin(0.1, temperature), 2, masses=masses)
-    (slope,) = torch.autograd.grad(run.state.velocities.square().sum(), temperature)
+    if of == "integrator":
+        integrator = langevin(0.1, parameter)
+    else:
+        integrator = langevin(0.1, KT).constrained(Constraints(torch.tensor([[0, 1]]), parameter))
+    run = simulate(system, wells(), integrator, 2, masses=masses)
+    (slope,) = torch.autograd.grad(run.state.velocities.square().sum(), parameter)
     assert slope.isfinite() and slope != 0.0
 
 
