@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.linalg import expm, expm_frechet
 
-from nvalchemiops.torch.dynamics import CellFilter, Chart, npt, relax, simulate
+from nvalchemiops.torch.dynamics import CellFilter, Chart, Evaluation, npt, relax, simulate
 from nvalchemiops.torch.dynamics.chart import _exp_minus_one
 from nvalchemiops.torch.systems import System
 from tests.dynamics.relaxation import IN_PLANE, batch_of_crystals, crystal, equal, lennard_jones_model, unconverged
@@ -71,6 +71,7 @@ def test_coordinates_are_logarithms_of_deformations() -> None:
         {"mask": [1, 1, 0, 0, 0, 0], "hydrostatic_strain": True},
         {"mask": [1, 0, 1, 1, 0, 1]},
         {"mask": np.tril(np.ones((3, 3)))},
+        {"mask": torch.tensor(IN_PLANE), "constant_volume": True},
         {"scalar_pressure": torch.tensor([0.1, -0.05, 0.2])},
     ],
     ids=lambda options: "-".join(options) or "all",
@@ -95,6 +96,17 @@ def test_forces_are_minus_the_gradient_of_the_enthalpy(options: dict[str, Any]) 
     if options.get("hydrostatic_strain") or options.get("constant_volume"):
         of_cells = forces[chart.n_atoms :].reshape(-1, 3, 3)
         assert torch.allclose(chart._allowed(of_cells), of_cells, atol=1e-12)
+
+
+def test_a_chart_of_positions_alone() -> None:
+    system = System(torch.randn((4, 3), dtype=torch.float64))
+    chart, found = Chart(system), Evaluation(torch.ones(1), -system.positions)
+    assert torch.equal(chart.forces(chart.start, found), found.forces) and chart.fixed is None
+    assert chart.enthalpy(chart.start, found) == 1.0 and chart.largest_stress(chart.start, found) == 0.0
+    same, atoms, rows = chart.select(torch.tensor([0]))
+    assert same is chart and torch.equal(atoms, torch.arange(4)) and torch.equal(rows, atoms)
+    with pytest.raises(TypeError, match="`system` must be a System, got Tensor"):
+        Chart(system.positions)  # type: ignore[arg-type]
 
 
 def test_modes_keep_what_they_promise() -> None:

@@ -183,6 +183,25 @@ def test_conserved_quantities_are_of_second_order(name):
     assert 3.8 < found[0] / found[1] < 4.2
 
 
+def test_the_work_of_a_stochastic_cell_is_that_on_the_centres_of_clusters():
+    """Counted, to the first order in the step that such cells have; that on atoms is off by sqrt(dt)."""
+    found = []
+    for dt in (0.1, 0.025):
+        system, masses, velocities, pairs = molecules("two", "water", "atom")
+        pairs = (pairs + len(masses) * torch.arange(24).reshape(-1, 1, 1)).reshape(-1, 2)
+        cells = stochastic_cell(dt, KT, PRESSURE, 20.0, thermostat_time=0.9, barostat_time=2.0)
+        integrator = cells.constrained(Constraints(pairs))
+        options = {"masses": masses.repeat(24), "velocities": velocities.repeat(24, 1), "removed": 0}
+        state = integrator.start(joined([system] * 24), wells(), **options)
+        first, values = integrator.conserved(state), []
+        for _ in range(round(1.0 / dt)):
+            state = integrator.step(state, wells())
+            values.append(integrator.conserved(state) - first)
+        found.append(torch.stack(values).square().mean().sqrt().item())
+    assert found[0] > 1e-6
+    assert 3.2 < found[0] / found[1] < 6.0
+
+
 @pytest.mark.everyday_cases("nve", "npt full")
 @pytest.mark.parametrize("name", deterministic(0.1))
 def test_steps_back_lead_to_the_start(name):

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nvalchemiops.torch.dynamics import FORCES, Integrator, langevin, nose_hoover, npt
 from nvalchemiops.torch.dynamics.flows import Drift, Flow, Kick
 from nvalchemiops.torch.dynamics.programs import Program
+from nvalchemiops.torch.dynamics.symbols import NoProgram
 
 from .systems import few_atoms, joined, run, wells
 from .test_integrators import KT, NAMES, PRESSURE, every, started
@@ -181,6 +182,38 @@ def test_numbers_that_all_atoms_share_are_stored_for_each_block():
     found, expected = Program(flow, state)(state), flow(state)
     assert torch.equal(found.velocities, expected.velocities)
     assert torch.equal(found.system.positions, expected.system.positions)
+
+
+def test_a_sum_over_atoms_of_a_number_of_the_system_counts_them():
+    def flow(state):
+        return state.having(strain_rate=state.of_systems(state.of_atoms(3.0 * state.extra["strain_rate"])))
+
+    state = mixed(npt(0.1, KT, PRESSURE), wells())
+    state = state.having(strain_rate=torch.rand(3, 3, dtype=torch.float64))
+    counts = torch.tensor([[3.0], [0.0], [300.0]], dtype=torch.float64)
+    assert torch.allclose(Program(flow, state)(state).extra["strain_rate"], 3.0 * counts * state.extra["strain_rate"])
+
+
+REFUSED = {
+    "another function": lambda state: torch.sin(state.velocities),
+    "another function of several": lambda state: torch.cat([state.velocities, state.velocities]),
+    "systems and atoms": lambda state: state.velocities * state.extra["dt"],
+    "a number for each system": lambda state: state.extra["dt"] * torch.ones(1, 1, 1),
+    "another power": lambda state: state.velocities**3,
+    "a decision": lambda state: state.velocities if state.extra["dt"] > 0.05 else -state.velocities,
+    "one atom": lambda state: state.velocities[0],
+    "the axis of atoms": lambda state: state.velocities.unbind(0)[0],
+    "parts of several columns": lambda state: state.velocities.split(2, 1)[0],
+    "another precision": lambda state: state.velocities.to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_a_program_is_refused(what):
+    """It would be another number for some states, or for other numbers of atoms."""
+    state = mixed(npt(0.1, KT, PRESSURE), wells())
+    with pytest.raises(NoProgram):
+        Program(lambda state: state._replace(velocities=REFUSED[what](state)), state)
 
 
 @dataclasses.dataclass

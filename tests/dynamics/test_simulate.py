@@ -1,7 +1,9 @@
 """Runs: records, hooks, trajectories, restarts, checkpoints, and arguments that are refused."""
 
 import functools
+import sys
 
+import ase.build
 import ase.io
 import pytest
 import torch
@@ -9,7 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nvalchemiops.torch.dynamics import (
     Constraints,
-    ConvergenceWarning,
     Evaluation,
     FromEnergies,
     Integrator,
@@ -21,10 +22,10 @@ from nvalchemiops.torch.dynamics import (
     nph,
     npt,
     nve,
-    relax,
     save_state,
     simulate,
     stochastic_cell,
+    to_ase,
 )
 from nvalchemiops.torch.dynamics.flows import Flow
 from nvalchemiops.torch.systems import System
@@ -162,110 +163,6 @@ def test_hooks_give_parameters_in_any_form(make):
         found[0].having(temperature=torch.ones(2))
     with pytest.raises(ValueError, match="no 'temperture'; did you mean 'temperature'"):
         found[0].having(temperture=0.004)
-
-
-INTEGRATORS = {
-    "nve": lambda: nve(0.2),
-    "langevin": lambda: langevin(0.2, KT, friction=0.5),
-    "nose_hoover": lambda: nose_hoover(0.2, KT),
-    "npt": lambda: npt(0.2, KT, 1e-4),
-    "stochastic_cell": lambda: stochastic_cell(0.2, KT, 1e-4, compressibility=1.0),
-}
-
-
-@pytest.mark.parametrize("make", INTEGRATORS.values(), ids=INTEGRATORS)
-@pytest.mark.parametrize("step", (1, 7))
-def test_systems_that_the_model_refuses_stay_and_others_go_on(make, step):
-    """Three of eight, in two steps. All that the others have has the bits of a run in which nothing fails."""
-    start, seen = System.from_ase([crystal(1, seed=n) for n in range(8)]), []
-    inner, refuses = argon(), {1: step, 4: step, 6: step + 2}
-
-    def model(system):
-        last = seen[-1] if seen else start.positions
-        for number, at in refuses.items():
-            if len(seen) + 1 >= at and not torch.equal(system.positions[4 * number], last[4 * number]):
-                raise ValueError("no such place")
-        return inner(system)
-
-    # without gradients there is nothing to compute again
-    options = {"seed": 3, "gradients": False, "checkpoint_every": 5 if step == 1 else None}
-    with pytest.warns(ConvergenceWarning) as warned:
-        found = simulate(start, model, make(), 12, hooks=[lambda state: seen.append(state.system.positions)], **options)
-    for n, numbers, text in zip((step, step + 2), ("1, 4", "6"), warned, strict=True):
-        expected = f"ValueError of `model` in step {n} for the systems {numbers} (no such place)"
-        assert str(text.message).startswith(expected)
-    expected = simulate(start, argon(), make(), 12, seed=3)
-    assert torch.nonzero(found.failed).squeeze(1).tolist() == [*refuses] and not expected.failed.any()
-    good = ~found.failed
-    for name, values in expected.records.items():
-        assert torch.equal(found.records[name][:, good], values[:, good])
-        for number, at in refuses.items():  # and what they were before the step that failed
-            assert torch.equal(found.records[name][:at, number], values[:at, number])
-            assert (found.records[name][at:, number] == values[at - 1, number]).all()
-    of_atoms = good[start.batch_idx.long()]
-    assert torch.equal(found.state.system.positions[of_atoms], expected.state.system.positions[of_atoms])
-    assert torch.equal(found.state.system.cell[good], expected.state.system.cell[good])
-    for name, values in expected.state.extra.items():
-        mask = good if len(values) == 8 else of_atoms
-        assert torch.equal(found.state.extra[name][mask], values[mask]), name
-
-
-def test_failures_are_named():
-    """A model that gives NaN for one system; one that refuses all, or the only one; one that ceases to work."""
-    start = systems()
-
-    def with_nan(system):
-        found = ideal_gas(system)
-        return found._replace(energies=found.energies * torch.tensor([1.0, torch.nan], dtype=float64))
-
-    with pytest.warns(ConvergenceWarning, match="the systems 1 have energies or velocities that are not finite"):
-        assert simulate(start, with_nan, nve(0.1), 2).failed.tolist() == [False, True]
-    for system in (start, System.from_ase(crystal(1))):
-        calls = []
-
-        def refuses(system, calls=calls):
-            calls.append(1)
-            if len(calls) > 3:
-                raise ValueError("no such place")
-            return ideal_gas(system)
-
-        with pytest.raises(ValueError, match="no such place") as caught:
-            simulate(system, refuses, nve(0.1), 5)
-        assert caught.value.__notes__ == ["It ended `simulate` in step 3: try a shorter `dt`."]
-
-
-@pytest.mark.parametrize("error", (NameError, TypeError, torch.OutOfMemoryError, NotImplementedError))
-def test_errors_of_programs_and_memory_are_of_no_system(error):
-    start, inner = systems(), argon()
-
-    def model(system):
-        if not torch.equal(system.positions[0], start.positions[0]):
-            raise error("not of the first system")
-        return inner(system)
-
-    for call in (lambda: simulate(start, model, nve(0.1), 3), lambda: relax(start, model)):
-        with pytest.raises(error, match="not of the first system"):
-            call()
-
-
-def test_a_run_ends_when_the_last_system_has_failed():
-    start = systems()
-    seen = []
-
-    def one_after_the_other(system):
-        last = seen[-1] if seen else start.positions
-        for k, at in ((0, 2), (-1, 4)):
-            if len(seen) >= at and not torch.equal(system.positions[k], last[k]):
-                raise ValueError("no such place")
-        return ideal_gas(system)
-
-    hooks = [lambda state: seen.append(state.system.positions)]
-    with (
-        pytest.warns(ConvergenceWarning, match="in step 3 for the systems 0"),
-        pytest.raises(ValueError, match="no such"),
-    ):
-        simulate(start, one_after_the_other, nve(0.1), 10, hooks=hooks, velocities=torch.ones_like(start.positions))
-    assert len(seen) == 4
 
 
 def test_simulations_under_vmap():
@@ -571,15 +468,52 @@ def test_bad_arguments_are_named(make, options, word):
         simulate(GAS, ideal_gas, make(), 1, **options)
 
 
-@pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc", "run.xsf", "run.traj.gz"))
+@pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc", "run.xsf", "run.arc", "run.traj.gz"))
 def test_a_trajectory_needs_a_format_with_frames(path, tmp_path):
     with pytest.raises(ValueError, match="`trajectory`: "):
         simulate(systems(), argon(), nve(0.1), 1, trajectory=[tmp_path / "run.xyz", tmp_path / path])
 
 
-def test_a_run_starts_from_a_system():
+@pytest.mark.parametrize("suffix", ("xyz", "traj"))
+def test_trajectories_of_molecules_have_neither_cell_nor_stress(suffix, tmp_path):
+    path, system = tmp_path / f"run.{suffix}", System.from_ase(ase.build.molecule("H2O"))
+    found = simulate(system, springs(0.3), nve(0.1), 2, trajectory=path)
+    last = ase.io.read(path, ":")[-1]
+    assert not last.pbc.any() and last.cell.rank == 0 and set(last.calc.results) == {"energy", "forces"}
+    assert abs(last.positions - found.state.system.positions.numpy()).max() < 1e-7
+    assert abs(last.get_potential_energy() - found.state.evaluation.energies.item()) < 1e-7
+    with pytest.raises(ValueError, match="`numbers` of the system are needed"):
+        to_ase(System(system.positions))
+
+
+def test_a_run_starts_from_a_system(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="`start` must be a System or a State, got Atoms"):
         simulate(crystal(1), argon(), nve(0.1), 1)
+    state = nve(0.1).start(GAS, ideal_gas, **ONE)
+    with pytest.raises(TypeError, match="`seed` goes with a System; the State has it"):
+        simulate(state, ideal_gas, nve(0.1), 1, seed=1)
+    with pytest.raises(ValueError, match="`velocities` or `temperature` is needed"):
+        nph(0.1, 1.0).start(GAS, ideal_gas, **ONE)
+    for record, word in (("volume", "`cell`"), ("pressure", "stress")):
+        with pytest.raises(ValueError, match=word):
+            simulate(GAS._replace(cell=None), springs(1.0), nve(0.1), 1, record=record, **ONE)
+    torch.save([1], tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"`path`: .*other\.pt has another format"):
+        load_state(tmp_path / "other.pt")
+    monkeypatch.setitem(sys.modules, "ase.data", None)
+    with pytest.raises(ValueError, match="`masses` are needed, since ASE"):
+        nve(0.1).start(GAS._replace(numbers=torch.ones(4, dtype=torch.int64)), ideal_gas)
+
+
+def test_the_temperature_of_a_cell_without_thermostat_is_that_of_the_velocities():
+    """Of each system, with its degrees of freedom: it is in the mass of the cell."""
+    parts, masses, velocities = zip(few_atoms(2), few_atoms(3, 1))
+    options = {"masses": torch.cat(masses), "velocities": torch.cat(velocities), "removed": torch.tensor([0.0, 3.0])}
+    found = [i.start(joined(parts), wells(), **options) for i in (nph(0.1, 0.01), nph(0.1, 0.01, temperature=KT))]
+    for n, (m, v, degrees) in enumerate(zip(masses, velocities, (6, 6))):
+        expected = (m.unsqueeze(1) * v.square()).sum() / degrees
+        assert abs(found[0].extra["temperature"][n] / expected - 1.0) < 1e-14
+    assert (found[1].extra["temperature"] == KT).all()
 
 
 def test_what_a_barostat_needs():
