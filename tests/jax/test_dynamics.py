@@ -13,6 +13,7 @@ from nvalchemiops.jax.interactions.pair import PairPotential
 from nvalchemiops.jax.neighbors import check_neighbor_list_state, prepare_neighbor_list
 from nvalchemiops.jax.systems import System
 from nvalchemiops.torch import dynamics as in_torch
+from nvalchemiops.torch.dynamics.flows import Flow
 from nvalchemiops.torch.systems import System as TorchSystem
 from tests.dynamics.systems import SOFT, argon, crystal, few_atoms, wells
 from tests.jax.precision import QUICKLY, double_precision  # noqa: F401
@@ -24,7 +25,7 @@ PRESSURES = np.array([0.01, -0.02])
 KINDS = {
     "nve": ((0.05,), {}),
     "langevin": ((0.05, TEMPERATURES), {"friction": 0.3}),
-    "nose_hoover": ((0.05, TEMPERATURES), {"chain_length": 2}),
+    "nose_hoover": ((np.array([0.05, 0.04]), TEMPERATURES), {"chain_length": 2}),
     "csvr": ((0.05, TEMPERATURES), {"thermostat_time": 0.5}),
     "nph": ((0.05, PRESSURES), {"temperature": TEMPERATURES, "cell": "axes"}),
     "npt": ((0.05, TEMPERATURES, PRESSURES), {"cell": "full", "barostat_time": 2.0}),
@@ -378,6 +379,13 @@ def test_a_list_follows_the_shards_of_positions():
 # -- errors ---------------------------------------------------------------------------------------
 
 
+class Counter(Flow):
+    """A flow whose variable is not there from the start."""
+
+    def __call__(self, state, h):
+        return state._replace(extra={**state.extra, "count": state.extra.get("count", 0.0) + h})
+
+
 def test_errors_name_what_is_wrong():
     integrator = dynamics.langevin(0.1, 0.1)
     system, spring = System(jnp.ones((2, 3))), dynamics.FromEnergies(lambda system: (system.positions**2).sum())
@@ -411,6 +419,9 @@ def test_errors_name_what_is_wrong():
         dynamics.npt(0.1, 0.1, 0.0).start(
             system._replace(cell=jnp.eye(3)), dynamics.FromEnergies(spring.function, stress=False), masses=jnp.ones(2)
         )
+    counting = dynamics.Integrator(in_torch.Integrator([(Counter(), 1.0), in_torch.FORCES], {"dt": 0.1}))
+    with pytest.raises(ValueError, match="`first_half`: flows change the fields of the state, which `start` must"):
+        counting.step(counting.start(system, spring, masses=jnp.ones(2)), spring)
     for kind in (dynamics.FromEnergies, dynamics.TorchModel):
         with pytest.raises(TypeError, match="must be callable"):
             kind(3)
