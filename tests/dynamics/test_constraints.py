@@ -27,6 +27,7 @@ from nvalchemiops.torch.dynamics import (
     stochastic_cell,
 )
 from nvalchemiops.torch.dynamics.flows import Drift, Flow, Kick
+from nvalchemiops.torch.dynamics.integrators import COUNTED
 from nvalchemiops.torch.systems import System
 
 from .systems import float64, ideal_gas, joined, run, wells
@@ -605,6 +606,14 @@ def test_errors_have_names():
 
     with pytest.raises(TypeError, match="Mine is not made for constraints"):
         Integrator([(Mine(), 1.0), (Drift(), 1.0), FORCES, (Kick(), 1.0)], {"dt": 0.1}).constrained(Constraints(pairs))
+
+
+def test_degrees_of_freedom_are_not_negative():
+    """Of a batch in which six are removed from each system, a rigid pair among them."""
+    state = started(every(0.1)["npt full"], kinds=("two",), removed=6)[1]
+    assert [state.extra[name].item() for name in COUNTED] == [0.0, 0.0]
+    state = started(every(0.1)["npt full"], kinds=("water", "atom"), removed=6)[1]
+    assert [state.extra[name].item() for name in COUNTED] == [3.0, 0.0]
 
 
 def test_no_constraints_and_those_of_frozen_atoms_change_nothing():

@@ -112,6 +112,19 @@ def test_the_list_reaches_as_far_as_triples():
     dispersion(bohr, bohr.neighbors(8.0))
 
 
+def test_dispersion_of_molecules_is_in_the_units_of_the_system():
+    positions = 4.0 * torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=float64)
+    molecules = System(positions, numbers=torch.tensor([11, 17, 17] * 3))
+    dispersion = DFTD3("pbe", [11, 17], cutoff=30.0, coordination_cutoff=20.0)
+    found = SumOfTerms(dispersion)(molecules)
+    x = (positions / BOHR_IN_ANGSTROM).requires_grad_()
+    expected = HARTREE_IN_EV * dispersion(molecules._replace(positions=x), energy_reduction="system").energies
+    torch.testing.assert_close(found.energies, expected.detach(), rtol=1e-12, atol=0.0)
+    (slope,) = torch.autograd.grad(expected.sum(), x)
+    torch.testing.assert_close(found.forces, -slope / BOHR_IN_ANGSTROM, rtol=1e-9, atol=1e-14)
+    assert found.stress is None
+
+
 def test_lattice_sums_that_choose_their_cutoff_keep_a_list_of_their_own():
     """It suits the number of atoms, and is not the longer one of other terms."""
     system, charges = ions(), Electrostatics(accuracy=1e-7)

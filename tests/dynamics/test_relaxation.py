@@ -265,6 +265,21 @@ def test_float32() -> None:
     assert torch.allclose(result.evaluation.energies.double(), precise.evaluation.energies, atol=1e-3)
 
 
+@unconverged
+@pytest.mark.parametrize("optimizer", ["fire", "fire2", "lbfgs"])
+def test_forces_in_float32_are_not_rounded_again(optimizer: str) -> None:
+    """Coordinates and sums over atoms are in float64, whatever the model gives."""
+    system, inner, found = System.from_ase(crystal(1, repeat=(2, 1, 1))), lennard_jones_model(), []
+    for widened in (False, True):
+
+        def model(now: System, widened: bool = widened) -> Evaluation:
+            narrow = [value.to(torch.float32) for value in inner(now)]
+            return Evaluation(*(value.to(torch.float64) for value in narrow) if widened else narrow)
+
+        found.append([relax(system, model, optimizer, max_steps=8, cell=cell).system for cell in (False, True)])
+    assert equal(*(tuple((one.positions, one.cell) for one in systems) for systems in found))
+
+
 def test_torch_models_whose_forces_come_from_autograd() -> None:
     """The model runs in the caller's mode, results have no graph."""
     target = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64, requires_grad=True)

@@ -116,6 +116,18 @@ def test_systems_that_stopped_before_others_do_not_go_on() -> None:
         run(states[-1], max_steps=50)
 
 
+def test_a_model_with_stress_may_go_on_from_one_without() -> None:
+    """As one that is computed for positions alone."""
+    system, inner, states = System.from_ase(crystal(1)), lennard_jones_model(), []
+
+    def model(now: System) -> Any:
+        return inner(now)._replace(stress=None)
+
+    expected = relax(system, model, hooks=[lambda now: states.append(now.state())])
+    found = relax(states[3], inner)
+    assert torch.equal(found.system.positions, expected.system.positions) and found.evaluation.stress is None
+
+
 class Descent:
     """Steps along the forces, which an optimizer counts in place."""
 
