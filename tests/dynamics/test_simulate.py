@@ -22,6 +22,7 @@ from nvalchemiops.torch.dynamics import (
     nph,
     npt,
     nve,
+    relax,
     save_state,
     simulate,
     stochastic_cell,
@@ -393,6 +394,12 @@ def test_progress_is_shown(capsys):
     system, masses, _ = few_atoms()
     simulate(system, wells(), nve(0.1), 3, masses=masses, progress=True)
     assert "3/3" in capsys.readouterr().err
+
+
+def test_no_systems_at_all():
+    nothing = System(torch.zeros(0, 3, dtype=float64), batch_idx=torch.zeros(0, dtype=torch.int32))
+    found = simulate(nothing, argon(), nve(0.1), 2, masses=torch.zeros(0))
+    assert found.records["conserved"].shape == (3, 0) and relax(nothing, argon()).converged.shape == (0,)
 
 
 def test_no_steps_at_all():
