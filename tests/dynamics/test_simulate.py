@@ -288,7 +288,7 @@ def test_gradients_to_parameters_of_records_hooks_and_flows(where):
         weight = velocities.clone().requires_grad_()
         options["hooks"] = [lambda state: tree_map_only(torch.Tensor, torch.Tensor.detach, state)]
     elif where == "hook":
-        damp = Damping()
+        damp, options["record"] = Damping(), ()
         options["hooks"] = [lambda state: damp(state, None) if state.step > 2 else None]
     elif where == "velocities":
         weight = velocities.clone().requires_grad_()
