@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTREE_IN_EV
 from nvalchemiops.notices import NvalchemiopsWarning
@@ -14,7 +15,7 @@ from nvalchemiops.torch.interactions.pair import PairPotential, born_mayer_huggi
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
 
-from .systems import argon, crystal, float64, joined, wells
+from .systems import argon, crystal, few_atoms, float64, joined, wells
 
 
 def ions():
@@ -222,6 +223,34 @@ def test_a_model_of_energies_keeps_its_graph_where_it_is_needed():
     with pytest.warns(NvalchemiopsWarning, match="no graph to positions"):
         nothing = FromEnergies(lambda system: torch.zeros(1, dtype=float64))(system)
     assert not nothing.forces.any() and not nothing.stress.any()
+
+
+@pytest.mark.parametrize("create_graph", [None, True])
+def test_a_model_of_energies_in_forward_mode_and_under_vmap(create_graph):
+    """Tangents of results, which were lost or an error of torch, against finite differences; and slices."""
+    systems = [few_atoms(n, seed)[0] for seed, n in enumerate((3, 2))]
+    system, model = joined(systems), FromEnergies(wells().function, create_graph=create_graph)
+    way = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=float64)
+    tilt = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(1), dtype=float64)
+
+    def results(positions, cell):
+        return tuple(model(system._replace(positions=positions, cell=cell)))
+
+    h, given = 1e-5, (system.positions, system.cell)
+    ends = [results(system.positions + sign * h * way, system.cell + sign * h * tilt) for sign in (1, -1)]
+    values, tangents = torch.func.jvp(results, given, (way, tilt))
+    with forward_ad.dual_level():
+        duals = [forward_ad.unpack_dual(d) for d in results(*map(forward_ad.make_dual, given, (way, tilt)))]
+    several = [torch.stack([x, x + y]) for x, y in zip(given, (way, tilt))]
+    slices = torch.func.vmap(results)(*several)
+    for n, (value, tangent, dual, both) in enumerate(zip(values, tangents, duals, slices)):
+        assert torch.equal(value, model(system)[n])
+        assert ((ends[0][n] - ends[1][n]) / (2 * h) - tangent).abs().max() < 1e-8
+        assert (dual.tangent - tangent).abs().max() < 1e-14
+        for k in range(2):
+            assert (both[k] - results(*(x[k] for x in several))[n]).abs().max() < 1e-14
+    (hessian,) = torch.func.jacfwd(lambda x: results(x, system.cell)[1])(system.positions).reshape(1, 15, 15)
+    assert (hessian - hessian.mT).abs().max() < 1e-14
 
 
 def test_forces_in_inference_mode():

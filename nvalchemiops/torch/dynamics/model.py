@@ -22,6 +22,7 @@ from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime._torch_internals import derivative_asked
 from nvalchemiops.torch.runtime.context import may_read, ordinary
 from nvalchemiops.torch.systems import Neighbors, System
 
@@ -406,44 +407,54 @@ class FromEnergies:
                 return self(system)
         system = System(*map(ordinary, system))
         positions, cell = system.positions, system.cell
-        keep = self.create_graph
-        if keep is None:
-            given = [positions] if cell is None else [positions, cell]
-            keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        with torch.enable_grad():
-            if not keep:
-                positions, cell = positions.detach(), None if cell is None else cell.detach()
-            if not positions.requires_grad:
-                positions = positions.detach().requires_grad_()
-            wanted, moved = [positions], positions
-            if self.stress and cell is not None:
-                n_systems = count_systems(system)
-                strain = torch.zeros((n_systems, 3, 3), dtype=cell.dtype, device=cell.device, requires_grad=True)
-                symmetric = 0.5 * (strain + strain.mT)
-                batch_idx = system.batch_idx if system.domain is None else system.domain.batch_idx
-                of_atoms = Division(batch_idx, n_systems, system.domain).of_atoms(symmetric, positions.shape[0])
-                # no products of matrices, which autocast would round
-                moved = positions + (positions.unsqueeze(-1) * of_atoms).sum(-2)
-                matrices = cell.reshape(-1, 3, 3)
-                strained = matrices + (matrices.unsqueeze(-1) * symmetric.unsqueeze(-3)).sum(-2)
-                # systems that share a cell are strained one by one
-                cell = strained.reshape(cell.shape) if len(strained) == len(matrices) else strained
-                wanted.append(strain)
-            energies = self.function(system._replace(positions=moved, cell=cell))
-            energies = energies.reshape(1) if energies.ndim == 0 else energies
-            if energies.requires_grad:
-                slopes = torch.autograd.grad(energies.sum(), wanted, create_graph=keep, materialize_grads=True)
-            else:
-                slopes = tuple(torch.zeros_like(tensor) for tensor in wanted)
-                notify(
-                    "`function`: energies have no graph to positions, so forces are zero. If they depend on positions, "
-                    "compute them by operations that torch differentiates, without `no_grad` or `detach`",
-                    NvalchemiopsWarning,
-                    "no graph",
-                )
-        if not keep:
-            energies = energies.detach()
-        stress = None
-        if len(wanted) > 1 and system.cell is not None:
-            stress = slopes[1] / _volumes(system)
-        return Evaluation(energies, -slopes[0], stress)
+        given, keep = [positions], self.create_graph
+        slopes: tuple[torch.Tensor, ...]
+        if self.stress and cell is not None:
+            given.append(torch.zeros((count_systems(system), 3, 3), dtype=cell.dtype, device=cell.device))
+        if not torch.compiler.is_compiling() and derivative_asked():
+            # tangents and slices do not pass through a graph that begins here
+            by_place = torch.func.grad(functools.partial(self._total, system), tuple(range(len(given))), has_aux=True)
+            slopes, energies = by_place(*given)
+        else:
+            if keep is None:
+                keep = torch.is_grad_enabled() and any(t.requires_grad for t in (positions, cell) if t is not None)
+            with torch.enable_grad():
+                if not keep:
+                    positions, cell = positions.detach(), None if cell is None else cell.detach()
+                if not positions.requires_grad:
+                    positions = positions.detach().requires_grad_()
+                given = [positions, *(strain.requires_grad_() for strain in given[1:])]
+                total, energies = self._total(system._replace(cell=cell), *given)
+                if total.requires_grad:
+                    slopes = torch.autograd.grad([total], given, create_graph=keep, materialize_grads=True)
+                else:
+                    slopes = tuple(torch.zeros_like(tensor) for tensor in given)
+                    notify(
+                        "`function`: energies have no graph to positions, so forces are zero. If they depend on "
+                        "positions, compute them by operations that torch differentiates, without `no_grad` or "
+                        "`detach`",
+                        NvalchemiopsWarning,
+                        "no graph",
+                    )
+        stress = slopes[1] / _volumes(system) if len(given) > 1 else None
+        found = Evaluation(energies, -slopes[0], stress)
+        return found.without_graph() if keep is False else found
+
+    def _total(
+        self, system: System, positions: torch.Tensor, strain: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the energies at these positions after a strain (n_systems, 3, 3), and the energies."""
+        cell = system.cell
+        if strain is not None and cell is not None:
+            symmetric = 0.5 * (strain + strain.mT)
+            batch_idx = system.batch_idx if system.domain is None else system.domain.batch_idx
+            of_atoms = Division(batch_idx, len(strain), system.domain).of_atoms(symmetric, positions.shape[0])
+            # no products of matrices, which autocast would round
+            positions = positions + (positions.unsqueeze(-1) * of_atoms).sum(-2)
+            matrices = cell.reshape(-1, 3, 3)
+            strained = matrices + (matrices.unsqueeze(-1) * symmetric.unsqueeze(-3)).sum(-2)
+            # systems that share a cell are strained one by one
+            cell = strained.reshape(cell.shape) if len(strained) == len(matrices) else strained
+        energies = self.function(system._replace(positions=positions, cell=cell))
+        energies = energies.reshape(1) if energies.ndim == 0 else energies
+        return energies.sum(), energies
