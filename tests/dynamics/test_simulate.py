@@ -392,8 +392,9 @@ def test_a_model_may_leave_a_graph_and_reuse_its_memory():
 
 def test_progress_is_shown(capsys):
     system, masses, _ = few_atoms()
-    simulate(system, wells(), nve(0.1), 3, masses=masses, progress=True)
-    assert "3/3" in capsys.readouterr().err
+    for shows in (False, True):
+        simulate(system, wells(), nve(0.1), 3, masses=masses, progress=shows)
+        assert ("3/3" in capsys.readouterr().err) == shows
 
 
 def test_no_systems_at_all():
