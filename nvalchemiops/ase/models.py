@@ -10,6 +10,7 @@ from nvalchemiops.ase.system import SharedLists
 from nvalchemiops.ase.system import System as AtomsOfTerms
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.dynamics import Evaluation, SumOfTerms
 from nvalchemiops.torch.dynamics.simulate import structures_of
 from nvalchemiops.torch.runtime._torch_internals import version_of
@@ -81,8 +82,8 @@ class FromASE:
             if bound.sum is not None:
                 return bound.sum(system if bound.charges is None else system._replace(charges=bound.charges))
         given = (system.positions, system.cell)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
-            raise ValueError("`system` requires gradients, which ASE's calculators do not have")
+        if any(t is not None and is_differentiated(t) for t in given):
+            raise ValueError("`system` requires gradients, or has tangents, which ASE's calculators do not have")
         return self._one_by_one(system)
 
     # -- all in one call ------------------------------------------------------------------------------

@@ -211,6 +211,8 @@ def test_what_a_calculator_lacks():
         simulate(system, model, npt(0.1, 0.01, 0.0), 2)
     with pytest.raises(ValueError, match="gradients"):
         model(system._replace(positions=system.positions.clone().requires_grad_()))
+    with pytest.raises(ValueError, match="tangents"):
+        torch.func.jvp(lambda x: model(system._replace(positions=x)).forces, *[(system.positions,)] * 2)
     with pytest.raises(ValueError, match="numbers"):
         model(System(torch.zeros(2, 3)))
     for wrong in (EMT, 3.0):
