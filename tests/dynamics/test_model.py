@@ -253,6 +253,28 @@ def test_a_model_of_energies_in_forward_mode_and_under_vmap(create_graph):
     assert (hessian - hessian.mT).abs().max() < 1e-14
 
 
+def test_no_grad_ends_reverse_mode_alone():
+    """Also that of a transform around it, in which some operations would else be followed, and others not."""
+    system, _, velocities = few_atoms(3)
+    model, inside = FromEnergies(wells().function, create_graph=True), wells()
+
+    def without(positions):
+        with torch.no_grad():
+            return inside(system._replace(positions=positions)).forces
+
+    def forces(positions):
+        return model(system._replace(positions=positions)).forces
+
+    expected = torch.func.jvp(forces, (system.positions,), (velocities,))[1]
+    assert torch.equal(torch.func.jvp(without, (system.positions,), (velocities,))[1], expected)
+    assert not torch.func.grad(lambda x: without(x).sum())(system.positions).any()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(system.positions.clone().requires_grad_(), velocities)
+        kept = model(system._replace(positions=dual)).without_graph()
+        assert torch.equal(forward_ad.unpack_dual(kept.forces).tangent, expected)
+        assert not any(value.requires_grad for value in kept)
+
+
 def test_forces_in_inference_mode():
     """Torch keeps no graph in it, also for tensors that were made in it."""
     system = System.from_ase(crystal((2, 1, 1)))

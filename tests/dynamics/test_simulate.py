@@ -7,6 +7,7 @@ import ase.build
 import ase.io
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nvalchemiops.torch.dynamics import (
@@ -348,6 +349,38 @@ def test_gradients_to_parameters_of_a_run_that_goes_on(inference):
     assert abs(slope - expected) < 1e-6 * abs(expected)
     _, slope = torch.func.jvp(last, (kt.detach(),), (torch.ones_like(kt),))
     assert abs(slope - expected) < 1e-6 * abs(expected)
+
+
+def differentiated(way, function, x, tangent):
+    """The derivative of the function along the tangent, by one of torch's ways."""
+    if way == "torch.func.jvp":
+        return torch.func.jvp(function, (x,), (tangent,))[1]
+    if way == "vmap":
+        return torch.func.vmap(torch.func.grad(function))(x[None])[0] @ tangent
+    if way == "torch.func.grad":
+        return torch.func.grad(function)(x) @ tangent
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
+
+
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("way", ["torch.func.grad", "torch.func.jvp", "vmap", "duals"])
+def test_trajectories_in_transforms_of_torch(way, every):
+    """With respect to velocities and to a parameter of the model; what is kept in reverse mode does not matter."""
+    system, masses, velocities = few_atoms(2)
+    inner, tangent = wells().function, torch.linspace(0.3, 1.0, 7, dtype=float64)
+
+    def last(x):
+        model = FromEnergies(lambda system: x[0] * inner(system))
+        options = {"masses": masses, "velocities": x[1:].reshape(2, 3), "removed": 0, "checkpoint_every": every}
+        run = simulate(system, model, npt(0.2, 0.05, 0.004), 3, **options)
+        return run.state.system.positions.square().sum() + run.records["kinetic_energy"].sum()
+
+    given = torch.cat([torch.tensor([1.2], dtype=float64), velocities.flatten()])
+    x = given.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(last(x), x)
+    assert abs(differentiated(way, last, given, tangent) - expected @ tangent) < 1e-12 * expected.norm()
+    assert expected.abs().min() > 1e-3
 
 
 @pytest.mark.parametrize("of", ["integrator", "constraints"])

@@ -48,11 +48,13 @@ class Evaluation(NamedTuple):
     stress: torch.Tensor | None = None
 
     def without_graph(self) -> "Evaluation":
-        """The same values without gradients."""
-        if not any(value is not None and value.requires_grad for value in self):
-            return self
-        stress = None if self.stress is None else self.stress.detach()
-        return Evaluation(self.energies.detach(), self.forces.detach(), stress)
+        """The same values without gradients in reverse mode."""
+
+        def without(value: Any) -> Any:
+            return value.clone() if value is not None and value.requires_grad else value
+
+        with torch.no_grad():  # `detach` would lose tangents of forward mode, too
+            return Evaluation(*map(without, self))
 
 
 class Model(Protocol):
@@ -407,7 +409,8 @@ class FromEnergies:
                 return self(system)
         system = System(*map(ordinary, system))
         positions, cell = system.positions, system.cell
-        given, keep = [positions], self.create_graph
+        given = [positions]
+        keep = torch.is_grad_enabled() if self.create_graph is None else self.create_graph
         slopes: tuple[torch.Tensor, ...]
         if self.stress and cell is not None:
             given.append(torch.zeros((count_systems(system), 3, 3), dtype=cell.dtype, device=cell.device))
@@ -416,8 +419,8 @@ class FromEnergies:
             by_place = torch.func.grad(functools.partial(self._total, system), tuple(range(len(given))), has_aux=True)
             slopes, energies = by_place(*given)
         else:
-            if keep is None:
-                keep = torch.is_grad_enabled() and any(t.requires_grad for t in (positions, cell) if t is not None)
+            if self.create_graph is None:
+                keep = keep and any(tensor is not None and tensor.requires_grad for tensor in (positions, cell))
             with torch.enable_grad():
                 if not keep:
                     positions, cell = positions.detach(), None if cell is None else cell.detach()
@@ -438,7 +441,7 @@ class FromEnergies:
                     )
         stress = slopes[1] / _volumes(system) if len(given) > 1 else None
         found = Evaluation(energies, -slopes[0], stress)
-        return found.without_graph() if keep is False else found
+        return found if keep else found.without_graph()
 
     def _total(
         self, system: System, positions: torch.Tensor, strain: torch.Tensor | None = None

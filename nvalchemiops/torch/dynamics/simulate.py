@@ -18,6 +18,12 @@ from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, count_systems
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
+from nvalchemiops.torch.runtime._torch_internals import (
+    DERIVATIVES_KNOWN,
+    derivative_asked,
+    reverse_mode_asked,
+    transforms_active,
+)
 from nvalchemiops.torch.runtime.context import ordinary
 from nvalchemiops.torch.systems import System
 
@@ -106,10 +112,11 @@ def simulate(
         Show a progress bar, if tqdm is installed.
     gradients : bool, optional
         Keep the graph of all steps, also to parameters of the model. By default if ``start``, ``options`` or parameters
-        of the integrator require gradients, or with ``checkpoint_every``.
+        of the integrator require gradients, with ``checkpoint_every``, or inside of ``torch.func.grad`` and its like.
     checkpoint_every : int, optional
         For gradients of long runs, of first order: keep the states after every so many steps alone, and compute the
-        steps between them again in the backward pass. Hooks are then called again, too.
+        steps between them again in the backward pass. Hooks are then called again, too. Of no effect in forward mode
+        and inside of transforms of ``torch.func``.
     **options
         ``masses``, ``velocities``, ``seed``, ``keys``, ``removed``: see `Integrator.start`. Only with a system.
 
@@ -149,7 +156,9 @@ def simulate(
     if checkpoint_every is not None:
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
     if gradients is None:
-        gradients = checkpoint_every is not None or _requires_grad(start, integrator, options)
+        gradients = checkpoint_every is not None or reverse_mode_asked() or _requires_grad(start, integrator, options)
+    if derivative_asked():
+        checkpoint_every = None  # forward mode needs no graph, and transforms of torch keep their own
     parameters: Parameters | None = None
     if gradients and checkpoint_every is not None:
         parameters = Parameters()
@@ -235,7 +244,8 @@ def _tracked(start: System | State) -> System | State:
     """
     system = start.system if isinstance(start, State) else start
     system = System(*map(ordinary, system))
-    if not system.positions.requires_grad:
+    # transforms refuse tensors that begin a graph
+    if not system.positions.requires_grad and not (DERIVATIVES_KNOWN and transforms_active()):
         system = system._replace(positions=system.positions.detach().requires_grad_())
     if isinstance(start, System):
         return system

@@ -153,6 +153,11 @@ def count_transforms() -> tuple[int, int]:
     return kinds.count(jvp), kinds.count(grad)
 
 
+def reverse_mode_asked() -> bool:
+    """Whether a reverse-mode transform of ``torch.func`` is known to be on."""
+    return _stack is not None and count_transforms()[1] > 0
+
+
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
     """Suspend ``torch.func`` transforms and forward mode, under which ops that write in place raise an error."""
