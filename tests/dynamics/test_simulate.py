@@ -5,6 +5,7 @@ import sys
 
 import ase.build
 import ase.io
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -525,9 +526,11 @@ def test_trajectories_of_molecules_have_neither_cell_nor_stress(suffix, tmp_path
     assert abs(last.get_potential_energy() - found.state.evaluation.energies.item()) < 1e-7
     both = joined([System(system.positions + 3.0 * n, cell=torch.eye(3)) for n in range(2)])
     shared = both._replace(cell=torch.diag(torch.tensor([9.0, 8.0, 7.0])), numbers=system.numbers.repeat(2))
+    shared = shared._replace(charges=torch.linspace(-1.0, 1.0, 6))
     for n, atoms in enumerate(to_ase(shared._replace(pbc=torch.tensor([True, False, True])))):
         assert abs(atoms.positions - 3.0 * n - system.positions.numpy()).max() < 1e-14
         assert atoms.cell.lengths().tolist() == [9.0, 8.0, 7.0] and atoms.pbc.tolist() == [True, False, True]
+        assert np.allclose(atoms.get_initial_charges(), np.linspace(-1.0, 1.0, 6)[3 * n : 3 * n + 3])
     with pytest.raises(ValueError, match="`numbers` of the system are needed"):
         to_ase(System(system.positions))
 
