@@ -209,7 +209,7 @@ class StretchedKick(Cell):
         rate, dilution = state.extra["strain_rate"], self._dilution(state)
         if self.shape == "full":
             one = torch.eye(3, dtype=rate.dtype, device=rate.device)
-            rate, h, dilution = rate, h.unsqueeze(-1), dilution.unsqueeze(-1) * one
+            h, dilution = h.unsqueeze(-1), dilution.unsqueeze(-1) * one
         decay, mean = self._exponentials(-h * (rate + dilution))
         pushed = state.forces_on_mobile * state.extra["inverse_masses"]
         velocities = self._times(state, state.velocities, decay) + self._times(state, pushed, h * mean)
