@@ -57,6 +57,7 @@ def test_a_system_that_fails_stops_and_others_go_on(optimizer: str, of: str, bef
         result = relax(THREE, model, optimizer, fmax=1e-3)
     assert result.failed.tolist() == [False, True, False] and result.converged.tolist() == [True, False, True]
     assert equal(result.system.positions[2:4], path[-1])
+    assert len(path) <= int(result.evaluations[1]) <= len(path) + 1  # the one in which it failed, if it has results
     assert result.evaluation.energies.isfinite().all() and abs(float(result.fmax[1]) - 0.1 * 3**0.5) < 1e-12
     others = THREE._replace(positions=THREE.positions[[0, 1, 4, 5]], numbers=THREE.numbers[[0, 1, 4, 5]])
     others = others._replace(batch_idx=torch.tensor([0, 0, 1, 1], dtype=torch.int32))
