@@ -84,8 +84,8 @@ _COMMON = """
         derivative = one(-30) * per_width * x * x * y * y;
         return one(1) + x * x * x * (one(-10) + x * (one(15) - one(6) * x));
     };
-    // energy, and its derivatives by the squares of the sides
-    const auto triple = [=](auto s1, auto s2, auto s3, auto c6, auto radii, auto &e1, auto &e2, auto &e3) {
+    // energy, and its derivatives by the squares of two sides (that by the second is the first, seen from another neighbor)
+    const auto triple = [=](auto s1, auto s2, auto s3, auto c6, auto radii, auto &e1, auto &e3) {
         typedef decltype(s2) number;
         const number inverse = one(1) / (s1 * s2 * s3), power = inverse * square_root(inverse);
         const number x1 = s2 + s3 - s1, x2 = s1 - s2 + s3, x3 = s1 + s2 - s3, x = x1 * x2 * x3;
@@ -99,7 +99,6 @@ _COMMON = """
         const number by_product = damping * y * angle * (one(8) / one(3)) - one(1.5) * angle - cosines * power;
         const number by_x = one(0.375) * inverse * power;
         e1 = scale * (by_x * (x2 * x3 * number(-1.0) + x1 * x3 + x1 * x2) + by_product / s1) + value * df1 * f2 * f3;
-        e2 = scale * (by_x * (x2 * x3 - x1 * x3 + x1 * x2) + by_product / s2) + value * df2 * f1 * f3;
         e3 = scale * (by_x * (x2 * x3 + x1 * x3 - x1 * x2) + by_product / s3) + value * df3 * f1 * f2;
         return value * f1 * f2 * f3;
     };
@@ -177,8 +176,8 @@ _CPU = """
                 for (int q = 0; q < n_coefficients; ++q) c6_jk += double(c_j[q]) * load(tile.coefficients[q]);
                 for (int l = 0; l < @lanes@; ++l) radius_jk[l] = squared_radius(its_species, tile.species[m + l]);
                 const lanes c6 = c6_ij * load(tile.c6) * c6_jk, radii = radius_ij * load(tile.radius) * radius_jk;
-                lanes e1, e2, e3;
-                const lanes e = triple(lanes(it.square), load(tile.square), s3, c6, radii, e1, e2, e3);
+                lanes e1, e3;
+                const lanes e = triple(lanes(it.square), load(tile.square), s3, c6, radii, e1, e3);
                 const lanes weight = weight_ij + load(tile.weight) * (1.0 / 3.0);
                 total += live ? e : lanes(0.0);
                 by_c6 += live ? weight * e : lanes(0.0);
@@ -274,7 +273,7 @@ _GPU = """
                 for (int at = first; at < first + @at_once@; ++at) {
                     const int other_place = __shfl_sync(0xffffffffu, place, at);
                     const one s2 = __shfl_sync(0xffffffffu, k.square, at);
-                    one d[3], s3 = one(0), e1, e2, e3;
+                    one d[3], s3 = one(0), e1, e3;
                     for (int a = 0; a < 3; ++a) {
                         d[a] = __shfl_sync(0xffffffffu, k.d[a], at) - it.d[a];
                         s3 += d[a] * d[a];
@@ -287,7 +286,7 @@ _GPU = """
                     for (int m = 1; m < @at_once@; ++m) c6_jk[m - 1] = c6_jk[m];  // places are known to the compiler
                     if (!there || at >= n || other_place == its_place || s3 >= limit) continue;
                     const one radii = radius * squared_radius(its_species, its);
-                    const one e = triple(it.square, s2, s3, c6, radii, e1, e2, e3);
+                    const one e = triple(it.square, s2, s3, c6, radii, e1, e3);
                     const one weight =
                         weighted ? (weights.data[i] + weights.data[it.j] + other_weight) / one(3) : one(1);
                     total += e;
