@@ -161,6 +161,9 @@ def test_memory_that_cannot_be_had_is_the_error(monkeypatch):
     error = caught.value
     assert (error.max_neighbors, error.num_neighbors, error.system_index) == (5, most, 1)
     assert pickle.loads(pickle.dumps(error)).num_neighbors == most
+    with pytest.raises(NeighborOverflowError) as caught:  # slices are systems without numbers
+        torch.func.vmap(lambda x: neighbor_list(x, 3.0, batch_idx=idx, max_neighbors=5))(x.expand(2, -1, -1))
+    assert (caught.value.num_neighbors, caught.value.system_index) == (most, None)
     monkeypatch.setattr(driver, "grown_width", lambda most: 2**45)
     monkeypatch.setattr(faults, "MAX_SLOTS", 2**60)
     memory = buffers(60, 5) | {"rebuild_flags": torch.ones(2, dtype=torch.bool)}
@@ -204,6 +207,39 @@ def test_rows_that_stay_are_whole_in_a_wider_matrix(method, rows):
         found = neighbor_list(x, 3.0, cell, **same, **memory, rebuild_flags=torch.tensor([False, False]))
     assert found[0] is memory["neighbor_matrix"] and torch.equal(found[1], before[1])
     assert begins_with(before[0], found[0]) and begins_with(before[2], found[2])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_one_flag_for_all_systems_leaves_no_row_cut(batched):
+    """Open systems, so that there are no images to copy."""
+    x, idx = two_systems()
+    same = {"batch_idx": idx} if batched else {}
+    width = int(neighbor_list(x, 3.0, **same)[1].max())
+    memory = {name: tensor for name, tensor in buffers(60, width).items() if name != "neighbor_matrix_shifts"}
+    dense = torch.cat([x[:30] * 0.6, x[30:]])
+    for flag, moved in ((True, dense), (False, dense * 1.05)):
+        if flag or not batched:
+            expected = neighbor_list(moved, 3.0, **same)
+        else:  # the second system has whole rows, and keeps them
+            expected = neighbor_list(torch.cat([moved[:30], dense[30:]]), 3.0, **same)
+        with pytest.warns(NeighborListWarning):
+            matrix, count = neighbor_list(moved, 3.0, **same, **memory, rebuild_flags=torch.tensor([flag]))
+        most = int(expected[1].max())
+        assert matrix.shape[1] > width and torch.equal(count, expected[1])
+        assert begins_with(matrix, expected[0][:, :most]) and begins_with(matrix, memory["neighbor_matrix"])
+
+
+def test_rows_that_are_kept_unknown_have_no_length():
+    x, idx = two_systems()
+    memory = buffers(60, 60)
+    cell = 9.0 * torch.eye(3, dtype=F64)
+    for lost in (slice(3, 4), slice(None)):
+        unknown = x.clone()
+        unknown[lost] = torch.nan
+        neighbor_list(unknown, 3.0, cell, batch_idx=idx, check=False, **memory)
+        before = [tensor.clone() for tensor in memory.values()]
+        found = neighbor_list(x, 3.0, cell, batch_idx=idx, rebuild_flags=torch.tensor([False, False]), **memory)
+        assert all(map(torch.equal, (found[0], found[2], found[1]), before))
 
 
 def canary(shape, border=512, value=-12345):
