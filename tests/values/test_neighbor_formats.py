@@ -21,6 +21,7 @@ from nvalchemiops.torch.neighbors.formats import (
     matrix_geometry,
     transpose_order,
 )
+from nvalchemiops.torch.runtime.context import ValuesNeededError
 from tests.reference.neighbors import all_pairs
 from tests.support.systems import triclinic
 
@@ -424,6 +425,20 @@ def test_compiled_formats_equal_eager(crystal):
     half, full, matrix = torch.compile(around, backend="aot_eager", fullgraph=True)(*pairs)
     assert all(same(a, b) for a, b in zip((half, full, matrix), around(*pairs)))
     assert same(full, pairs) and len(half[0][0]) == len(pairs[0][0]) // 2
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0), (None, None, 0), (None, 0, None)])
+def test_formats_under_vmap_equal_those_of_each_list(mapped, crystal):
+    """Two lists of a crystal and its mirror image, which differ in their shifts."""
+    _, _, _, (pairs, ptr, shifts), _, _ = two_systems(crystal)
+    lists = [(pairs, ptr, sign * shifts) if mapped[2] == 0 else (pairs, ptr, shifts) for sign in (1, -1)]
+    together = [torch.stack(both) if dim == 0 else both[0] for both, dim in zip(zip(*lists), mapped)]
+    found = torch.func.vmap(around, in_dims=mapped)(*together)
+    for number, each in enumerate(lists):
+        assert all(same([t[number] for t in a], b) for a, b in zip(found, around(*each)))
+    if mapped[:2] != (None, None):
+        with pytest.raises(ValuesNeededError, match="max_neighbors"):
+            torch.func.vmap(get_neighbor_matrix_from_neighbor_list, in_dims=mapped)(*together)
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)

@@ -160,7 +160,7 @@ def get_neighbor_matrix_from_neighbor_list(
     counts = neighbor_ptr.diff().to(torch.int32)
     if max_neighbors is not None:
         max_neighbors = checks.check_count("max_neighbors", max_neighbors)
-    if may_read(neighbor_list, wait=True):
+    if may_read(neighbor_list, neighbor_ptr, wait=True):
         _check_rows(neighbor_list, neighbor_ptr)
         longest = int(counts.max()) if n_atoms else 0
         width = longest if max_neighbors is None else max(longest, max_neighbors)
@@ -221,7 +221,7 @@ def half_to_full(
         that joins an atom with itself.
     """
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
-    reads = may_read(neighbor_list, wait=True)
+    reads = may_read(neighbor_list, neighbor_ptr, shifts, wait=True)
     fault = " is not a half list: the pair (i, j, S) = {} "
     if reads:
         _check_entries(neighbor_list, neighbor_ptr)
@@ -265,7 +265,7 @@ def full_to_half(
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     direction = direction_of(neighbor_list, shifts)
-    if may_read(neighbor_list, wait=True):
+    if may_read(neighbor_list, neighbor_ptr, shifts, wait=True):
         _check_entries(neighbor_list, neighbor_ptr)
         there, back = torch.stack([(direction > 0).sum(), (direction < 0).sum()]).tolist()
         if there != back or there + back != n_pairs:
