@@ -10,6 +10,7 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.context import ValuesNeededError
 from nvalchemiops.torch.systems import System
 from tests.support.systems import triclinic
@@ -154,6 +155,34 @@ def test_parameters_cannot_be_chosen_for_the_cells_of_all_slices(function):
     cells = torch.stack([system.cell, 1.1 * system.cell])
     with pytest.raises(ValuesNeededError, match="slices of `vmap`"):
         torch.func.vmap(lambda cell: function(system.positions, system.charges, cell))(cells)
+
+
+def test_lists_by_which_nothing_can_be_chosen_are_named():
+    idx, cells = torch.arange(6).int() // 3, CELL.expand(2, 3, 3)
+    pairs, ptr, shifts = neighbor_list(X, 4.0, cells, batch_idx=idx, return_neighbor_list=True)
+    matrix, _, images = neighbor_list(X, 4.0, cells, batch_idx=idx)
+
+    def of_list(first, second):
+        given = pairs.clone()
+        given[:, 0] = torch.tensor([first, second])
+        return {"neighbor_list": given, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
+
+    def of_matrix(entry):
+        given = matrix.clone()
+        given[0, 0] = entry
+        return {"neighbor_matrix": given, "neighbor_matrix_shifts": images}
+
+    unfit = of_list(*pairs[:, 0]) | {"neighbor_ptr": ptr + 1}
+    mistakes = (
+        ("`neighbor_list` or `neighbor_matrix`: .* 0 .. 5", of_list(0, 6), of_list(0, -1), of_matrix(7), of_matrix(-1)),
+        ("`batch_idx`: .* different systems", of_list(0, 5), of_matrix(5)),
+        ("`neighbor_list` must be sorted by its first row, and `neighbor_ptr`", of_list(1, 2), unfit),
+    )
+    for function in (electrostatics.ewald_summation, electrostatics.particle_mesh_ewald):
+        for message, *lists in mistakes:
+            for given in lists:
+                with pytest.raises(ValueError, match=message):
+                    function(X, X[:, 0], cells, batch_idx=idx, **given)
 
 
 def test_a_mesh_that_is_too_large_because_the_cell_is_skewed_needs_a_shorter_cell():
