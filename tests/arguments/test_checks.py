@@ -112,7 +112,7 @@ def test_numbers_of_any_library_are_numbers():
         assert checks.check_int("a", value) == 2 and type(checks.check_int("a", value)) is int
     assert arguments.as_float("a", -HUGE) == -math.inf
     assert checks.check_flag("a", np.bool_(False)) is False
-    whole = [estimate_cell_list_sizes(CELL, pbc, 1.0) for pbc in (True, np.bool_(True), PERIODIC)]
+    whole = [estimate_cell_list_sizes(CELL, pbc, 1.0) for pbc in (True, np.bool_(True), PERIODIC, None)]
     assert all(a == whole[0][0] and torch.equal(b, whole[0][1]) for a, b in whole)
 
 

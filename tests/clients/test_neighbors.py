@@ -363,6 +363,8 @@ def test_numbers_of_images():
         x = torch.rand(9, 3, dtype=F64, generator=torch.Generator().manual_seed(n)) @ cell[n]
         shifts = every_image(x, 5.0, cell[n], pbc[n].tolist(), 0.0).inside[:, 2:]
         assert (np.abs(shifts).max(0) <= ranges[n].numpy()).all()
+    for axes in (pbc[0], pbc[:1], torch.tensor(True), True, None):  # as a search takes them
+        assert torch.equal(neighbor_utils.compute_naive_num_shifts(cell, 5.0, axes)[0][0], ranges[0])
     none = neighbor_utils.compute_naive_num_shifts(cell[:1], 5.0, torch.zeros(1, 3, dtype=torch.bool))
     assert none[0].tolist() == [[0, 0, 0]] and none[1].tolist() == [1] and none[2] == 1
     assert neighbor_utils.compute_naive_num_shifts(cell[:0], 5.0, pbc[:0])[2] == 0

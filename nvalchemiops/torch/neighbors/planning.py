@@ -8,7 +8,7 @@ import torch
 
 from nvalchemiops.compat.ignored_arguments import ignore
 from nvalchemiops.kernels.lattice import dual_vectors
-from nvalchemiops.neighbors.grid import BAD_CELL, BAD_CUTOFF, ONE_BIN_OPEN
+from nvalchemiops.neighbors.grid import BAD_CUTOFF, ONE_BIN_OPEN
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.driver import ZERO_CUTOFF
 from nvalchemiops.torch.neighbors.faults import FAULTS, MAX_SLOTS
@@ -244,8 +244,6 @@ def compute_naive_num_shifts(
     """
     cutoff = checks.check_not_negative("cutoff", cutoff)
     _, periodic, steepness = _lattices(cell, pbc)
-    if not np.isfinite(steepness).all():
-        raise ValueError(FAULTS[BAD_CELL])
     reach = np.where(periodic, np.ceil(cutoff * steepness), 0.0)
     images = ((2.0 * reach + 1.0).prod(axis=1) + 1.0) / 2.0
     if images.size and images.max() > MAX_SLOTS:
@@ -277,13 +275,8 @@ def _lattices(cell: Any, pbc: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not cell.is_floating_point() or cell.shape[-2:] != (3, 3):
         raise ValueError("`cell` must be a floating-point tensor of shape (3, 3) or (n_systems, 3, 3)")
     cells = on_host(cell.reshape(-1, 3, 3)).astype(np.float64)
-    periodic = np.ones(3, dtype=bool)
-    if isinstance(pbc, (bool, np.bool_)):
-        periodic &= pbc
-    elif pbc is not None:
-        axes = checks.pbc_tensor(pbc)
-        if tuple(axes.shape) not in ((3,), (len(cells), 3)):
-            raise ValueError(f"`pbc` must have shape (3,) or ({len(cells)}, 3), got {tuple(axes.shape)}")
-        periodic = on_host(axes)
-    periodic = np.broadcast_to(periodic, (len(cells), 3)).copy()
+    axes = on_host(checks.pbc_tensor(True if pbc is None else pbc))
+    if axes.shape not in ((), (3,), (1, 3), (len(cells), 3)):
+        raise ValueError(f"`pbc` must have shape (3,) or ({len(cells)}, 3), got {axes.shape}")
+    periodic = np.broadcast_to(axes, (len(cells), 3)).copy()
     return cells, periodic, np.linalg.norm(dual_vectors(cells, periodic), axis=2)
