@@ -31,7 +31,8 @@ def moved(x, atom, by):
 def test_the_threshold_is_a_distance_and_belongs_to_what_is_allowed(dtype, device):
     x = torch.zeros(2, 3, dtype=dtype, device=device)
     step = (0.25, 0.5, 0.5)  # of length 0.75, without rounding
-    assert neighbor_list_needs_rebuild(x, moved(x, 1, step), 0.75).tolist() == [False]
+    for threshold in (0.75, torch.tensor(0.75)):
+        assert neighbor_list_needs_rebuild(x, moved(x, 1, step), threshold).tolist() == [False]
     assert neighbor_list_needs_rebuild(x, moved(x, 1, step), 0.7499).tolist() == [True]
     # neither the sum over atoms nor the largest component counts
     assert neighbor_list_needs_rebuild(x, x + torch.tensor(step, dtype=dtype, device=device), 0.75).tolist() == [False]
@@ -171,6 +172,7 @@ TWO = torch.tensor([0, 1], dtype=torch.int32)
         (TypeError, "reference_positions", {"reference_positions": X.tolist()}),
         (TypeError, "reference_positions", {"reference_positions": X.float()}),
         (ValueError, "current_positions", {"current_positions": X[:, :2]}),
+        (ValueError, "`reference_positions` is on meta", {"reference_positions": X.to("meta")}),
         (ValueError, "skin_distance_threshold", {"skin_distance_threshold": -0.1}),
         (ValueError, "skin_distance_threshold", {"skin_distance_threshold": float("nan")}),
         (ValueError, "skin_distance_threshold", {"skin_distance_threshold": float("inf")}),
@@ -206,6 +208,9 @@ def test_bad_arguments_are_named(error, argument, options):
         (ValueError, "cell", lambda: check_cell_list_rebuild_needed(X, CELL.expand(2, 3, 3), ALL)),
         (ValueError, "cell", lambda: batch_cell_list_needs_rebuild(X, TWO, CELL[:2], ALL)),
         (TypeError, "batch_idx", lambda: batch_cell_list_needs_rebuild(X, None, CELL, ALL)),
+        (TypeError, "neighbour", lambda: cell_list_needs_rebuild(X, CELL, ALL, neighbour=1)),
+        (TypeError, "neighbour", lambda: check_cell_list_rebuild_needed(X, CELL, ALL, neighbour=1)),
+        (TypeError, "neighbour", lambda: batch_cell_list_needs_rebuild(X, TWO, CELL, ALL, neighbour=1)),
     ],
 )
 def test_bad_arguments_about_cells_are_named(error, argument, call):

@@ -224,8 +224,6 @@ def stale_systems(
         raise TypeError(f"`reference_positions` has dtype {reference.dtype}, but `current_positions` {current.dtype}")
     if reference.device != current.device:
         raise ValueError(f"`reference_positions` is on {reference.device}, but `current_positions` on {current.device}")
-    if isinstance(threshold, torch.Tensor):
-        raise TypeError("`skin_distance_threshold` must be a number, got Tensor")
     threshold = checks.check_not_negative("skin_distance_threshold", threshold)
     system, n_systems = (None, 1) if batch is None else _check_batch(batch[0], current, *lattice, batch[1])
     _check_lattice(*lattice, current, n_systems)
