@@ -13,7 +13,9 @@ import torch
 
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.neighbors.batch_cell_list import batch_build_cell_list
 from nvalchemiops.torch.neighbors.formats import matrix_geometry, pairs_of_matrix
+from nvalchemiops.torch.neighbors.neighbor_utils import allocate_cell_list
 from nvalchemiops.torch.runtime.context import hidden_values
 from tests.support.mistakes import assert_named
 from tests.support.processes import output_of, run_python
@@ -178,6 +180,23 @@ def mistakes(function, good):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bad_arguments_are_named(name):
     assert_named(mistakes(*FUNCTIONS[name]))
+
+
+def test_one_number_too_few_or_too_many_is_named():
+    search, none = neighbors.neighbor_list, ints(0)
+    cells, radius = CELL.expand(2, 3, 3), ints(2, 3)
+    bins = functools.partial(batch_build_cell_list, X, 1.0, cells, PERIODIC, IDX)
+    calls = (
+        (lambda: search(X), "`cutoff` is required"),
+        (lambda: search(X, 1.0, method="naive_dual_cutoff"), "`cutoff2` is required"),
+        (lambda: search(X, 1.0, cutoff2=2.0, max_neighbors=3, max_neighbors1=3), "`max_neighbors1`"),
+        (lambda: search(X, 1.0, batch_ptr=none), "`batch_ptr`"),
+        (lambda: neighbors.suggest_neighbor_list_method(none, cutoff=1.0), "`batch_ptr`"),
+        (lambda: neighbors.estimate_cell_list_sizes(cells, PERIODIC, 1.0), "`cell` must be one cell"),
+        (lambda: bins(*allocate_cell_list(4, 1, radius, "cpu")), "`atoms_per_cell_count`"),
+    )
+    assert_named((name, call, ValueError, name) for call, name in calls)
+    bins(*allocate_cell_list(4, 2, radius, "cpu"))
 
 
 @pytest.mark.parametrize("as_list", [False, True])

@@ -568,6 +568,20 @@ def test_systems_of_a_batch_follow_their_cells(shared, quick, monkeypatch):
         assert second < first
 
 
+@pytest.mark.parametrize("cell", [None, random_system()[1], random_system()[1][None]], ids=["none", "one", "1"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_with_one_cell_or_none_a_system_moves_alone(cell, quick, monkeypatch):
+    if not quick:
+        monkeypatch.setattr(verlet_module, "_look", lambda *_: None)
+    x, batch_idx = random_system(12)[0], torch.arange(12, dtype=torch.int32) // 4
+    verlet = VerletList(2.5, 0.4)
+    for step, due in enumerate(([True] * 3, [False, True, False], [False] * 3, [True, False, True])):
+        x = x + 0.15 * torch.tensor(due, dtype=FLOAT64)[batch_idx.long(), None] * (step + x.cos())
+        result = verlet(x, cell, None, batch_idx)
+        assert verlet.rebuilt.tolist() == due
+        assert pairs_within(2.5, x, result, cell, batch_idx) == fresh(2.5, x, cell, None, batch_idx)
+
+
 @pytest.mark.parametrize("n_systems", [2, 3])
 def test_systems_with_axes_of_their_own_follow_one_cell(n_systems):
     """A search for an open system, which moves, is none for those that share its cell, an atom with its images."""
