@@ -455,6 +455,26 @@ def test_molecules_move_and_relax(files, capsys):
     assert rows.splitlines()[-1].split()[-3:] == ["-", "0", "yes"]
 
 
+def test_molecules_beside_crystals_have_no_volume(crystals, capsys):
+    alone = crystals[1].copy()
+    alone.set_cell(None), alone.set_pbc(False)
+    ase.io.write("both.xyz", [crystals[0], alone])
+    crystal, molecule = records(capsys, "both.xyz", "--temperature", 50, "--steps", 0)
+    assert crystal["volume"] == pytest.approx(crystals[0].get_volume())
+    assert set(crystal) - set(molecule) == {"volume", "pressure"}
+
+
+def test_the_time_of_a_thermostat_is_that_in_which_friction_slows_atoms(crystals, capsys):
+    """Without noise and neighbors, velocities decay by e in it."""
+    atoms = ase.io.read("moving.traj")
+    atoms.set_cell(None), atoms.set_pbc(False)
+    atoms.positions *= 10.0
+    ase.io.write("apart.traj", atoms)
+    options = ["--ensemble", "langevin", "--temperature", 0, "--thermostat-time", 40, "--steps", 20, "--every", 20]
+    start, end = records(capsys, "apart.traj", *options)
+    assert end["kinetic_energy"] == pytest.approx(start["kinetic_energy"] * np.exp(-2 * 20 / 40), rel=1e-6)
+
+
 MOTION_MISTAKES = {
     "no velocities": (["md", "argon.xyz"], "--temperature is needed, since argon.xyz has no velocities"),
     "no temperature": (["md", "argon.xyz", "--ensemble", "nvt"], "--temperature is needed for --ensemble nvt"),
