@@ -20,6 +20,7 @@ MISTAKES = {
         ValueError,
         "at most one may have charges",
     ),
+    "no atoms": (lambda: rigid_ions().get_potential_energy(), ValueError, "`atoms` are needed"),
     "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must be non-negative"),
     "device": (lambda: Calculator(Electrostatics("ewald"), device="abacus"), ValueError, "`device` = 'abacus'"),
     "set": (lambda: rigid_ions().set(skin=1.0), TypeError, "`skin` cannot be set"),
@@ -64,6 +65,11 @@ MISTAKES = {
     "accuracy": (lambda: Electrostatics("ewald", accuracy=0.0), ValueError, "`accuracy` must be positive"),
     "no cutoff": (lambda: Electrostatics("dsf", alpha=0.2), ValueError, "`cutoff` is needed for 'dsf'"),
     "no alpha": (lambda: Electrostatics("dsf", cutoff=8.0), ValueError, "`alpha` is missing"),
+    "array of texts": (
+        lambda: Calculator(Electrostatics("ewald", np.array(["+", "-"] * 4))).get_potential_energy(salt()),
+        TypeError,
+        "`charges` must hold numbers",
+    ),
     "charge": (lambda: Electrostatics("ewald", {"Na": "plus"}), TypeError, "`charges:Na` must be a number"),
 }
 
