@@ -158,13 +158,11 @@ def prepared(
     def ordinary(arguments: list[Any]) -> None:
         launch(kernel, dim, arguments, device=device, lanes=lanes, record_tape=False, kind=kind)
 
-    if not device.is_cpu or kernel.is_generic:
-        return ordinary
     how, rows = layout("cpu"), _grid(dim)
+    if not device.is_cpu or kernel.is_generic or how.warps or 0 in rows:
+        return ordinary
     grid = (*rows, 1) if lanes else rows
     key, cost_key, calls = (kernel, device.alias, how.block), (kernel, kind), itertools.count(1)
-    if how.warps or 0 in grid:
-        return ordinary
     offset = [0] if is_gather_only(kernel) else []
 
     def whole(arguments: list[Any]) -> None:
