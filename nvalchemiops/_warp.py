@@ -126,10 +126,10 @@ def without_driver_message() -> Iterator[None]:
     Warp prints it from native code, past ``sys.stderr`` and its own log level. So the file descriptor is redirected
     inside, and everything else is written afterwards.
     """
-    sys.stderr.flush()
     try:
+        sys.stderr.flush()
         original = os.dup(2)
-    except OSError:  # a process without standard error
+    except (AttributeError, OSError):  # a process without standard error, where `sys.stderr` is None
         yield
         return
     with tempfile.TemporaryFile() as caught:

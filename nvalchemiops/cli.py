@@ -1,6 +1,7 @@
 """The ``nvalchemiops`` command: ``info``, ``warmup``, ``tune``, ``energy``, ``md``, ``relax`` and ``stand-in``."""
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -25,10 +26,12 @@ OPTIONAL_PACKAGES = ("torch", "jax", "ase")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 for success, 1 if some results are missing, 2 for misuse."""
-    options = _parser().parse_args(arguments)
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_note
-        return options.run(options)
+    # without standard error, notes and bars would go to standard output
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr or nowhere):
+        options = _parser().parse_args(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_note
+            return options.run(options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,8 +2,14 @@
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+
+def on_terminal() -> bool:
+    """Whether somebody sees a bar: standard error is a terminal. A process may have none at all."""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager

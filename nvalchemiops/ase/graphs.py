@@ -1,7 +1,6 @@
 """Graphs of many structures for networks: one batch of tensors from ASE's atoms."""
 
 import importlib.util
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import ase
 import numpy as np
 import torch
 
-from nvalchemiops.progress import progress_bar
+from nvalchemiops.progress import on_terminal, progress_bar
 from nvalchemiops.torch.neighbors import neighbor_list
 
 ATOMS_PER_SEARCH = 50_000
@@ -173,7 +172,7 @@ def atoms_to_graph(
     found: list[tuple[torch.Tensor, ...]] = []
     if progress and importlib.util.find_spec("tqdm") is None:
         raise ImportError("`progress` needs tqdm: pip install tqdm")
-    shows = len(structures) >= MANY and sys.stderr.isatty() if progress is None else progress
+    shows = len(structures) >= MANY and on_terminal() if progress is None else progress
     with progress_bar(len(structures), "structure", shows) as show:
         begin = 0
         for end in ends.tolist():

@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 from nvalchemiops.ase import command
 from nvalchemiops.ase.models import FromASE
 from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
+from nvalchemiops.progress import on_terminal
 from nvalchemiops.torch import dynamics
 from nvalchemiops.torch.dynamics import CellFilter, Integrator, State, nose_hoover, nve, simulate
 from nvalchemiops.torch.dynamics.simulate import RECORDS, check_format
@@ -101,7 +101,7 @@ def md(options: argparse.Namespace) -> int:
             hooks=[table.after_step],
             trajectory=paths,
             trajectory_every=table.every,
-            progress=sys.stderr.isatty(),
+            progress=on_terminal(),
         )
     except ValueError as error:  # such as positions that are not finite, or far away
         raise ValueError(f"after step {table.step}: {error} (is --dt = {options.dt:g} fs too long?)") from error
@@ -234,7 +234,7 @@ def relax(options: argparse.Namespace) -> int:
         cell=cell,
         fixed=fixed if bool(fixed.any()) else None,
         max_steps=options.max_steps,
-        progress=sys.stderr.isatty(),
+        progress=on_terminal(),
     )
     results = []
     stress = relaxed.evaluation.stress

@@ -1,6 +1,7 @@
 """The ``nvalchemiops`` command: versions and devices, and kernels compiled ahead of their use."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import nvalchemiops
-from nvalchemiops import cli
+from nvalchemiops import _warp, cli
 from tests.support.processes import command, output_of, run_interpreter, run_python
 
 
@@ -76,6 +77,15 @@ def test_info_where_the_home_cannot_be_written(tmp_path):
     assert str(tmp_path) in finished.stdout
 
 
+def test_only_the_line_about_a_missing_driver_is_dropped(capfd, monkeypatch):
+    for stderr in (sys.stderr, None):  # None in a process without standard error
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with _warp.without_driver_message():
+            os.write(2, b"one\nWarp: " + _warp.NO_DRIVER_MESSAGE + b" here\nother\n")
+        said = capfd.readouterr().err.splitlines()
+        assert said[:1] + said[-1:] == ["one", "other"] and len(said) == (3 if stderr is None else 2)
+
+
 @pytest.mark.parametrize("arguments", [(), ("dance",), ("warmup", "--device", "abacus")])
 def test_misuse_prints_usage(arguments):
     finished = command(*arguments)
@@ -87,7 +97,7 @@ def test_misuse_prints_usage(arguments):
 KERNELS = """
 import sys
 import warp as wp
-from nvalchemiops import cli
+from nvalchemiops import _warp, cli
 
 @wp.kernel(module="unique")
 def good(x: wp.array(dtype=wp.float64)):

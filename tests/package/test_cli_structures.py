@@ -1,6 +1,7 @@
 """The commands ``nvalchemiops energy``, ``md`` and ``relax``: structures in files, and nothing else is printed."""
 
 import json
+import sys
 
 import ase.io
 import ase.units
@@ -444,6 +445,13 @@ def test_relax_that_does_not_converge(crystals, capsys):
     )
     for frame in json.loads(printed)["frames"]:
         assert (frame["steps"], frame["converged"], len(frame["forces"])) == (2, False, 8)
+
+
+def test_without_standard_error_notes_are_nowhere(crystals, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    options = ["--max-steps", "2", "--fmax", "1e-6", "--json"]
+    assert cli.main(["relax", "argon.xyz", *ARGON, *options]) == 1
+    assert len(json.loads(capsys.readouterr().out)["frames"]) == 2
 
 
 def test_molecules_move_and_relax(files, capsys):

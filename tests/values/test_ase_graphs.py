@@ -136,6 +136,12 @@ def test_progress_counts_structures(monkeypatch, capsys):
     assert not capsys.readouterr().err  # few structures
     atoms_to_graph(structures(), 4.0, progress=True)
     assert f"{len(structures())}/{len(structures())}" in capsys.readouterr().err
+    with monkeypatch.context() as patch:  # many, but nobody sees it
+        patch.setattr(graphs, "MANY", 1)
+        atoms_to_graph(structures(), 4.0)
+        patch.setattr(sys, "stderr", None)  # in a process without standard error
+        atoms_to_graph(structures(), 4.0)
+        assert not capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ImportError, match="`progress` needs tqdm"):
         atoms_to_graph(structures(), 4.0, progress=True)
