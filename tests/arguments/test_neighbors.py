@@ -192,6 +192,7 @@ def test_one_number_too_few_or_too_many_is_named():
         (lambda: search(X, 1.0, cutoff2=2.0, max_neighbors=3, max_neighbors1=3), "`max_neighbors1`"),
         (lambda: search(X, 1.0, batch_ptr=none), "`batch_ptr`"),
         (lambda: neighbors.suggest_neighbor_list_method(none, cutoff=1.0), "`batch_ptr`"),
+        (lambda: neighbors.suggest_neighbor_list_method(PTR, cells[:, :2], positions=X), "`cell`"),
         (lambda: neighbors.estimate_cell_list_sizes(cells, PERIODIC, 1.0), "`cell` must be one cell"),
         (lambda: bins(*allocate_cell_list(4, 1, radius, "cpu")), "`atoms_per_cell_count`"),
     )
