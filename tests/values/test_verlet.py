@@ -508,6 +508,8 @@ def test_a_failed_search_leaves_the_list_as_it_was():
         ("positions", (lost.tolist(), cells, None, batch_idx)),
         ("cell", (x, flat, None, batch_idx)),
         ("cell", (x, cells.float(), None, batch_idx)),
+        ("`cell`", (x, cells.numpy(), None, batch_idx)),
+        ("`batch_idx`", (x, cells, None, batch_idx.numpy())),
         ("batch_idx", (x, cells, None, batch_idx - 1)),
     ):
         with pytest.raises((ValueError, TypeError), match=match):

@@ -432,7 +432,7 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], systems: Systems) ->
 
 def _layout(systems: Systems) -> tuple[Any, ...]:
     """Shapes, dtypes and devices: if they change, the list cannot be kept."""
-    return tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in systems)
+    return tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else type(t) for t in systems)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
