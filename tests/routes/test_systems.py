@@ -162,6 +162,8 @@ def test_neighbors_that_are_too_few_are_an_error():
     matrix, counts, shifts = neighbor_list(SYSTEM.positions, 4.0, SYSTEM.cell, batch_idx=SYSTEM.batch_idx)
     with pytest.raises(ValueError, match="`matrix` has 3 columns, but an atom has"):
         Neighbors.from_matrix(matrix[:, :3], shifts[:, :3], counts=counts)
+    most = int(counts.max())  # the longest row needs no padding
+    assert Neighbors.from_matrix(matrix[:, :most], shifts[:, :most], counts=counts).matrix.shape[1] == most
 
 
 # -- from ASE ---------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ class _Look:
             n_cells = cell.shape[0] if cell.ndim == 3 else 1
         if pbc is not None:
             n_pbc = pbc.shape[0] if pbc.ndim == 2 else 1
-        self.fits = {n_cells, n_pbc} <= {1, n_systems} and (inverse is None or n_cells == inverse.shape[0])
+        self.fits = inverse is None or n_cells == inverse.shape[0]  # not with axes for each system and one cell
         self.kept = order, begin, positions, None, pbc, None, cell, None, inverse
         self.addresses = [0 if t is None else t.data_ptr() for t in self.kept]
         self.forms = [None if t is None else (t.shape, t.dtype, t.device) for t in old[:5]]
