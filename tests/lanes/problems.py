@@ -267,6 +267,8 @@ def searches() -> Problem:
             for half, method in ((False, None), (True, None), (False, "batch_naive"))
         ]
         lists += [neighbor_list(x[:n], 3.5, return_neighbor_list=True) for n in LENGTHS]
+        around = {"batch_idx": batch_idx, "method": "batch_cell_list"}  # bins go round the ring of each system
+        lists += [neighbor_list(x, 3.5, return_neighbor_list=True, **around)]
         # rows that share candidates, and differ in how many bins they reach
         cells = [edge * torch.eye(3, dtype=F64) for edge in (9.5, 10.5, 11.5)]
         lists += [neighbor_list(x, 4.0, cell, return_neighbor_list=True) for cell in cells]
