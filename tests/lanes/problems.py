@@ -274,6 +274,7 @@ def searches() -> Problem:
         lists += [neighbor_list(x, 4.0, cell, return_neighbor_list=True) for cell in cells]
         chosen = ({}, {"half_fill": True}, {"target_indices": targets})
         matrices = [neighbor_list(x, 3.5, **options, **room, **more) for more in chosen]
+        matrices += [neighbor_list(x, 0.5, **options, max_neighbors=1)]
         parts = [sorted_list(*found) for found in lists] + [sorted_matrix(*found) for found in matrices]
         return [part for each in parts for part in each]
 
