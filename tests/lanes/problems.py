@@ -297,6 +297,10 @@ def searches_near_the_cutoff() -> Problem:
             neighbor_list(scale * x, scale * 2.0, scale * cell, return_neighbor_list=True)
             for scale in (1.0, 1e-21, 1e21, 1e38)
         ]
+        lists += [  # atoms and their own images
+            neighbor_list(x[:3], 4.0 * (1.0 + step), 4.0 * rotation, return_neighbor_list=True, half_fill=half)
+            for step, half in ((-1e-8, False), (1e-8, False), (1e-8, True))
+        ]
         wide = 1e12 * torch.eye(3, dtype=F64)  # some atoms are at its other end, where places have few digits
         steps = (-4e-5, -2e-5, 0.0, 2e-5, 4e-5)
         lists += [neighbor_list(x - 100.0, 1.0 + step, wide, return_neighbor_list=True) for step in steps]
