@@ -16,9 +16,6 @@ from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
 from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.types import inner_shape, scalar_type
 
-_GENERIC = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
-"""Dtypes of tensors that generic kernels take."""
-
 
 def launch(
     kernel: wp.Kernel,
@@ -169,9 +166,11 @@ def _unusual(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> An
     if expected.element is not Any:
         raise TypeError(f"{_label(kernel, expected)}: expected dtype {expected.dtype}, got {tensor.dtype}")
     # a generic kernel picks its overload by the type of the array, which a descriptor does not have
-    if tensor.dtype not in _GENERIC:
-        raise TypeError(f"{_label(kernel, expected)}: dtype {tensor.dtype} has no Warp scalar type")
-    return wp.from_torch(tensor.detach(), dtype=wp.dtype_from_torch(tensor.dtype))
+    try:
+        scalar = wp.dtype_from_torch(tensor.dtype)
+    except TypeError:
+        raise TypeError(f"{_label(kernel, expected)}: dtype {tensor.dtype} has no Warp scalar type") from None
+    return wp.from_torch(tensor.detach(), dtype=scalar)
 
 
 MOST_ELEMENTS = 2**31 - 1

@@ -4,6 +4,7 @@ import os
 import textwrap
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nvalchemiops import loading
 from nvalchemiops import threads as shared
 from nvalchemiops.layout import CPU, GPU, layout, replaced_layout
 from nvalchemiops.torch.launch import describe, launch, launch_adjoint
+from tests.support.mistakes import assert_named
 from tests.support.processes import in_threads, output_of, run_python
 
 
@@ -46,6 +48,18 @@ def lane_sum(offset: wp.int32, x: wp.array2d(dtype=wp.float64), y: wp.array(dtyp
         for k in range(x.shape[1]):
             total += x[i, k]
         y[i] = total
+
+
+@wp.kernel(enable_backward=False)
+def scaled(vectors: wp.array(dtype=wp.vec3d), factor: wp.float64):
+    i = wp.tid()
+    vectors[i] *= factor
+
+
+@wp.kernel(enable_backward=False)
+def doubled(x: wp.array(dtype=Any), y: wp.array(dtype=Any)):
+    i = wp.tid()
+    y[i] = x[i] + x[i]
 
 
 def run_row_sum(x):
@@ -171,6 +185,15 @@ def test_one_lane_on_the_cpu():
     torch.testing.assert_close(y, x.sum(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16], ids=str)
+def test_a_generic_kernel_takes_what_it_is_given(dtype):
+    """Also with strides, and without elements."""
+    for x in (torch.arange(7).to(dtype), torch.arange(7).to(dtype)[::2], torch.arange(0).to(dtype)):
+        y = torch.empty_like(x)
+        launch(doubled, x.shape[0], [x], [y])
+        assert torch.equal(y, 2 * x)
+
+
 def test_the_layout_of_a_launch_is_decided_in_one_place_and_can_be_replaced():
     x, y = torch.rand(3, 37, dtype=torch.float64), torch.empty(3, dtype=torch.float64)
     seen = []
@@ -200,11 +223,23 @@ def test_declarations_that_promise_too_much():
         core.gather_only(with_adjoint)
 
 
-def test_wrong_number_of_arguments():
-    x = torch.rand(10, 3)
-    run_row_sum(x)
-    with pytest.raises(TypeError, match="takes 3 arguments, got 2"):
-        launch(row_sum, 10, [x], [torch.empty(10, dtype=torch.float64)])
+def test_arguments_that_do_not_fit_the_kernel():
+    x, index, vectors = torch.ones(6).double(), torch.zeros(6, dtype=torch.int32), torch.ones(2, 3).double()
+    mistakes = [
+        (scatter, [x, index], TypeError, "takes 3 arguments, got 2"),
+        (row_sum, [vectors.float(), x], TypeError, "takes 3 arguments, got 2"),
+        (scatter, [x.float(), index, x], TypeError, "`x`: expected dtype torch.float64, got torch.float32"),
+        (scatter, [x[:, None], index, x], ValueError, r"`x`: expected 1 array dimensions, got shape \(6, 1\)"),
+        (scatter, [x, index, x.to("meta")], ValueError, "`total` is on meta, but other arguments are on cpu"),
+        (scatter, [None, None, None], TypeError, "no tensor, so its device is unknown"),
+        (scaled, [x, 2.0], ValueError, r"`vectors`: .*must end in \(3,\)"),
+        (scaled, [vectors.T.contiguous().T, 2.0], ValueError, r"`vectors`: .*contiguous\(\)"),
+        (scaled, [vectors, x], TypeError, "`factor`: the kernel expects a plain value here"),
+        (doubled, [x.to(torch.complex128), x], TypeError, "`x`: dtype torch.complex128 has no Warp scalar type"),
+    ]
+    assert_named(
+        (text, lambda k=kernel, a=given: launch(k, 2, a), error, text) for kernel, given, error, text in mistakes
+    )
 
 
 def test_launch_commands_keep_no_memory_alive():
