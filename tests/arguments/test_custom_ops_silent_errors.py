@@ -6,6 +6,7 @@ import signal
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 import warp as wp
@@ -111,6 +112,37 @@ def test_identities_follow_globals_defaults_and_closures(monkeypatch):
     assert value_identity(wp.float64(2.0)) == value_identity(wp.float64(2.0)) != value_identity(wp.float64(3.0))
     tensors = [torch.arange(5_000), torch.arange(5_000).index_fill(0, torch.tensor([2_500]), 0)]
     assert value_identity(tensors[0]) != value_identity(tensors[1])
+    assert value_identity(tensors[0].numpy()) != value_identity(tensors[1].numpy())
+
+
+class Scaled:
+    """Its method is known by what it is made of, where that can be seen."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __repr__(self):
+        return f"Scaled({self.factor})"
+
+    def of(self, x):
+        return self.factor * x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: functools.cache(lambda x: n * x),
+        lambda n: functools.partial(helper, n),
+        lambda n: functools.partial(torch.nn.functional.softmax, dim=n),
+        lambda n: Scaled(n).of,
+        lambda n: [{"factor": {n, helper}}],
+        lambda n: (torch.empty, torch.zeros, np.linalg.norm, np.sin, math.sin, math.cos)[n],
+        lambda n: {torch.nn.functional.silu: (None, n)},
+    ],
+)
+def test_identities_do_not_depend_on_where_objects_are(make):
+    found = [value_identity(make(n)) for n in (1, 1, 2)]
+    assert found[0] == found[1] != found[2] and " at 0x" not in found[0]
 
 
 # -- tensors that are not what their memory says --------------------------------------------------

@@ -366,20 +366,27 @@ def _double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-IDENTITY_OF_A_KERNEL = """
-import sys
+IDENTITIES = """
+import functools, gc, sys
+import torch
 import warp as wp
+import nvalchemiops.torch.ops
 from nvalchemiops.torch.autograd import OutputSpec
 from nvalchemiops.torch.autograd.naming import value_identity
+from nvalchemiops.torch.autograd.op import WarpOp
 
 n_rows = int(sys.argv[1])
-print(value_identity([OutputSpec("y", wp.float64, lambda x: (n_rows, x.shape[0]))]))
+options = {"one": {"a", "b", "c", "d"}, "two": [torch.empty, functools.cache(lambda x: (x, n_rows))]}
+print(value_identity([OutputSpec("y", wp.float64, lambda x: (n_rows, x.shape[0])), lambda x: x in {"a", "b", options}]))
+ops = {op.registered: op.identity for op in gc.get_objects() if isinstance(op, WarpOp)}
+print(len(ops), value_identity(sorted(ops.items())))
 """
 
 
 @pytest.mark.later
-def test_outputs_have_the_same_identity_in_every_process(tmp_path):
-    """By which caches of compiled graphs find ops of kernels; another shape has another one."""
-    (tmp_path / "identity.py").write_text(IDENTITY_OF_A_KERNEL)
-    one, same, other = (output_of(run_interpreter(str(tmp_path / "identity.py"), n)).split()[-1] for n in "225")
-    assert one == same != other
+def test_ops_have_the_same_identity_in_every_process(tmp_path):
+    """By which caches of compiled graphs find them, those of the library too; another shape has another one."""
+    (tmp_path / "identities.py").write_text(IDENTITIES)
+    outputs = [output_of(run_interpreter(str(tmp_path / "identities.py"), n)) for n in "225"]
+    one, same, other = (output.split()[-3:] for output in outputs)
+    assert one == same and one[0] != other[0] and one[1:] == other[1:] and int(one[1]) > 30
