@@ -103,6 +103,7 @@ def test_gradient_tracking_is_inherited_unless_told():
         (torch.ones(2, 3, 3).mT, wp.mat33f, ValueError, r"contiguous\(\)"),
         (torch.ones(3), float, TypeError, "`warp_dtype`"),
         ([1.0], wp.float32, TypeError, "`tensor`"),
+        (torch.ones(3, device="meta"), wp.float32, ValueError, "on 'meta'"),
     ],
 )
 def test_impossible_views_are_refused(tensor, warp_dtype, error, match):
@@ -122,7 +123,7 @@ def test_needs_grad():
 
 
 def test_stream_binding_does_nothing_on_the_cpu():
-    with warp_stream_from_torch(torch.ones(3), 7, None) as stream:
+    with warp_stream_from_torch(torch.ones(3), "cpu", 7, None) as stream:
         assert stream is None
 
 
@@ -190,6 +191,8 @@ def test_standard_backward_of_several_outputs():
         (torch.ones(4), ["y", "z"], [wp.float64] * 2, "must be a tuple"),
         ((None, None), "y", None, "2 entries for 1"),
         (torch.ones(4), ["y"], None, "output_dtypes"),
+        ((None, None), ["y", "z"], [wp.float64, wp.float32], "`z` was attached with dtype float64, not float32"),
+        (torch.ones(4), "x", None, "`x` holds no tape"),
     ],
 )
 def test_standard_backward_refuses_what_does_not_match(grads, names, dtypes, match):
@@ -355,6 +358,14 @@ def f_keyword_only(x: torch.Tensor, *, n: int) -> torch.Tensor:
     return x
 
 
+def f_unhashable(x: torch.Tensor, sizes: [int]) -> torch.Tensor:
+    return x
+
+
+def f_unknown(x: "Tensr") -> torch.Tensor:  # noqa: F821
+    return x
+
+
 def f_plain(x: torch.Tensor, n: int = 2) -> torch.Tensor:
     return x * n
 
@@ -363,12 +374,17 @@ def f_default(x: torch.Tensor = None) -> torch.Tensor:
     return x
 
 
+misnamed = warp_custom_op("tests::misnamed", [like("z")], backward="none")(f_plain)
+
+
 @pytest.mark.parametrize(
     "body, options, error, match",
     [
         (f_unannotated, {}, TypeError, "`x` needs a type annotation"),
         (f_unsupported, {}, TypeError, "`options`"),
         (f_keyword_only, {}, TypeError, "`n`"),
+        (f_unhashable, {}, TypeError, "`sizes`"),
+        (f_unknown, {}, TypeError, "Tensr"),
         (f_default, {}, TypeError, "`x`"),
         (f_plain, {"grad_arrays": ["y", "x", "x"]}, ValueError, "'x' twice"),
         (f_plain, {"grad_arrays": ["y", "nothing"]}, ValueError, "'nothing'"),
@@ -388,6 +404,7 @@ def f_default(x: torch.Tensor = None) -> torch.Tensor:
         (f_plain, {"backward": "magic"}, TypeError, "backward"),
         (f_plain, {"backward": lambda x, unknown: x}, ValueError, "'unknown'"),
         (f_plain, {"backward": weighted_square}, ValueError, "'w'"),
+        (f_plain, {"backward": misnamed}, ValueError, r"outputs \['grad_x'\], it has \['z'\]"),
         (f_plain, {"name": "no_namespace"}, ValueError, "namespace::name"),
         (f_plain, {"name": "a::b c"}, ValueError, "namespace::name"),
     ],
@@ -409,6 +426,11 @@ def test_bad_declarations(body, options, error, match):
 def test_bad_output_specs(arguments, error, match):
     with pytest.raises(error, match=match):
         OutputSpec(*arguments)
+
+
+def test_a_function_of_inputs_that_returns_no_warp_type():
+    with pytest.raises(TypeError, match=r"'y': `dtype` returned .*float32, which is not a Warp type"):
+        OutputSpec("y", lambda x: x.dtype, (3,)).resolve((torch.ones(3),))
 
 
 # -- bodies that lie, inputs that do not fit ------------------------------------------------------
@@ -437,6 +459,32 @@ def test_a_body_that_breaks_its_word(result, error, match):
         liar(x)
     with pytest.raises(error, match=match):
         torch.compile(liar, fullgraph=True, backend="aot_eager")(x)
+
+
+def test_a_body_without_outputs_that_returns_one():
+    @warp_custom_op("tests::talkative", outputs=[], mutates_args=("x",))
+    def talkative(x: torch.Tensor) -> None:
+        return x.add_(1.0)
+
+    with pytest.raises(ValueError, match="returned Tensor, but no output is declared"):
+        talkative(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "result, match",
+    [
+        (lambda g: {"w": g, "y": g}, r"a gradient for 'y', not one of \['x', 'w'\]"),
+        (lambda g: g, "returned 1 gradients for 2 inputs"),
+        (lambda g: (g, g, g), "returned 3 gradients for 2 inputs"),
+    ],
+)
+def test_a_backward_that_breaks_its_word(result, match):
+    @warp_custom_op("tests::odd_backward", outputs=[like("y")], backward=lambda grad_y: result(grad_y))
+    def op(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x * w
+
+    with pytest.raises(ValueError, match=match):
+        op(leaf(3), leaf(3)).sum().backward()
 
 
 def test_outputs_must_not_share_memory():
