@@ -10,11 +10,13 @@ import torch
 import warp as wp
 
 from nvalchemiops.torch import RecordingError, record
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.storage import _has_no_gaps
+from tests.support.ops import weighted_square
 from tests.support.systems import triclinic
 
 F64 = torch.float64
@@ -306,15 +308,33 @@ REFUSED = {
     "a SimpleNamespace with tensors": lambda x: types.SimpleNamespace(found=[x.sin()]),
     "a set with tensors": lambda x: (1.0, {x.sin()}),
     "moves a tensor": lambda x: (2.0 * x).resize_(30) + 1.0,
+    "has written": lambda x: torch.empty(3) * 2.0 + x,
+    "weighted_square.default cannot be replayed": lambda x: weighted_square(x.double(), x.double()),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_done_again_is_refused_by_name(reason):
-    x = torch.rand(3)
+    calls = []
+    again = record(lambda x: (calls.append(None), REFUSED[reason](x))[1])
     with pytest.raises(RecordingError, match=reason):
-        record(REFUSED[reason])(x)
+        again(torch.rand(3))
+    assert len(calls) == 1
     OUTSIDE.zero_()
+
+
+@warp_custom_op("tests::doubled_by_warp", [OutputSpec("y", wp.float32, lambda x: x.shape)], backward="none")
+def doubled_by_warp(x: torch.Tensor) -> torch.Tensor:
+    return launched_by_warp(x)
+
+
+def test_an_op_is_followed_as_a_whole():
+    """Whatever its body does, as long as it is the same in each call."""
+    again = record(lambda x: doubled_by_warp(x.sin()) + x)
+    for k in range(3):
+        x = torch.ones(3) + k
+        assert torch.equal(again(x), 2.0 * x.sin() + x)
+    assert "1 replayed" in again.explain()
 
 
 def test_what_a_kernel_reads_is_not_written(system):
@@ -368,6 +388,10 @@ def test_where_others_see_the_operations_the_function_is_called(system):
     with torch.inference_mode():
         inside = again(x)
     assert torch.equal(inside, step(x)) and torch.equal(again(x), step(x))
+    y, product = torch.rand(2, 2), record(torch.mm)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert product(y, y).dtype is torch.bfloat16
+    assert torch.equal(product(y, y), y @ y) and "1 recorded" in product.explain()
 
 
 @pytest.mark.parametrize("form", ["function", "block"])
@@ -422,7 +446,12 @@ def by_a_counter(x):
 by_a_counter.calls = 0
 
 
-@pytest.mark.parametrize("step", [in_another_thread, by_a_counter])
+def as_long_as_a_counter(x):
+    by_a_counter.calls += 1
+    return x.sum() * torch.ones(by_a_counter.calls)
+
+
+@pytest.mark.parametrize("step", [in_another_thread, by_a_counter, as_long_as_a_counter])
 def test_what_is_not_followed_is_noticed_when_values_change(step):
     again, x = record(step), torch.rand(4)
     again(x), again(x)

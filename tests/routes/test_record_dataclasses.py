@@ -63,6 +63,8 @@ def test_dataclasses_may_be_models_whose_tensors_are_read(options):
             assert torch.equal(one.plus(x), one.scale + x)
     with pytest.raises(RecordingError, match="reads values"):  # an error that is the same for constants
         record(lambda one, x: x * float(x[0]))(one, x)
+    with pytest.raises(TypeError, match="must be hashable"):
+        record(lambda one, names: one.x)(Frozen(x, 1.0), {1})
 
 
 def test_models_whose_tensors_are_read_leave_other_dataclasses_containers():
