@@ -227,8 +227,6 @@ class Recorded:
         """Why a call with these tensors runs without a plan; None if it may have one."""
         if not is_eager(*moving) or has_function_modes():
             return "compilers, transforms and modes see the operations"
-        if current_recorder() is not None:
-            return "it is part of another recording"
         tracked = [t for t in moving if t.requires_grad]
         if len(tracked) > 1 and not all([t.is_leaf for t in tracked]):
             return "arguments with gradients may depend on each other"
