@@ -150,12 +150,14 @@ def bad_values(batched):
     yield ValueError, "rebuild_flags", {"rebuild_flags": torch.ones(systems, dtype=torch.bool)}
     yield ValueError, "rebuild_flags", {**rows, "rebuild_flags": torch.ones(systems + 1, dtype=torch.bool)}
     yield TypeError, "rebuild_flags", {**rows, "rebuild_flags": torch.ones(systems)}
+    yield ValueError, "rebuild_flags", {**rows, "rebuild_flags": torch.ones(1, dtype=torch.bool, device="meta")}
     geometry = {"neighbor_vectors": torch.zeros(4, 8, 3).double(), "neighbor_distances": torch.zeros(4, 8).double()}
     for name, value in geometry.items():
         yield ValueError, name, {**rows, name: value[:3]}
         yield ValueError, name, {**rows, name: value[:, :7]}
         yield TypeError, name, {**rows, name: value.float()}
         yield TypeError, name, {**rows, name: value.tolist()}
+        yield ValueError, name, {**rows, name: value.clone().requires_grad_()}
 
 
 def mistakes(function, good):

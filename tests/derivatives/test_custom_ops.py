@@ -454,6 +454,11 @@ def test_gradients_past_a_mutated_buffer():
     torch.testing.assert_close(scratch, (x * w).detach())
     scratch.zero_()  # the recording has its own
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, w)), (2 * x * w, x * x))
+    torch.testing.assert_close(torch.autograd.grad(with_scratch(x, w).sum(), (x, w)), (2 * x * w, x * x))
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):  # as if the graph were elsewhere
+        y = with_scratch(x, w, scratch)
+    with pytest.raises(RuntimeError, match="cannot run again"):
+        y.sum().backward()
 
 
 def test_mutated_argument_must_not_require_a_gradient():

@@ -219,6 +219,19 @@ def test_backward_may_return_gradients_by_name_and_leave_some_out():
     torch.testing.assert_close(found[1], x.detach())
 
 
+def test_no_cotangent_arrives_from_a_constant():
+    @warp_custom_op("tests::by_a_constant", [like("z")], grad_arrays=["z", "x"], backward=lambda y, grad_z: grad_z * y)
+    def by_a_constant(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+    def function(x):
+        return by_a_constant(x, cube(x, W)).sum()
+
+    expected, x = cube_reference(X, W), X.clone().requires_grad_()
+    for found in (F.grad(function)(X), F.jacfwd(function)(X), torch.autograd.grad(function(x), x)[0]):
+        torch.testing.assert_close(found, expected)
+
+
 def test_missing_cotangents_are_zeros_or_none():
     seen = {}
 

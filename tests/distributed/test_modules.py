@@ -21,7 +21,7 @@ class Doubled(torch.autograd.Function):
 class Layers(torch.nn.Module):
     def __init__(self, reentrant):
         super().__init__()
-        self.first, self.second, self.reentrant = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1), reentrant
+        self.first, self.second, self.reentrant = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 1), reentrant
 
     def forward(self, x):
         if self.reentrant is None:

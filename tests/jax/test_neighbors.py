@@ -62,6 +62,13 @@ def test_matrices_of_a_declared_width_are_those_of_torch_under_jit(form):
     same(found, in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **options))
 
 
+def test_axes_that_are_not_periodic_need_no_cell_under_jit():
+    """Which of them are is known only when the program runs."""
+    search = jax.jit(lambda pbc: neighbors.neighbor_list(X, 3.0, pbc=pbc, max_neighbors=8))
+    expected = neighbors.neighbor_list(X, 3.0, max_neighbors=8)
+    assert all(map(np.array_equal, search(jnp.zeros(3, bool)), expected))
+
+
 def test_matrices_are_written_into_memory_of_jax(monkeypatch):
     """They may be most of the memory of a step, so a copy of them is not free."""
     copied = []

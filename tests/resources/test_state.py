@@ -139,6 +139,11 @@ def test_a_sum_prepared_in_single_precision_comes_back():
         assert torch.equal(one, other)
 
 
+def trained(module, alpha):
+    module.alpha = torch.nn.Parameter(alpha)
+    return module
+
+
 # -- what cannot be restored ------------------------------------------------------------------------
 
 
@@ -181,6 +186,12 @@ REFUSED = {
         "`a1`, `a2` not in the state dict",
     ),
     "other elements": (lambda: d3(elements=[1, 8, 17]).state_dict(), d3, r"`elements` are \(1, 17\), but \(1, 8, 17\)"),
+    "no values": (lambda: {"alpha": torch.empty(1, device="meta")}, pme, "`alpha` must be a tensor with values"),
+    "another shape": (
+        lambda: pme(0.7).state_dict(),
+        lambda: trained(pme(), torch.tensor([0.6, 0.6], dtype=F64)),
+        r"`alpha` has shape \(2,\), but \(1,\)",
+    ),
     "another table": (lambda: d3(data=altered_table()).state_dict(), d3, "`parameters` have other values"),
 }
 
@@ -230,8 +241,11 @@ def test_alpha_may_be_trained(make):
     saved.alpha = torch.nn.Parameter(saved.alpha)
     (slope,) = torch.autograd.grad(saved(X, Q, CELL)[0], saved.alpha)
     assert slope != 0 and list(saved.state_dict()) == ["alpha", "_extra_state"]
-    loaded = make()
-    loaded.alpha = torch.nn.Parameter(loaded.alpha)
+    loaded, direct = (trained(make(), torch.tensor([0.6], dtype=F64)) for _ in range(2))
+    direct.set_extra_state(saved.get_extra_state())
+    assert direct.alpha == 0.6, "it is no part of the entry"
+    direct.alpha.data.fill_(0.7)
+    same(direct, saved)
     for module in (loaded, make()):
         module.load_state_dict(from_file(saved))
         same(module, saved)
@@ -277,6 +291,8 @@ def test_modules_without_memory(make):
     with torch.device("meta"):
         empty = make()
     assert "alpha=?" in repr(empty)
+    with pytest.raises(RuntimeError, match="`alpha`, but not the matching"):
+        empty.load_state_dict(old(make(), "alpha"))
     same_kind = copy.deepcopy(empty).to_empty(device="cpu")
     with pytest.raises(ValueError, match="must be positive and finite"):
         of(same_kind)

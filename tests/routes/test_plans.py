@@ -420,6 +420,8 @@ def test_plans_are_limited_and_switched_off(monkeypatch):
     assert len(plans_of_calls()) == 1
     with pytest.raises(ValueError, match="n_bytes"):
         plans.limit(-1)
+    with pytest.raises(ValueError, match="`device`"):
+        plans.limit(0, "gpu")
     script = """
         import json
         from nvalchemiops.torch import plans

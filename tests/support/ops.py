@@ -139,8 +139,9 @@ def product_kernel(x: reals, w: reals, y: reals):
 
 
 @autograd.warp_custom_op("tests::with_scratch", outputs=[like("y")], mutates_args=("scratch",))
-def with_scratch(x: torch.Tensor, w: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+def with_scratch(x: torch.Tensor, w: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
     y = torch.empty_like(x)
+    scratch = torch.empty_like(x) if scratch is None else scratch
     track = autograd.needs_grad(x, w)
     x_array, w_array = autograd.warp_from_torch(x, wp.float64), autograd.warp_from_torch(w, wp.float64)
     s_array = autograd.warp_from_torch(scratch, wp.float64, requires_grad=track)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nvalchemiops.torch.graph import Graph
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
     ParticleMeshEwald,
@@ -424,3 +425,18 @@ def test_virials_of_a_molecule_are_differentiated(names, batch):
     assert torch.autograd.gradcheck(virial, (x, q, *given))
     assert torch.autograd.gradgradcheck(virial, (x, q, *given), fast_mode=True)
     assert not torch.autograd.grad(sum(t.square().sum() for t in results(x, q, *given)), cell)[0].any()
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_edges_of_a_graph_without_cells(batch, in_batch):
+    """All pairs of one system, or of each, that are closer than the cutoff."""
+    positions, _, _, of_atom, _ = batch
+    graph = Graph(System(positions, batch_idx=of_atom if in_batch else None), 3.0)
+    near = (torch.cdist(positions, positions) < 3.0) & (of_atom[:, None] == of_atom if in_batch else True)
+    receivers, senders = near.fill_diagonal_(False).nonzero().T
+    order = (graph.receivers * len(positions) + graph.senders).argsort()
+    assert torch.equal(graph.receivers[order], receivers) and torch.equal(graph.senders[order], senders)
+    close(graph.vectors, graph.at_senders(positions) - graph.at_receivers(positions), 1e-14)
+    close(graph.to_receivers(graph.distances), (torch.cdist(positions, positions) * near).sum(1))
+    of_system = graph.sum(positions)
+    assert torch.equal(graph.at_atoms(of_system), of_system[of_atom.long() if in_batch else torch.zeros(22).long()])

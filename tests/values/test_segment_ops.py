@@ -199,6 +199,7 @@ X, IDX = torch.ones(3, 3), torch.tensor([0, 1, 1], dtype=torch.int32)
         (lambda: segmented_dot(X, X[:, :1], IDX, 2), ValueError, "`y` must have the shape of `x`"),
         (lambda: segmented_mul(X, torch.ones(3), IDX, 2), ValueError, "`y` has 3 rows, but `num_segments` is 2"),
         (lambda: segmented_mul(X, torch.ones(2, 2), IDX, 2), ValueError, "`y`"),
+        (lambda: segmented_mul(X, torch.tensor(2.0), IDX, 2), ValueError, "`y` must have one row for each entry"),
         (lambda: segmented_matvec(X, torch.ones(3, 3), IDX, 3), ValueError, "`m`"),
         (lambda: segmented_matvec(X, torch.ones(3, 3, 3), IDX, 2), ValueError, "`m` has 3 rows"),
         (lambda: segmented_sum([1.0], IDX, 2), TypeError, "`x` must be a torch.Tensor"),
