@@ -164,11 +164,10 @@ def _function_of(text: str) -> _Whole:
     if release != __version__:
         raise RuntimeError(f"a graph was compiled with nvalchemiops {release}: compile it again with {__version__}")
     pkgutil.resolve_name(path)  # imports the module, which registers the function
-    constant, make = _part(arguments)
+    _, make = _part(arguments)
+    assert make is not None, "there is no op without tensors"
 
     def applied(function: Callable[..., Any]) -> Callable[..., Any]:
-        if make is None:
-            return lambda *leaves: function(*constant)
         return lambda *leaves: function(*make(Leaves(*map(iter, leaves))))
 
     return _Whole(*map(applied, _functions[path]))
