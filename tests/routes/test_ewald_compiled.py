@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from nvalchemiops import __version__
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
     ewald_summation,
@@ -318,6 +319,8 @@ def test_the_op_fulfils_its_contract():
     (*leaves, _, _, text, _, _), weights = args, torch.linspace(1.0, 2.0, 5, dtype=torch.float64)
     torch.library.opcheck(one_op, (*leaves, [weights], [], text, [], [1, 2, 0, 0, 1]))
     torch.library.opcheck(one_op, (*leaves, [weights], [x.clone()], text, [], [1, 1, 0, 0]))
+    with pytest.raises(RuntimeError, match="compile it again"):
+        one_op(*leaves, [], [], text.replace(__version__, "0.1"), [], [])
 
 
 PAIRS = torch.tensor([[0], [1]])

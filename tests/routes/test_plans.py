@@ -171,6 +171,12 @@ def test_a_derivative_that_is_zero_is_differentiated():
 
     for _ in range(6):
         close(call(), 6.0 * x.detach())
+    x = X  # then nothing is left of the second derivative
+    for _ in range(4):
+        (energy,) = run_function("of a test", evaluate, {"positions": x, "factors": factors}, (), {}, ())
+        (slope,) = torch.autograd.grad(energy.sum(), factors, create_graph=True)
+        zero = torch.autograd.grad(slope.sum(), factors, allow_unused=True)[0] if slope.requires_grad else None
+        assert torch.equal(slope, (x**3).sum(1)) and (zero is None or not zero.any())
 
 
 def test_results_that_depend_on_nothing_have_no_graph():
