@@ -295,7 +295,10 @@ def test_all_kinds_of_parameters():
         optional: torch.Tensor | None = None,
         maybe: float | None = None,
         grid: list[int] | None = None,
+        whole: float = 0,
+        whole_or_none: float | None = 0,
     ) -> torch.Tensor:
+        assert type(whole) is type(whole_or_none) is float, "as in a compiled graph"
         assert text == "a b" and list(sizes) == [1, 2]
         extra = 0.0 if optional is None else optional.sum()
         return x * i + f * b + extra + (maybe or 0.0) + sum(grid or [])

@@ -313,7 +313,7 @@ def read_parameters(body: Callable[..., Any], op_name: str) -> tuple[Parameter, 
         default = parameter.default
         if kind == "Tensor" and default is not inspect.Parameter.empty:
             raise TypeError(f"{op_name}: parameter `{name}` has a default, so annotate it `Tensor | None`")
-        if kind == "float" and isinstance(default, int):
+        if kind.startswith("float") and isinstance(default, int):
             default = float(default)
         parameters.append(Parameter(name, kind, default))
     return tuple(parameters)
