@@ -252,7 +252,7 @@ def test_memory_that_is_constant_until_it_is_not():
     def step(x):
         buffer = torch.ones(3, 4)
         first = x * buffer[:, 0]
-        buffer[:, 1] = 5.0
+        buffer[:, :2] = 5.0
         buffer.add_(x[:, None])
         last = buffer[1]
         empty = torch.empty(2, 3)
