@@ -14,6 +14,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.storage import _has_no_gaps
 from tests.support.ops import weighted_square
@@ -283,6 +284,22 @@ def launched_by_warp(x):
     y = torch.empty(3)
     wp.launch(doubled, 3, inputs=[wp.from_torch(x)], outputs=[wp.from_torch(y)], device="cpu")
     return y
+
+
+def test_constants_that_a_kernel_writes_over_what_is_there():
+    """Over values that differ in each call, and over constants that a step has read."""
+
+    def step(x):
+        threes, values, zeros = torch.full((3,), 3.0), 2.0 * x, torch.zeros(3)
+        before = x + zeros
+        launch(doubled, 3, [threes], [values])
+        launch(doubled, 3, [threes], [zeros])
+        return before, values, zeros
+
+    again = record(step)
+    for k in range(4):
+        x = torch.ones(3) + k
+        assert all(map(torch.equal, again(x), step(x)))
 
 
 REFUSED = {
