@@ -288,23 +288,27 @@ def test_weights_that_the_atoms_of_a_channel_share(reduction):
     close(found, torch.autograd.grad(sum(columns), (leaves.x, leaves.cell)))
 
 
+@pytest.mark.parametrize("reduction", ["atom", "system"])
 @pytest.mark.parametrize("shared", [True, False], ids=["of systems", "of atoms"])
-def test_weights_in_a_batch(shared):
+def test_weights_in_a_batch(shared, reduction):
     """The gradient of each system is that of the system alone: a product only if its atoms have the same weight."""
     x, charges, cells, batch_idx = (t.detach() for t in MIXED)
     options = {"alpha": ALPHA, "k_cutoff": 5.0, "cutoff": 5.0}
     weights = torch.linspace(-1.0, 2.0, len(x), dtype=torch.float64)
-    weights = weights[batch_idx.long()] if shared else weights
 
-    def gradient(rows, cell, **of_batch):
-        at = x[rows].requires_grad_()
-        energies = ewald_summation(at, charges[rows], cell, **options, **of_batch)
-        return torch.autograd.grad((energies * weights[rows]).sum(), at)[0]
+    def gradients(rows, cell, weights, **others):
+        leaves = x[rows].requires_grad_(), charges[rows].requires_grad_(), cell.clone().requires_grad_()
+        return torch.autograd.grad((ewald_summation(*leaves, **options, **others) * weights).sum(), leaves)
 
-    found = gradient(slice(None), cells, batch_idx=batch_idx)
+    given = weights[batch_idx.long()] if shared else weights
+    if reduction == "system":
+        given = weights[: len(cells)] if shared else weights[:1].expand(len(cells))
+    every = torch.arange(len(x))
+    by_x, by_charges, by_cells = gradients(every, cells, given, batch_idx=batch_idx, energy_reduction=reduction)
     for number, cell in enumerate(cells):
-        rows = batch_idx == number
-        close([found[rows]], [gradient(rows, cell)])
+        rows = every[batch_idx == number]
+        alone = gradients(rows, cell, given[rows] if reduction == "atom" else given[number])
+        close([by_x[rows], by_charges[rows], by_cells[number]], alone)
 
 
 # -- where numbers are awkward --------------------------------------------------------------------
