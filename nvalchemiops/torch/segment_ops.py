@@ -149,8 +149,7 @@ def segmented_rms_norm(x: torch.Tensor, idx: torch.Tensor, num_segments: int) ->
     _check(num_segments, idx, x=x)
     counts = _counts(idx, num_segments, x)
     mean = segmented_dot(x, x, idx, num_segments) / counts.clamp(min=1.0)
-    # `mean * 0.0` keeps a NaN
-    return torch.where(mean == 0, mean * 0.0, torch.where(mean == 0, 1.0, mean).sqrt())
+    return torch.where(mean == 0, 0.0, torch.where(mean == 0, 1.0, mean).sqrt())
 
 
 def _extreme(x: torch.Tensor, idx: torch.Tensor, num_segments: int, reduce: str, of_none: float) -> torch.Tensor:
