@@ -269,6 +269,25 @@ def test_distances_differentiate_like_those_of_torch():
         np.testing.assert_allclose(f, e.numpy(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("cutoff", [0.0, 0.25, 3.0])
+def test_estimates_of_bins_fit_each_other(cutoff):
+    """The numbers along axes have the total as product, and the radius is the smallest that reaches the cutoff."""
+    cells, pbc = np.stack([CELL[0], 20.0 * CELL[0], np.diag([4.0, 5.0, 0.0])]), np.array([[1, 1, 1]] * 2 + [[1, 1, 0]])
+    options = {"cutoff": cutoff, "pbc": pbc.astype(bool), "buffer_factor": 1.0}
+    total, bins, radius = neighbors.estimate_batch_cell_list_sizes(X, cell=cells, **options)
+    assert int(jnp.prod(bins, axis=1).sum()) == total
+    heights = 1.0 / np.linalg.norm(np.linalg.inv(cells + np.diag([0.0, 0.0, 1e-30])), axis=1)
+    widths = (heights / bins)[pbc == 1]
+    reach = np.asarray(radius)[pbc == 1]
+    assert (reach * widths >= cutoff * (1 - 1e-6)).all() and ((reach - 1) * widths < cutoff).all()
+    alone = neighbors.estimate_cell_list_sizes(X, cells[1], cutoff, pbc[1].astype(bool))
+    assert alone[0] == int(1.5 * jnp.prod(bins[1]))
+    for one, of_batch in zip(alone[1:], (bins, radius), strict=True):
+        np.testing.assert_array_equal(one, of_batch[1])
+    with pytest.raises(ValueError, match="`cell` is needed"):
+        neighbors.estimate_batch_cell_list_sizes(X)
+
+
 class TestState:
     def test_a_call_with_a_state_gives_the_list_and_the_next_state(self):
         state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC)

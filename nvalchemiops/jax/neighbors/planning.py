@@ -16,7 +16,7 @@ check_neighbor_list_rebuild_needed: Any = eager(
 )
 get_neighbor_list_from_neighbor_matrix: Any = eager(formats.get_neighbor_list_from_neighbor_matrix)
 suggest_neighbor_list_method: Any = eager(planning.suggest_neighbor_list_method)
-_sizes: Any = eager(planning.estimate_batch_cell_list_sizes)
+_sizes: Any = eager(planning.bins_of_cells)
 
 
 def estimate_cell_list_sizes(
@@ -62,8 +62,5 @@ def estimate_batch_cell_list_sizes(
         raise ValueError("`cell` is needed: without it bins follow the atoms")
     cells = jnp.reshape(jnp.asarray(cell), (-1, 3, 3))
     axes = jnp.ones((len(cells), 3), bool) if pbc is None else jnp.broadcast_to(jnp.asarray(pbc), (len(cells), 3))
-    total, radius = _sizes(cells, axes, cutoff)
-    volume = jnp.abs(jnp.linalg.det(cells))
-    heights = volume[:, None] / jnp.linalg.norm(jnp.cross(cells[:, [1, 2, 0]], cells[:, [2, 0, 1]]), axis=-1)
-    per_dimension = jnp.maximum(1, jnp.floor(heights * jnp.maximum(radius, 1) / max(cutoff, 1e-30))).astype(jnp.int32)
+    total, per_dimension, radius = _sizes(cells, axes, cutoff)
     return int(total * buffer_factor), per_dimension, radius

@@ -101,11 +101,20 @@ def estimate_batch_cell_list_sizes(
     cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = MOST_BINS, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
     """`estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
+    total, _, radius = bins_of_cells(cell, pbc, cutoff, max_nbins, min_cells_per_dimension)
+    return total, radius
+
+
+def bins_of_cells(
+    cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = MOST_BINS, min_cells_per_dimension: int = 4
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The same, and between total and radii the numbers of bins (n_systems, 3) along each axis."""
     cutoff = checks.check_not_negative("cutoff", cutoff)
     for name, value in (("max_nbins", max_nbins), ("min_cells_per_dimension", min_cells_per_dimension)):
         checks.check_count(name, value, 1)
     bins, radius = _bins(*_lattices(cell, pbc), cutoff, max_nbins, min_cells_per_dimension)
-    return int(bins.prod(axis=1).sum()), torch.as_tensor(radius, dtype=torch.int32, device=cell.device)
+    counts, reach = (torch.as_tensor(a, dtype=torch.int32, device=cell.device) for a in (bins, radius))
+    return int(bins.prod(axis=1).sum()), counts, reach
 
 
 def batch_build_cell_list(
