@@ -196,6 +196,8 @@ def test_cells_relax_with_their_atoms():
     lbfgs_prepare_cell_state(torch.tensor([0, 4, 5], dtype=INT), skew)
     with pytest.raises(ValueError, match="volume"):
         lbfgs_prepare_cell_state(torch.tensor([0, 4, 5], dtype=INT), 0.0 * cells)
+    with pytest.raises(ValueError, match=r"`cell` must have shape \(n_systems, 3, 3\) = \(3, 3, 3\)"):
+        lbfgs_prepare_cell_state(torch.tensor([0, 4, 5, 5], dtype=INT), cells)
 
 
 # -- bins ---------------------------------------------------------------------------------------------

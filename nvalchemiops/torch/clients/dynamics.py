@@ -142,7 +142,10 @@ def nhc_compute_masses(
     """Masses (n_systems, chain_length) of chains: ``kT tau²``, and for the first link that times ``ndof``."""
     if masses is None:
         masses = wp.zeros((num_systems, chain_length), dtype=dtype, device=device)
-    values = (v if isinstance(v, wp.array | Tensor) else torch.tensor(v) for v in (ndof, target_temp, tau))
+    values = (
+        v if isinstance(v, wp.array | Tensor) else torch.tensor(v, dtype=torch.float64)
+        for v in (ndof, target_temp, tau)
+    )
     return _fill_masses(masses, *values)
 
 
