@@ -19,7 +19,7 @@ MATRIX_WITH ?=
 MATRIX_TESTS := $(addprefix tests/,\
 	arguments/test_custom_ops*.py clients/test_dispersion.py clients/test_electrostatics.py \
 	clients/test_import_paths.py derivatives/test_custom_ops*.py derivatives/test_kernel_functions.py \
-	derivatives/test_pair.py derivatives/test_response.py derivatives/test_training.py jax/test_bridge.py \
+	derivatives/test_pair.py derivatives/test_response.py derivatives/test_training.py jax/test_bridge*.py \
 	jax/test_torch_bridge*.py package/test_optional_imports.py package/test_package.py \
 	package/test_torch_internals.py resources/test_cache.py resources/test_copies.py resources/test_openmp.py \
 	routes/test_all_calls_compiled.py routes/test_custom_ops*.py routes/test_default_device.py \

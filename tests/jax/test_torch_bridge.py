@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import threading
 import warnings
 import weakref
 
@@ -100,8 +101,10 @@ def test_wrong_arguments(name):
     """Found when JAX traces, and named."""
     error, text, spec, (x, y) = ERRORS[name]
     wrapper = wrap(lambda x, y: x * y["a"], input_spec=spec)
-    with pytest.raises(error, match=text):
-        wrapper(x, y)
+    for names in ((), ("y",), ("x", "y")):
+        given = (x, y)[: 2 - len(names)]
+        with pytest.raises(error, match=text):
+            wrapper(*given, **{name: {"x": x, "y": y}[name] for name in names})
 
 
 def test_wrong_declarations():
@@ -176,6 +179,13 @@ def test_a_module_that_keeps_tensors_from_a_call():
     module = Keeps()
     assert_same(jax.jit(TorchModuleWrapper(module))(np.ones(3)), jnp.arange(3.0))
     assert type(module.grid) is torch.Tensor
+
+
+def test_a_module_that_cannot_be_copied():
+    """It is asked for shapes itself."""
+    module = Springs()
+    module.lock = threading.Lock()
+    assert_same(jax.jit(TorchModuleWrapper(module))(POSITIONS, PAIRS), springs_of_jax(POSITIONS))
 
 
 def test_copies_on_other_devices_go_with_their_module():

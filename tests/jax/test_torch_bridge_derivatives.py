@@ -200,6 +200,36 @@ def test_a_module_that_does_not_batch():
     assert_same((energies, gradients), ((x**3).sum(1), 3 * x**2))
 
 
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_module_that_takes_no_batch(traced):
+    """It raises when it is asked for shapes, or only when it is called with values."""
+
+    def forward(x):
+        if x.ndim > 1 and (traced or type(x) is torch.Tensor):
+            raise ValueError("one system")
+        return x**2 * x.sum(-1, keepdim=True)
+
+    x = np.arange(6.0).reshape(3, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if traced else "ignore")
+        found = jax.block_until_ready(jax.jit(jax.vmap(wrap(forward)))(x))
+    assert_same(found, x**2 * x.sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_integers_tell_whether_a_module_batches(batches):
+    def forward(x):
+        x = (3.0 * x).long()
+        return x - (x[..., :1] if batches else x.flatten()[0])
+
+    evaluate, x = jax.jit(jax.vmap(wrap(forward))), np.array([[0.0, 1.0], [2.0, 5.0], [7.0, 1.0]])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = jax.block_until_ready(evaluate(x))
+    assert found.dtype == jnp.int64 and (found == 3 * (x - x[:, :1])).all()
+    assert len([warning for warning in said if "batch" in str(warning.message)]) == (not batches)
+
+
 def test_nested_vmap_over_some_arguments():
     wrapper = wrap(lambda x, w: (torch.sin(x) * w).sum(-1), enable_vjp=True)
 
