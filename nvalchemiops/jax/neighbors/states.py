@@ -303,13 +303,13 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
     search, arrays = state.search, {name: as_array(name, given.get(name)) for name in ("positions", *SYSTEMS)}
     given = {**given, **arrays}
     _check_against(search, given)
-    if (given["cell"] is not None) != search.has_shifts and given["cell"] is not None:
+    if given["cell"] is not None and not search.has_shifts:
         raise ValueError("`cell` is given, but `state` was prepared without one")
     arguments = {name: getattr(state, name) if given.get(name) is None else given[name] for name in SYSTEMS}
     arguments |= {"positions": given["positions"], **{name: getattr(search, name) for name in _FIXED}}
     two = len(search.sizes) == 2
     if search.return_neighbor_list:
-        arguments["coo_capacity"] = search.sizes if two else search.sizes[0]
+        arguments["coo_capacity"] = search.sizes
     else:
         names = ("max_neighbors1", "max_neighbors2") if two else ("max_neighbors",)
         arguments |= dict(zip(names, search.sizes))

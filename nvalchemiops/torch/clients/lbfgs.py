@@ -246,7 +246,7 @@ def lbfgs_step_coord(
         for products, values in ((state.ys, sy), (state.ss, ss), (state.yy, yy)):
             _write(products, enters, state.end, values)
         state.end.copy_(torch.where(enters, (state.end + 1) % size, state.end))
-        state.history_count.copy_((state.history_count + enters.to(torch.int32)).clamp(max=size))
+        state.history_count.copy_((state.history_count + enters).clamp(max=size))
         # the curvature along the latest step, by its absolute value; a system that stayed tells nothing
         known = old & (sy != 0.0) & (yy > 0.0)
         start = torch.where(old, state.d0, 1.0 / CURVATURE)

@@ -26,7 +26,7 @@ def _powers(
     if known:
         if any(values is None for values in given):
             raise ValueError("`compute_reductions=False` needs `Σ F·v`, `Σ v·v` and `Σ F·F`, which are not all given")
-        return [values.clone() for values in given if values is not None]
+        return [values for values in given if values is not None]
     pairs = (forces, velocities), (velocities, velocities), (forces, forces)
     found = [values.to(forces.dtype) for values in rows.dots(*pairs)]
     for scratch, values in zip(given, found):

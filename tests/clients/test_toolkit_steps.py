@@ -1,9 +1,10 @@
-"""What nvalchemi-toolkit may leave out of its steps of dynamics, or give in another form: the results are the same."""
+"""Steps of dynamics as nvalchemi-toolkit calls them: flows that are known exactly, and what calls may leave out."""
 
 import numpy as np
 import pytest
 import torch
 import warp as wp
+from scipy.linalg import expm
 
 from tests.clients.test_toolkit_names import (
     FLOAT,
@@ -16,7 +17,45 @@ from tests.clients.test_toolkit_names import (
     scalars,
     steps,
     utils,
+    warp_is_ready,  # noqa: F401
 )
+
+
+def flow(matrix, push, start, time):
+    """The solution of ``dy/dt = matrix y + push``."""
+    homogeneous = np.zeros((4, 4))
+    homogeneous[:3, :3], homogeneous[:3, 3] = matrix, push
+    return (expm(float(time) * homogeneous) @ [*start, 1.0])[:3]
+
+
+@pytest.mark.parametrize("mode", ["isotropic", "anisotropic", "triclinic"])
+def test_atoms_in_a_cell_that_moves(mode):
+    """Their places for a step, and their velocities under forces for half a step."""
+    s, volume = Systems(0.5), torch.ones(2, dtype=FLOAT)
+    s.rate[:, 0, 1] += 0.4  # it need not be symmetric
+    start = [t.numpy().copy() for t in (s.x, s.v)]
+    steps.npt_position_update(*arrays(s.x, s.v, s.cells, s.rate, s.dt), batch_idx=arrays(IDX)[0])
+    given = *arrays(s.v, s.m, s.f, s.rate, volume), 7, arrays(s.dt)[0]
+    steps.nph_velocity_half_step(*given, *arrays(IDX, s.counts), mode=mode)
+    for i, k in enumerate(IDX):
+        np.testing.assert_allclose(s.x[i], flow(s.rate[k], start[1][i], start[0][i], s.dt[k]), rtol=1e-12)
+        rate = s.rate[k].numpy()
+        trace = np.trace(rate)
+        known = {"isotropic": trace / 3 * np.eye(3), "anisotropic": np.diag(np.diag(rate)), "triclinic": rate}[mode]
+        friction = known + trace / (3 * int(s.counts[k])) * np.eye(3)
+        np.testing.assert_allclose(s.v[i], flow(-friction, s.f[i] / s.m[i], start[1][i], s.dt[k] / 2), rtol=1e-11)
+
+
+def test_noise_without_a_batch_is_that_of_the_first_system():
+    found = []
+    for idx in (None, torch.zeros_like(IDX)):
+        s, more = Systems(0.3), [torch.tensor([value], dtype=FLOAT) for value in (0.3, 0.8, 2.0)]
+        batch = {} if idx is None else {"batch_idx": arrays(idx)[0]}
+        steps.langevin_baoab_half_step(*arrays(s.x, s.v, s.f, s.m, *more), 5, **batch)
+        found.append(s)
+    close(found[0].x, found[1].x)
+    close(found[0].v, found[1].v)
+    assert (found[0].v - Systems().v).abs().min() > 1e-4
 
 
 @pytest.mark.parametrize("dtype", [wp.float32, wp.float64])
