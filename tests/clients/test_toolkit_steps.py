@@ -6,6 +6,10 @@ import torch
 import warp as wp
 from scipy.linalg import expm
 
+from nvalchemiops.dynamics import integrators as steps
+from nvalchemiops.dynamics import utils
+from nvalchemiops.dynamics.optimizers.fire import fire_step
+from nvalchemiops.torch.fire2 import fire2_step_coord
 from tests.clients.test_toolkit_names import (
     FLOAT,
     IDX,
@@ -13,10 +17,7 @@ from tests.clients.test_toolkit_names import (
     arrays,
     chains,
     close,
-    fire_step,
     scalars,
-    steps,
-    utils,
     warp_is_ready,  # noqa: F401
 )
 
@@ -113,3 +114,18 @@ def test_a_fire_step_takes_nothing_back_without_a_flag():
         found.append(s.x)
     close(found[0], found[1])
     assert (found[2] - found[0]).abs().max() > 0.1
+
+
+def test_uphill_steps_of_fire2_go_back_by_half():
+    """With the shorter time step, then on from rest; a system that goes downhill beside it does not."""
+    s, alpha = Systems(), torch.full((2,), 0.05, dtype=FLOAT)
+    dt, count = torch.tensor([0.06, 0.07], dtype=FLOAT), torch.tensor([4, 4], dtype=torch.int32)
+    forces = torch.where((IDX == 0)[:, None], -s.v, s.v)
+    start = s.x.clone(), s.v.clone()
+    fire2_step_coord(s.x, s.v, forces, IDX, alpha, dt, count, maxstep=9.0, alpha0=0.1, dtshrink=0.5)
+    np.testing.assert_allclose(dt, [0.03, 0.07])
+    assert count.tolist() == [0, 5] and alpha.tolist() == [0.1, 0.05]
+    up = IDX == 0
+    close(s.v[up], 0.03 * forces[up])  # parallel, so that mixing changes nothing
+    close(s.x[up], start[0][up] - 0.5 * 0.03 * start[1][up] + 0.03**2 * forces[up])
+    close(s.x[~up], start[0][~up] + 0.07 * (start[1] + 0.07 * forces)[~up])
