@@ -80,6 +80,11 @@ def test_steps_are_those_of_matrices(history_size):
             scale = (history[-1][0] @ history[-1][1]) / (history[-1][1] @ history[-1][1]) if step else 1.0 / 70.0
             move = dense_step(history, scale, force, 0.6)
             np.testing.assert_allclose(after - at, move, atol=1e-10)
+            if history_size == 1 and history:
+                (s, y), q = history[-1], force.ravel()
+                first = (s @ q) / (s @ y)
+                second = scale * (y @ (q - first * y)) / (s @ y)
+                np.testing.assert_allclose([state.alpha_hist[n, 0], state.beta_hist[n, 0]], [first, second], rtol=1e-8)
             limited.add(bool(np.linalg.norm(move, axis=1).max() > 0.6 - 1e-12))
             histories[n].append([None, None, at, force])
     assert limited == {True, False}
@@ -215,6 +220,8 @@ def test_cells_relax_with_their_atoms():
         with pytest.raises(ValueError, match="lower triangular"):
             lbfgs_prepare_cell_state(torch.tensor([0, 4, 5], dtype=INT), skew, alignment_atol=1e-3)
         lbfgs_prepare_cell_state(torch.tensor([0, 4, 5], dtype=INT), skew)
+    rest = lbfgs_prepare_cell_state(torch.tensor([0, 4, 4, 5], dtype=INT), cells[[0, 0, 1]])
+    assert rest.kappa.tolist() == [4.0, 1.0, 1.0]  # a system without atoms has a cell, too
     with pytest.raises(ValueError, match="volume"):
         lbfgs_prepare_cell_state(torch.tensor([0, 4, 5], dtype=INT), 0.0 * cells)
     with pytest.raises(ValueError, match=r"`cell` must have shape \(n_systems, 3, 3\) = \(3, 3, 3\)"):

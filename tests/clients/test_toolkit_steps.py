@@ -17,7 +17,6 @@ from tests.clients.test_toolkit_names import (
     arrays,
     chains,
     close,
-    scalars,
     warp_is_ready,  # noqa: F401
 )
 
@@ -70,21 +69,24 @@ def test_masses_of_chains_from_python_numbers(dtype):
     np.testing.assert_allclose(found.numpy()[:, 1], 0.09 * kt, rtol=1e-15)
 
 
-def test_a_chain_takes_the_kinetic_energy_that_is_known():
-    found = []
-    for computes in (True, False):
-        s = Systems(0.08)
-        links = chains(s, 3)
-        ke2, scale = 2.0 * s.kinetic(), torch.zeros(2, dtype=FLOAT)
-        if computes:
-            ke2.zero_()
-        steps.nhc_thermostat_chain_update(
-            *arrays(s.v, s.m), *map(scalars, links), *arrays(s.kt, s.dt, 3.0 * s.counts.to(FLOAT), ke2, scale),
-            batch_idx=arrays(IDX)[0], compute_ke=computes,
-        )  # fmt: skip
-        found.append((s.v, *links, ke2, scale))
-    for known, computed in zip(*found, strict=True):
+def moved_by_chains(real, computes=True):
+    """Velocities, chains, twice the kinetic energies and factors after half a step, in this precision."""
+    s = Systems(0.08)
+    numbers = (*chains(s, 3), s.kt, s.dt, 3.0 * s.counts.to(FLOAT), 2.0 * s.kinetic() * (not computes), s.dt)
+    v, m, *numbers = (t.to(wp.dtype_to_torch(real)) for t in (s.v, s.m, *numbers))
+    given = wp.from_torch(v, dtype=wp.types.vector(3, real)), *(wp.from_torch(t, dtype=real) for t in (m, *numbers))
+    steps.nhc_thermostat_chain_update(*given, batch_idx=arrays(IDX)[0], compute_ke=computes)
+    return v, *numbers[:3], *numbers[-2:]
+
+
+def test_chains_know_their_energy_or_compute_it_in_either_precision():
+    v, *_, ke2, scale = found = moved_by_chains(wp.float64)
+    close(v, scale[IDX, None] * Systems().v)
+    close(ke2, torch.zeros(2, dtype=FLOAT).index_add(0, IDX, Systems().m * v.square().sum(1)))
+    for known, computed in zip(moved_by_chains(wp.float64, False), found, strict=True):
         close(known, computed)
+    for single, double in zip(moved_by_chains(wp.float32), found, strict=True):
+        torch.testing.assert_close(single.double(), double, rtol=1e-6, atol=1e-6)
 
 
 def test_drawn_velocities_have_no_momentum():
