@@ -308,6 +308,8 @@ def test_estimates_of_bins_fit_each_other(cutoff):
         np.testing.assert_array_equal(one, of_batch[1])
     with pytest.raises(ValueError, match="`cell` is needed"):
         neighbors.estimate_batch_cell_list_sizes(X)
+    with pytest.raises(TypeError, match="estimate_batch_cell_list_sizes needs values"):
+        jax.jit(lambda cells: neighbors.estimate_cell_list_sizes(X, cells, 3.0))(CELL)
 
 
 class TestState:
@@ -439,10 +441,15 @@ class TestState:
 
     @pytest.mark.parametrize(
         ("change", "text"),
-        [({"positions": X[:5]}, "positions"), ({"cutoff": 5.0}, "cutoff"), ({"half_fill": True}, "half_fill")],
+        [
+            ({"positions": X[:5]}, "positions"),
+            ({"cutoff": 5.0}, "cutoff"),
+            ({"half_fill": True}, "half_fill"),
+            ({"cell": CELL}, "cell"),
+        ],
     )
     def test_what_it_was_not_prepared_for_is_an_error(self, change, text):
-        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC)
+        state = neighbors.prepare_neighbor_list(X, 3.0, None if "cell" in change else CELL)
         with pytest.raises(ValueError, match=f"`{text}`"):
             neighbors.neighbor_list(**{"positions": X, "state": state, **change})
         with pytest.raises(TypeError, match="NeighborListState"):
