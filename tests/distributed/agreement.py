@@ -22,7 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.systems import System
 from tests.distributed.cases import PAIRS_OF_CHARGES
-from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case
+from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, raises
 from tests.support.molecules import parameters as d3_parameters
 
 WITH_FACTOR = PairPotential("k*q1*q2/r", per_atom=("q",), global_parameters=("k",), cutoff=3.0)
@@ -263,3 +263,60 @@ def messages(call: Callable[[], Any]) -> list[str]:
         for name, function in kept.items():
             setattr(dist, name, function)
     return sent
+
+
+@case(2)
+def mistakes_of_one_rank_are_errors_on_all(group: Any) -> None:
+    """Atoms that are not those of a domain, with a cell and without one; what is right goes there and back."""
+    atoms = Atoms(batch=True, n=3)
+    mine, there = atoms.mine(group), dist.get_rank(group) == 1
+    x, q, of, cells = atoms.positions[mine], atoms.charges[mine], atoms.batch_idx[mine], atoms.cells
+    opened, batched, single = System(x, q), System(x, q, batch_idx=of), System(x, q, atoms.cell)
+    domains = {
+        "open": Domain(x, cutoff=3.0, group=group),
+        "batch": Domain(x, batch_idx=of, cutoff=3.0, group=group),
+        "slab": Domain(x, atoms.cell, torch.tensor([True, True, False]), cutoff=3.0, group=group),
+    }
+    for name, system in (("open", opened), ("batch", batched)):
+        domain = domains[name]
+        own = domain.distribute(system)
+        held, whole = domain.gather(own), domain.collect(own)
+        parts = (("positions", atoms.positions), ("charges", atoms.charges), ("batch_idx", atoms.batch_idx))
+        for part, values in parts[: 2 + (name == "batch")]:
+            assert torch.equal(getattr(held, part), values[mine])
+            assert torch.equal(getattr(whole, part), values if domain.rank == 0 else values[:0])
+        assert held.cell is held.pbc is held.domain is whole.cell is whole.pbc is whole.domain is None
+    own = {name: domain.distribute(x) for name, domain in domains.items()}
+    charges = domains["slab"].distribute(q)
+
+    def pairs(name: str, cell: Any, **more: Any) -> Any:
+        q = torch.ones(len(own[name]), dtype=F64)
+        return PAIRS_OF_CHARGES(own[name], cell, q=q, domain=domains[name], **more)
+
+    def wrong(right: Any, value: Any) -> Any:
+        return value if there else right
+
+    mistakes: dict[str, list[Callable[[], Any]]] = {
+        "`skin` must be non-negative": [lambda: Domain(x, cutoff=3.0, skin=wrong(0.0, -1.0), group=group)],
+        "`batch_idx` must hold": [
+            lambda: Domain(x, batch_idx=of - int(there), cutoff=3.0, group=group),
+            lambda: Domain(x, batch_idx=of + int(there), num_systems=2, cutoff=3.0, group=group),
+        ],
+        "`positions` must have": [lambda: domains["open"].follow(own["open"][there:])],
+        "has a `domain` already": [lambda: domains["open"].distribute(opened._replace(domain=wrong(None, 1)))],
+        "`cell` of the system must be that": [lambda: domains["open"].distribute(wrong(opened, single))],
+        "`cell` and `pbc` of the system": [lambda: domains["slab"].distribute(single)],
+        "`batch_idx` of the system must be that": [lambda: domains["open"].distribute(wrong(opened, batched))],
+        "`batch_idx` of the system is missing": [lambda: domains["batch"].distribute(wrong(batched, opened))],
+        "`batch_idx` belongs to the `domain`": [
+            lambda: pairs("open", None, batch_idx=wrong(None, torch.zeros(len(own["open"])).int()))
+        ],
+        "`cell` must be given with this `domain`": [lambda: pairs("open", wrong(None, atoms.cell))],
+        "`cell` must have shape": [lambda: pairs("slab", wrong(atoms.cell, cells))],
+        "has open axes": [
+            lambda: ewald_summation(own["slab"], charges, atoms.cell, 0.7, k_cutoff=2.0, domain=domains["slab"])
+        ],
+    }
+    for text, calls in mistakes.items():
+        for call in calls:
+            raises(call, text)

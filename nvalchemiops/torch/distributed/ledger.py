@@ -294,10 +294,8 @@ class Entry(Agreement):
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:
-    """A checksum () of the values of a tensor, in int64."""
-    plain = values_of(values).resolve_conj().resolve_neg()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
+    """A checksum () of the values of a real tensor, in int64."""
+    plain = values_of(values).resolve_neg()
     bits = plain.double().view(torch.int64) if plain.is_floating_point() else plain.long()
     odd = 2 * torch.arange(bits.numel(), device=bits.device) + 1
     return ((bits.flatten() ^ (bits.flatten() >> 31)) * (odd * FACTOR)).sum()
