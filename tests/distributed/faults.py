@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.ase import Electrostatics, on_ranks
+from nvalchemiops.ase import Calculator, Electrostatics, Pair, on_ranks
 from nvalchemiops.torch import System
 from nvalchemiops.torch.distributed import Domain, OtherRankError, communication, exchange, fail_together
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate
@@ -195,3 +195,37 @@ def failures_of_a_calculator_on_ranks(group: Any) -> None:
             run(energy, fresh)
     else:
         soon(lambda: run(energy, fresh), "rank 1 failed in call", "MemoryError")
+
+
+@case(2)
+def terms_that_ranks_cannot_share_are_named(group: Any) -> None:
+    """In each calculation, after which the next one is right; a slab may be a sum on one process only."""
+    crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6, cubic=True)
+    repulsion = Pair("lennard_jones", sigma=2.5, epsilon=0.1, cutoff=3.0)
+    pme, slab = (Electrostatics("pme", CHARGES, accuracy=1e-3, slab_correction=flag) for flag in (False, True))
+    refused = (
+        ((repulsion, Electrostatics("dsf", len, cutoff=3.0, alpha=0.2)), True, "`charges`: a function"),
+        ((Electrostatics("pme", len, accuracy=1e-3), repulsion), True, "`charges`: a function"),
+        ((Pair("lennard_jones", sigma=2.5, epsilon=0.1, cutoff=None), pme), True, "`cutoff` is needed"),
+        ((repulsion, slab), [True, True, False], "without slabs"),
+    )
+    for terms, pbc, text in refused:
+
+        def main(calculator: Any, pbc: Any = pbc, text: str = text) -> None:
+            atoms = crystal.copy()
+            atoms.pbc, atoms.calc = pbc, calculator
+            for _ in range(2):
+                with pytest.raises(ValueError, match=text):
+                    atoms.get_forces()
+                atoms.rattle(0.1)
+
+        on_ranks(main, *terms, group=group)
+
+    def energies(calculator: Any) -> None:
+        atoms, alone = crystal.copy(), crystal.copy()
+        atoms.calc, alone.calc = calculator, Calculator(repulsion, pme)
+        assert abs(atoms.get_potential_energy() / alone.get_potential_energy() - 1.0) < 1e-12
+
+    on_ranks(energies, repulsion, pme, group=group)
+    with pytest.raises(TypeError, match="has no method `reach`"):
+        on_ranks(energies, mock.Mock(spec=["evaluate"]), group=group)
