@@ -84,7 +84,7 @@ _COMMON = """
         derivative = one(-30) * per_width * x * x * y * y;
         return one(1) + x * x * x * (one(-10) + x * (one(15) - one(6) * x));
     };
-    // energy, and its derivatives by the squares of two sides (that by the second is the first, seen from another neighbor)
+    // energy, and its derivatives by the squares of two sides (by symmetry the third needs none)
     const auto triple = [=](auto s1, auto s2, auto s3, auto c6, auto radii, auto &e1, auto &e3) {
         typedef decltype(s2) number;
         const number inverse = one(1) / (s1 * s2 * s3), power = inverse * square_root(inverse);
