@@ -14,7 +14,7 @@ from nvalchemiops.jax.interactions import dispersion
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
 from tests.jax.precision import double_precision  # noqa: F401
-from tests.jax.test_operators import D3_TABLES, JAX_TABLES, NUMBERS, SYSTEM, TABLES, to_jax
+from tests.jax.problem import D3_TABLES, JAX_TABLES, NUMBERS, SYSTEM, TABLES, to_jax
 
 
 def test_published_tables_of_d3_are_those_of_torch():
