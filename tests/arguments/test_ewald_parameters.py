@@ -172,11 +172,12 @@ def test_lists_by_which_nothing_can_be_chosen_are_named():
         given[0, 0] = entry
         return {"neighbor_matrix": given, "neighbor_matrix_shifts": images}
 
-    unfit = of_list(*pairs[:, 0]) | {"neighbor_ptr": ptr + 1}
+    # read as they are, the second and the third are memory that is no list
+    unfit = [of_list(*pairs[:, 0]) | {"neighbor_ptr": p} for p in (ptr + 1, ptr + 10**6, ptr - 10**6)]
     mistakes = (
         ("`neighbor_list` or `neighbor_matrix`: .* 0 .. 5", of_list(0, 6), of_list(0, -1), of_matrix(7), of_matrix(-1)),
         ("`batch_idx`: .* different systems", of_list(0, 5), of_matrix(5)),
-        ("`neighbor_list` must be sorted by its first row, and `neighbor_ptr`", of_list(1, 2), unfit),
+        ("`neighbor_list` must be sorted by its first row, and `neighbor_ptr`", of_list(1, 2), *unfit),
     )
     for function in (electrostatics.ewald_summation, electrostatics.particle_mesh_ewald):
         for message, *lists in mistakes:
