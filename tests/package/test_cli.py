@@ -97,7 +97,7 @@ def test_misuse_prints_usage(arguments):
 KERNELS = """
 import sys
 import warp as wp
-from nvalchemiops import _warp, cli
+from nvalchemiops import cli
 
 @wp.kernel(module="unique")
 def good(x: wp.array(dtype=wp.float64)):
