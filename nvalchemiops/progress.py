@@ -8,15 +8,18 @@ from typing import Any
 
 
 def on_terminal() -> bool:
-    """Whether somebody sees a bar: standard error is a terminal. A process may have none at all."""
-    return sys.stderr is not None and sys.stderr.isatty()
+    """Whether somebody sees a bar: standard error is a terminal. It may be None, or an object that only writes."""
+    return bool(getattr(sys.stderr, "isatty", bool)())
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, unit: str, shows: bool, name: str | None = None) -> Iterator[Callable[[int], None]]:
-    """A context with a function of how many are done, which shows it if ``shows`` is set and tqdm is installed."""
+    """A context with a function of how many are done, which shows it if ``shows`` is set and tqdm is installed.
+
+    Nothing is shown in a process without standard error.
+    """
     tqdm: Any = None
-    if shows:
+    if shows and sys.stderr is not None:
         with contextlib.suppress(ImportError):
             tqdm = importlib.import_module("tqdm.auto").tqdm
     if tqdm is None:

@@ -139,8 +139,11 @@ def test_progress_counts_structures(monkeypatch, capsys):
     with monkeypatch.context() as patch:  # many, but nobody sees it
         patch.setattr(graphs, "MANY", 1)
         atoms_to_graph(structures(), 4.0)
-        patch.setattr(sys, "stderr", None)  # in a process without standard error
-        atoms_to_graph(structures(), 4.0)
+        for stderr in (None, types.SimpleNamespace(write=print)):  # of a process that has none, or what only writes
+            patch.setattr(sys, "stderr", stderr)
+            atoms_to_graph(structures(), 4.0)
+        patch.setattr(sys, "stderr", None)
+        atoms_to_graph(structures(), 4.0, progress=True)
         assert not capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ImportError, match="`progress` needs tqdm"):
