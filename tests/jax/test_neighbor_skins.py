@@ -226,6 +226,15 @@ def test_a_function_that_is_traced_closes_over_positions_and_a_state(options):
         np.testing.assert_array_equal(found, array)
 
 
+def test_thresholds_of_stale_lists_may_be_traced():
+    moved, asks = X.at[3].add(jnp.array([0.25, 0.5, 0.5], X.dtype)), neighbors.neighbor_list_needs_rebuild  # by 0.75
+    for threshold in (0.74, 0.76):
+        for asked in (asks, jax.jit(asks), neighbors.check_neighbor_list_rebuild_needed):
+            assert asked(X, moved, threshold).tolist() == [threshold < 0.75]
+    every = jax.vmap(asks, (None, None, 0))(X, moved, jnp.array([0.74, 0.76]))
+    assert every.tolist() == [[True], [False]]
+
+
 def test_a_skin_refuses_what_it_cannot_keep():
     for options in ({"return_distances": True}, {"return_vectors": True}, {"selective": True}):
         with pytest.raises(ValueError, match="`skin` goes with none of"):

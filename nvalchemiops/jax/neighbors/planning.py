@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nvalchemiops.jax.operators import eager, operator
+from nvalchemiops.jax.operators import Shape, eager, operator
 from nvalchemiops.torch.neighbors import formats, planning, rebuild_detection
 
 neighbor_list_needs_rebuild: Any = operator(
-    rebuild_detection.neighbor_list_needs_rebuild, without=("update_reference_positions",)
+    rebuild_detection.neighbor_list_needs_rebuild,
+    lambda **_: Shape((1,), jnp.bool_),  # a threshold that is traced is read
+    without=("update_reference_positions",),
 )
 check_neighbor_list_rebuild_needed: Any = eager(
     rebuild_detection.check_neighbor_list_rebuild_needed, without=("update_reference_positions",)
