@@ -306,6 +306,11 @@ def test_estimates_of_bins_fit_each_other(cutoff):
     assert alone[0] == int(1.5 * jnp.prod(bins[1]))
     for one, of_batch in zip(alone[1:], (bins, radius), strict=True):
         np.testing.assert_array_equal(one, of_batch[1])
+    with jax.enable_x64(True):
+        total, *none = neighbors.estimate_cell_list_sizes(X[:0], cells[:0], cutoff)
+    assert total == 0 and all(one.dtype == jnp.int32 and one.tolist() == [0, 0, 0] for one in none)
+    with pytest.raises(ValueError, match="`cell` must be one cell"):
+        neighbors.estimate_cell_list_sizes(X, cells[:2], cutoff)
     with pytest.raises(ValueError, match="`cell` is needed"):
         neighbors.estimate_batch_cell_list_sizes(X)
     with pytest.raises(TypeError, match="estimate_batch_cell_list_sizes needs values"):

@@ -39,7 +39,7 @@ def estimate_cell_list_sizes(
     Parameters
     ----------
     positions : (n_atoms, 3) array
-    cell : (3, 3) or (1, 3, 3) array, length
+    cell : (3, 3), (1, 3, 3) or, for a batch without systems, (0, 3, 3) array, length
     cutoff : float, length
     pbc : (3,) bool array, optional
     buffer_factor : float, optional
@@ -53,7 +53,9 @@ def estimate_cell_list_sizes(
     total, cells, radius = estimate_batch_cell_list_sizes(
         positions, cell=cell, cutoff=cutoff, pbc=pbc, buffer_factor=buffer_factor
     )
-    return total, cells[0], radius[0]
+    if len(cells) > 1:
+        raise ValueError(planning.SEVERAL_CELLS)
+    return total, cells.max(0, initial=0), radius.max(0, initial=0)  # of one system, or none
 
 
 def estimate_batch_cell_list_sizes(

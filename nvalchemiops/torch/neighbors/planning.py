@@ -18,6 +18,8 @@ from nvalchemiops.torch.runtime.context import on_host
 MOST_BINS = 8192
 """In the cell of one system of a batch, by default."""
 
+SEVERAL_CELLS = "`cell` must be one cell; use estimate_batch_cell_list_sizes for several"
+
 
 def suggest_neighbor_list_method(
     batch_ptr: torch.Tensor,
@@ -92,7 +94,7 @@ def estimate_cell_list_sizes(
     neighbor_search_radius : (3,) int32 tensor
     """
     if isinstance(cell, torch.Tensor) and cell.ndim == 3 and cell.shape[0] > 1:
-        raise ValueError("`cell` must be one cell; use estimate_batch_cell_list_sizes for several")
+        raise ValueError(SEVERAL_CELLS)
     total, radius = estimate_batch_cell_list_sizes(cell, pbc, cutoff, max_nbins, min_cells_per_dimension)
     return total, radius[0] if len(radius) else radius.new_zeros(3)
 
