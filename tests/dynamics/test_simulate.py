@@ -541,6 +541,8 @@ def test_a_run_starts_from_a_system(tmp_path, monkeypatch):
     state = nve(0.1).start(GAS, ideal_gas, **ONE)
     with pytest.raises(TypeError, match="`seed` goes with a System; the State has it"):
         simulate(state, ideal_gas, nve(0.1), 1, seed=1)
+    with pytest.raises(ValueError, match="`pressure` is needed"):
+        npt(0.1, KT, None).resume(state, ideal_gas)
     with pytest.raises(ValueError, match="`velocities` or `temperature` is needed"):
         nph(0.1, 1.0).start(GAS, ideal_gas, **ONE)
     for record, word in (("volume", "`cell`"), ("pressure", "stress")):

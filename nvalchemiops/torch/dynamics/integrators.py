@@ -239,6 +239,8 @@ class Integrator:
         for name, value in self.parameters.items():
             given, now = extra.get(f"given {name}"), extra.get(name)
             if value is None:  # that of the state, or of its velocities
+                if now is None and name != "temperature":
+                    raise ValueError(f"`{name}` is needed")
                 continue
             new = _column(name, value, n_systems, state.system.positions)
             if given is None or now is None:
