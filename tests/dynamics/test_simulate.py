@@ -360,21 +360,25 @@ def differentiated(way, function, x, tangent):
         return torch.func.vmap(torch.func.grad(function))(x[None])[0] @ tangent
     if way == "torch.func.grad":
         return torch.func.grad(function)(x) @ tangent
+    if way == "around vmap":
+        several = torch.stack([x, x + tangent]).requires_grad_()
+        return torch.autograd.grad(torch.func.vmap(function)(several).sum(), several)[0][0] @ tangent
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
 
 
 @pytest.mark.parametrize("every", [None, 2])
-@pytest.mark.parametrize("way", ["torch.func.grad", "torch.func.jvp", "vmap", "duals"])
+@pytest.mark.parametrize("way", ["torch.func.grad", "torch.func.jvp", "vmap", "around vmap", "duals"])
 def test_trajectories_in_transforms_of_torch(way, every):
     """With respect to velocities and to a parameter of the model; what is kept in reverse mode does not matter."""
     system, masses, velocities = few_atoms(2)
     inner, tangent = wells().function, torch.linspace(0.3, 1.0, 7, dtype=float64)
 
-    def last(x):
+    def last(x, kept=True):
         model = FromEnergies(lambda system: x[0] * inner(system))
         options = {"masses": masses, "velocities": x[1:].reshape(2, 3), "removed": 0, "checkpoint_every": every}
-        run = simulate(system, model, npt(0.2, 0.05, 0.004), 3, **options)
+        with torch.set_grad_enabled(kept):
+            run = simulate(system, model, npt(0.2, 0.05, 0.004), 3, **options)
         return run.state.system.positions.square().sum() + run.records["kinetic_energy"].sum()
 
     given = torch.cat([torch.tensor([1.2], dtype=float64), velocities.flatten()])
@@ -382,6 +386,8 @@ def test_trajectories_in_transforms_of_torch(way, every):
     (expected,) = torch.autograd.grad(last(x), x)
     assert abs(differentiated(way, last, given, tangent) - expected @ tangent) < 1e-12 * expected.norm()
     assert expected.abs().min() > 1e-3
+    if way == "torch.func.grad" and every is None:
+        assert not torch.func.grad(functools.partial(last, kept=False))(given).any()
 
 
 @pytest.mark.parametrize("of", ["integrator", "constraints"])

@@ -15,7 +15,7 @@ from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.autograd.saved import restore, save
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime._torch_internals import derivative_asked
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.context import all_values_of, may_read
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.autograd.op import WarpOp
@@ -30,6 +30,18 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         if not may_read() or not internals.is_wrapped(tensor):
             return False
         tensor = internals.unwrapped(tensor)
+
+
+def keeps_graph(*tensors: torch.Tensor | None) -> bool:
+    """Whether results are expected to have a graph: one of these tensors does, or a reverse-mode transform is on."""
+    if not torch.is_grad_enabled():
+        return False
+    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return True
+    if not may_read() or not internals.transforms_active():
+        return False
+    # what `vmap` wraps does not tell by itself
+    return internals.reverse_mode_asked() or any(t is not None and all_values_of(t).requires_grad for t in tensors)
 
 
 def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Callable[..., Any]:

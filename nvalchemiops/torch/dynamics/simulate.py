@@ -12,6 +12,7 @@ import torch
 
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.functorch import keeps_graph
 from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
@@ -21,7 +22,6 @@ from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, 
 from nvalchemiops.torch.runtime._torch_internals import (
     DERIVATIVES_KNOWN,
     derivative_asked,
-    reverse_mode_asked,
     transforms_active,
 )
 from nvalchemiops.torch.runtime.context import ordinary
@@ -156,7 +156,7 @@ def simulate(
     if checkpoint_every is not None:
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
     if gradients is None:
-        gradients = checkpoint_every is not None or reverse_mode_asked() or _requires_grad(start, integrator, options)
+        gradients = checkpoint_every is not None or _keeps_graph(start, integrator, options)
     if derivative_asked():
         checkpoint_every = None  # forward mode needs no graph, and transforms of torch keep their own
     parameters: Parameters | None = None
@@ -228,12 +228,12 @@ def simulate(
     return Simulation(state, records, [begin + n * every for n in range(len(kept))], failed)
 
 
-def _requires_grad(start: System | State, integrator: Integrator, options: Mapping[str, Any]) -> bool:
+def _keeps_graph(start: System | State, integrator: Integrator, options: Mapping[str, Any]) -> bool:
     tensors = [*tensors_of(start).values()] if isinstance(start, State) else [*start, *options.values()]
     tensors += integrator.parameters.values()
     if integrator.constraints is not None:
         tensors.append(integrator.constraints.lengths)
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    return keeps_graph(*(t for t in tensors if isinstance(t, torch.Tensor)))
 
 
 def _tracked(start: System | State) -> System | State:

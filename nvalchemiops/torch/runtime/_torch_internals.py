@@ -154,8 +154,10 @@ def count_transforms() -> tuple[int, int]:
 
 
 def reverse_mode_asked() -> bool:
-    """Whether a reverse-mode transform of ``torch.func`` is known to be on."""
-    return _stack is not None and count_transforms()[1] > 0
+    """Whether a reverse-mode transform of ``torch.func`` is on; if kinds are not known, whether any is known to be."""
+    if _stack is None:
+        return DERIVATIVES_KNOWN and transforms_active()
+    return count_transforms()[1] > 0
 
 
 @contextmanager
