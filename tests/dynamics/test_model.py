@@ -268,6 +268,11 @@ def test_no_grad_ends_reverse_mode_alone():
     expected = torch.func.jvp(forces, (system.positions,), (velocities,))[1]
     assert torch.equal(torch.func.jvp(without, (system.positions,), (velocities,))[1], expected)
     assert not torch.func.grad(lambda x: without(x).sum())(system.positions).any()
+    weight = torch.ones((), dtype=float64, requires_grad=True)
+    for keep in (True, False):
+        model = FromEnergies(lambda system: weight * inside.function(system), create_graph=keep)
+        assert torch.func.vmap(forces)(system.positions[None]).requires_grad == keep
+    model = FromEnergies(inside.function, create_graph=True)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(system.positions.clone().requires_grad_(), velocities)
         kept = model(system._replace(positions=dual)).without_graph()

@@ -22,7 +22,7 @@ from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime._torch_internals import derivative_asked
+from nvalchemiops.torch.runtime._torch_internals import derivative_asked, transforms_active
 from nvalchemiops.torch.runtime.context import may_read, ordinary
 from nvalchemiops.torch.systems import Neighbors, System
 
@@ -49,12 +49,13 @@ class Evaluation(NamedTuple):
 
     def without_graph(self) -> "Evaluation":
         """The same values without gradients in reverse mode."""
-
-        def without(value: Any) -> Any:
-            return value.clone() if value is not None and value.requires_grad else value
-
+        wrapped = transforms_active()  # what `vmap` wraps does not tell by itself
+        tracked = [value is not None and (wrapped or value.requires_grad) for value in self]
+        if not any(tracked):
+            return self
         with torch.no_grad():  # `detach` would lose tangents of forward mode, too
-            return Evaluation(*map(without, self))
+            values: Any = [value.clone() if ends and value is not None else value for value, ends in zip(self, tracked)]
+            return Evaluation(*values)
 
 
 class Model(Protocol):
@@ -384,8 +385,8 @@ class FromEnergies:
     stress : bool, optional
         Whether to compute the stress of systems with cells.
     create_graph : bool, optional
-        Whether results can be differentiated. By default they can if positions or the cell require gradients; choose
-        True to differentiate with respect to parameters of the function.
+        Whether results can be differentiated. By default they can if positions or the cell require gradients, and in
+        transforms of torch; choose True to differentiate with respect to parameters of the function.
 
     Examples
     --------
