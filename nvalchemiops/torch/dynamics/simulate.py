@@ -221,7 +221,7 @@ def simulate(
             kept += found
         if state.system.domain is not None:
             state.system.domain.settle()
-    records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
+        records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
     begin = int(first_step)
     with whole_call(state.system.domain), torch.no_grad():
         failed = failures(state, None if survivors is None else survivors.failed)
@@ -246,7 +246,7 @@ def _tracked(start: System | State) -> System | State:
     system = System(*map(ordinary, system))
     # transforms refuse tensors that begin a graph
     if not system.positions.requires_grad and not (DERIVATIVES_KNOWN and transforms_active()):
-        system = system._replace(positions=system.positions.detach().requires_grad_())
+        system = system._replace(positions=system.positions.clone().requires_grad_())  # with its tangents
     if isinstance(start, System):
         return system
     velocities, masses, step = map(ordinary, (start.velocities, start.masses, start.step))
