@@ -220,9 +220,12 @@ def test_a_model_of_energies_keeps_its_graph_where_it_is_needed():
     moving = system._replace(positions=system.positions.clone().requires_grad_())
     (second,) = torch.autograd.grad(FromEnergies(parametric)(moving).forces.sum(), moving.positions)
     assert (second - 0.3 * torch.sin(system.positions)).abs().max() < 1e-12
+    constant = FromEnergies(lambda system: torch.zeros(1, dtype=float64))
     with pytest.warns(NvalchemiopsWarning, match="no graph to positions"):
-        nothing = FromEnergies(lambda system: torch.zeros(1, dtype=float64))(system)
+        nothing = constant(system)
     assert not nothing.forces.any() and not nothing.stress.any()
+    with pytest.warns(NvalchemiopsWarning, match="no graph to positions"):
+        torch.func.vmap(lambda x: constant(system._replace(positions=x)).forces)(system.positions[None])
 
 
 @pytest.mark.parametrize("create_graph", [None, True])

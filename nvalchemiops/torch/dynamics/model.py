@@ -433,13 +433,6 @@ class FromEnergies:
                     slopes = torch.autograd.grad([total], given, create_graph=keep, materialize_grads=True)
                 else:
                     slopes = tuple(torch.zeros_like(tensor) for tensor in given)
-                    notify(
-                        "`function`: energies have no graph to positions, so forces are zero. If they depend on "
-                        "positions, compute them by operations that torch differentiates, without `no_grad` or "
-                        "`detach`",
-                        NvalchemiopsWarning,
-                        "no graph",
-                    )
         stress = slopes[1] / _volumes(system) if len(given) > 1 else None
         found = Evaluation(energies, -slopes[0], stress)
         return found if keep else found.without_graph()
@@ -461,4 +454,12 @@ class FromEnergies:
             cell = strained.reshape(cell.shape) if len(strained) == len(matrices) else strained
         energies = self.function(system._replace(positions=positions, cell=cell))
         energies = energies.reshape(1) if energies.ndim == 0 else energies
-        return energies.sum(), energies
+        total = energies.sum()
+        if not total.requires_grad:
+            notify(
+                "`function`: energies have no graph to positions, so forces are zero. If they depend on positions, "
+                "compute them by operations that torch differentiates, without `no_grad` or `detach`",
+                NvalchemiopsWarning,
+                "no graph",
+            )
+        return total, energies
