@@ -104,6 +104,11 @@ def test_a_missing_tensor_is_named_as_by_the_flows(calls):
     with pytest.raises(ValueError, match="the model gave no stress"):
         integrator.step(without, model)
     assert len(calls) == 2
+    integrator, calls[:] = langevin(0.1, KT), ()
+    with pytest.raises(KeyError, match="friction"):
+        integrator.step(state, model)
+    integrator.step(integrator.resume(state, model), model)
+    assert len(calls) == 2
 
 
 OTHER_FORMS = {

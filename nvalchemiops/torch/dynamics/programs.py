@@ -322,7 +322,9 @@ class InSequence:
                 self.program = self.program or Program(self._run, state)
                 return self.program(state)
             except (KeyError, NoProgram):  # flows read a value of `extra` that is no float64 tensor
+                after = self._run(state)  # or that is missing, which is an error, and other states have a program
                 self.programmed = self.program is not None
+                return after
         return self._run(state)
 
 
