@@ -393,6 +393,20 @@ def test_trajectories_in_transforms_of_torch(way, every):
         assert torch.equal(torch.autograd.grad(last(x, kept=False), x)[0], expected)
 
 
+def test_frames_of_trajectories_in_transforms_of_torch(tmp_path):
+    system, path = System.from_ase(ase.build.molecule("H2O")), tmp_path / "run.traj"
+
+    def last(velocities):
+        run = simulate(system, springs(0.3), nve(0.1), 2, velocities=velocities, trajectory=path)
+        return run.state.system.positions
+
+    velocities = torch.ones(3, 3, dtype=float64)
+    torch.func.jvp(last, (velocities,), (velocities,))
+    assert abs(ase.io.read(path).positions - last(velocities).numpy()).max() < 1e-14
+    with pytest.raises(ValueError, match="differ between the slices of `vmap`"):
+        torch.func.vmap(last)(velocities[None])
+
+
 @pytest.mark.parametrize("of", ["integrator", "constraints"])
 def test_parameters_that_require_gradients_keep_the_graph(of):
     parameter = torch.tensor(KT if of == "integrator" else 1.5, dtype=float64, requires_grad=True)

@@ -24,7 +24,7 @@ from nvalchemiops.torch.runtime._torch_internals import (
     derivative_asked,
     transforms_active,
 )
-from nvalchemiops.torch.runtime.context import ordinary
+from nvalchemiops.torch.runtime.context import on_host, ordinary
 from nvalchemiops.torch.systems import System
 
 Hook = Callable[[State], State | None]
@@ -386,16 +386,16 @@ def to_ase(state: State | System) -> list[Any]:
     evaluation = state.evaluation
     found = structures_of(state.system)
     for n, (atoms, of) in enumerate(found):
-        masses = _array(state.masses)[of]
+        masses = on_host(state.masses)[of]
         frozen = masses == float("inf")
         masses[frozen] = atoms.get_masses()[frozen]
         atoms.set_masses(masses)
-        atoms.set_velocities(_array(state.velocities)[of])
+        atoms.set_velocities(on_host(state.velocities)[of])
         if frozen.any():
             atoms.set_constraint(FixAtoms(mask=frozen))
-        results = {"energy": float(evaluation.energies[n].detach()), "forces": _array(evaluation.forces)[of]}
+        results = {"energy": float(evaluation.energies[n].detach()), "forces": on_host(evaluation.forces)[of]}
         if evaluation.stress is not None:
-            results["stress"] = full_3x3_to_voigt_6_stress(_array(evaluation.stress[n]))
+            results["stress"] = full_3x3_to_voigt_6_stress(on_host(evaluation.stress[n]))
         atoms.calc = SinglePointCalculator(atoms, **results)
         atoms.info["step"] = int(state.step)
     return [atoms for atoms, _ in found]
@@ -407,11 +407,11 @@ def structures_of(system: System) -> list[tuple[Any, Any]]:
 
     if system.numbers is None:
         raise ValueError("`numbers` of the system are needed for ASE")
-    n_systems, positions, numbers = count_systems(system), _array(system.positions), _array(system.numbers)
-    index = None if system.batch_idx is None else _array(system.batch_idx)
-    cells = None if system.cell is None else _array(system.cell.reshape(-1, 3, 3).expand(n_systems, 3, 3))
-    axes = None if system.pbc is None else _array(system.pbc.reshape(-1, 3).expand(n_systems, 3))
-    charges = None if system.charges is None or system.charges.ndim > 1 else _array(system.charges)
+    n_systems, positions, numbers = count_systems(system), on_host(system.positions), on_host(system.numbers)
+    index = None if system.batch_idx is None else on_host(system.batch_idx)
+    cells = None if system.cell is None else on_host(system.cell.reshape(-1, 3, 3).expand(n_systems, 3, 3))
+    axes = None if system.pbc is None else on_host(system.pbc.reshape(-1, 3).expand(n_systems, 3))
+    charges = None if system.charges is None or system.charges.ndim > 1 else on_host(system.charges)
     found = []
     for n in range(n_systems):
         of = slice(None) if index is None else index == n
@@ -419,7 +419,3 @@ def structures_of(system: System) -> list[tuple[Any, Any]]:
         of_atoms = None if charges is None else charges[of]
         found.append((ase.Atoms(numbers[of], positions[of], cell=cell, pbc=pbc, charges=of_atoms), of))
     return found
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().numpy()
