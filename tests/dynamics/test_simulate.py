@@ -554,6 +554,12 @@ def test_trajectories_of_molecules_have_neither_cell_nor_stress(suffix, tmp_path
         assert abs(atoms.positions - 3.0 * n - system.positions.numpy()).max() < 1e-14
         assert atoms.cell.lengths().tolist() == [9.0, 8.0, 7.0] and atoms.pbc.tolist() == [True, False, True]
         assert np.allclose(atoms.get_initial_charges(), np.linspace(-1.0, 1.0, 6)[3 * n : 3 * n + 3])
+    masses = torch.tensor([torch.inf, 1.0, 1.0], dtype=float64)
+    state = nve(0.1).start(system, springs(0.3), masses=masses)
+    for _ in range(2):
+        (atoms,) = to_ase(state)
+        assert atoms.constraints[0].index.tolist() == [0] and atoms.get_masses()[0] > 1.0
+        assert state.masses[0] == torch.inf == masses[0]
     with pytest.raises(ValueError, match="`numbers` of the system are needed"):
         to_ase(System(system.positions))
 

@@ -386,7 +386,7 @@ def to_ase(state: State | System) -> list[Any]:
     evaluation = state.evaluation
     found = structures_of(state.system)
     for n, (atoms, of) in enumerate(found):
-        masses = on_host(state.masses)[of]
+        masses = on_host(state.masses)[of].copy()  # not the memory of the state
         frozen = masses == float("inf")
         masses[frozen] = atoms.get_masses()[frozen]
         atoms.set_masses(masses)
