@@ -393,6 +393,19 @@ def test_trajectories_in_transforms_of_torch(way, every):
         assert torch.equal(torch.autograd.grad(last(x, kept=False), x)[0], expected)
 
 
+def test_checkpoints_stay_if_torch_does_not_tell_of_transforms(monkeypatch):
+    for name, value in {"DERIVATIVES_KNOWN": False, "derivative_asked": lambda: True}.items():
+        monkeypatch.setattr(sys.modules[simulate.__module__], name, value)
+    system, masses, velocities = few_atoms(2)
+    calls, inner = [], wells()
+    model = lambda system: calls.append(1) or inner(system)  # noqa: E731
+    given = velocities.clone().requires_grad_()
+    run = simulate(system, model, nve(0.1), 4, masses=masses, velocities=given, checkpoint_every=2)
+    forward = len(calls)
+    run.state.velocities.sum().backward()
+    assert len(calls) == forward + 4
+
+
 def test_frames_of_trajectories_in_transforms_of_torch(tmp_path):
     system, path = System.from_ase(ase.build.molecule("H2O")), tmp_path / "run.traj"
 

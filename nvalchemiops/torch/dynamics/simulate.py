@@ -157,7 +157,7 @@ def simulate(
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
     if gradients is None:
         gradients = checkpoint_every is not None or _keeps_graph(start, integrator, options)
-    if derivative_asked():
+    if DERIVATIVES_KNOWN and derivative_asked():
         checkpoint_every = None  # forward mode needs no graph, and transforms of torch keep their own
     parameters: Parameters | None = None
     if gradients and checkpoint_every is not None:
