@@ -11,6 +11,8 @@ import pytest
 import sympy
 import torch
 
+from nvalchemiops.interactions.pair.derivatives import Request, derivatives
+from nvalchemiops.interactions.pair.derivatives import _in_range as in_range
 from nvalchemiops.interactions.pair.expression import MAX_LENGTH, Formula, pair_energy, self_energy, symbols_of
 from nvalchemiops.torch.interactions.pair import PairPotential
 from tests.support.processes import python_says
@@ -233,11 +235,11 @@ def test_exponents_are_differentiable():
     torch.testing.assert_close(found[:, 0], -DISTANCES.log() * DISTANCES**-2.7)
 
 
-@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 12.0), (torch.float64, 90.0)])
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 20.0), (torch.float64, 90.0)])
 def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
-    """Where their exponentials are infinite, too."""
-    text = "1/(1 + x) + 1/cosh(k*(r - 1))^2 + exp(-r)/(1 + x); x = exp(k*(r - 1))"
-    at = torch.tensor([0.02, 0.9, 1.2, far / 2, far], dtype=dtype)
+    """Where their exponentials are infinite, too, also with terms that are zero and with numbers as factors."""
+    text = "1/(1 + x + step(r - 99)) + 1/cosh(k*(r - 5))^2 + exp(-r)/(1 + exp(20*r - 100)); x = exp(k*(r - 5))"
+    at = torch.tensor([0.02, 4.9, 5.2, far / 2, far], dtype=dtype)
     directions = torch.tensor([0.48, -0.6, 0.64], dtype=dtype)
     positions = torch.stack([torch.zeros(5, 3, dtype=dtype), at[:, None] * directions], dim=1).flatten(0, 1)
     i = torch.arange(10)
@@ -245,11 +247,24 @@ def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
         positions, neighbor_list=torch.stack([i, i ^ 1]), compute_forces=True, k=20.0
     )
     r = at.double().requires_grad_()
-    x = 20.0 * (r - 1.0)
+    x = 20.0 * (r - 5.0)
     expected = (1.0 + torch.exp(-r)) * torch.sigmoid(-x) + 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
     (slope,) = torch.autograd.grad(expected.sum(), r)
     found = (forces[::2].double() * directions).sum(1)
     torch.testing.assert_close(found, slope, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-30)
+
+
+@pytest.mark.parametrize("text", ["1/(1 + exp(r^2 - a))", "1/((1 + exp(a*r - 2))*(1 + exp(a*r - 3)))"])
+def test_no_exponential_multiplies_what_falls_off(text):
+    """In second derivatives, either, which are the same numbers."""
+    formula = Formula(text, (), ("a",))
+    symbols = symbols_of(formula)
+    at = {symbols.squared: 1.7, symbols.of_system[0]: 0.9, sympy.Symbol("b0", real=True): 0.3}
+    for expression in derivatives(Request(formula, ("r",), "r")).values():
+        found = in_range(expression)
+        assert float((found / expression).subs(at)) == pytest.approx(1.0, rel=1e-12)
+        factors = [f for e in sympy.preorder_traversal(found) if e.is_Mul for f in e.args if isinstance(f, sympy.exp)]
+        assert not any(f.has(symbols.squared) for f in factors)
 
 
 def test_one_sided_derivatives_at_kinks():

@@ -18,6 +18,7 @@ to d is 2 ∂G/∂s d + Σ_k ∂G/∂b_k δ_k.
 """
 
 import functools
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -393,29 +394,50 @@ def _in_range(expression: Any) -> Any:
         return any(base.has(squared) and exponent.is_positive for base, exponent in factors)
 
     def multiple(y: Any, x: Any) -> int:
-        """How often all terms of x are in y."""
-        there = y.as_coefficients_dict()
-        return min(int(there[term] / number) for term, number in x.as_coefficients_dict().items())
+        """How often x is in y, rounded for each term: without it y is smaller."""
+        there = y.expand().as_coefficients_dict()
+        ratios = [there[term] / number for term, number in x.expand().as_coefficients_dict().items()]
+        return min(math.ceil(ratio - 0.5) for ratio in ratios)
+
+    def split(product: Any) -> tuple[Any, Any]:
+        """All factors but exponentials, and the sum of exponents; sympy leaves ``exp(r - a) exp(a - r)`` as it is."""
+        factors = sympy.Mul.make_args(product)
+        rest = sympy.Mul(*(f for f in factors if not isinstance(f, sympy.exp)))
+        return rest, sympy.Add(*(f.args[0] for f in factors if isinstance(f, sympy.exp)))
+
+    def times(rest: Any, x: Any) -> Any:
+        return rest if x.expand() == 0 else rest * sympy.exp(x)
+
+    def divided(base: Any, x: Any) -> Any:
+        """The sum by ``exp(x)``; terms without exponentials at once: one may be zero where ``exp(-x)`` is infinite."""
+        parts = [split(term) for term in base.args]
+        plain = sympy.Add(*(rest for rest, y in parts if y == 0))
+        return sympy.Add(plain * sympy.exp(-x), *(times(rest, y - x) for rest, y in parts if y != 0))
 
     def regrouped(product: Any) -> Any:
         powers = dict(factor.as_base_exp() for factor in product.args if not isinstance(factor, sympy.exp))
-        for base, exponent in list(powers.items()):
-            if not (exponent.is_number and exponent <= -1):
-                continue
-            if base.func in (sympy.sinh, sympy.cosh) and grows(base.args[0].expand()):
+        for base, exponent in powers.items():
+            if base.func in (sympy.sinh, sympy.cosh) and exponent.is_number and grows(base.args[0].expand()):
                 other = (sympy.cosh if base.func == sympy.sinh else sympy.sinh)(*base.args)
                 power = powers.get(other, sympy.S.Zero)
                 n = min(int(-exponent), int(power)) if power.is_Integer else 0
                 if n > 0:
                     quotient = sympy.tanh(*base.args) ** (n if base.func == sympy.cosh else -n)
                     product = product / other**n * base**n * quotient
-            for inner in base.atoms(sympy.exp) if base.is_Add else ():
-                x = inner.args[0].expand()
-                outer = [f.args[0].expand() for f in product.args if isinstance(f, sympy.exp)] if grows(x) else []
-                n = min(int(-exponent), max((multiple(y, x) for y in outer), default=0))
-                if n > 0:
-                    scaled = sympy.Add(*(term / inner for term in base.args))
-                    return regrouped(product / inner**n * base**n / scaled**n)
+        return without_infinities(product)
+
+    def without_infinities(product: Any) -> Any:
+        rest, outer = split(product)
+        found: list[tuple[Any, ...]] = []
+        for base, exponent in (factor.as_base_exp() for factor in sympy.Mul.make_args(rest)):
+            if base.is_Add and exponent.is_number and exponent <= -1:
+                for x in (y for _, y in map(split, base.args) if grows(y.expand())):
+                    n = min(int(-exponent), multiple(outer, x))
+                    found.append(((outer - n * x).expand() == 0, n, len(found), base, x))
+        # first what leaves nothing
+        _, n, _, base, x = max((entry for entry in found if entry[1] > 0), default=(False, 0, 0, None, None))
+        if n > 0:
+            return without_infinities(times(rest * base**n / divided(base, x) ** n, outer - n * x))
         return product
 
     if not expression.has(sympy.exp, sympy.sinh, sympy.cosh):
