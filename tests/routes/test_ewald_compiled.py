@@ -348,6 +348,19 @@ def test_other_sums_are_one_op_as_well(options):
     assert all(torch.equal(a, b) for a, b in zip(found, call(*ONE[:3]), strict=True))
 
 
+@pytest.mark.parametrize(
+    "pbc", [False, [False] * 3, torch.zeros(2, 3, dtype=torch.bool)], ids=["bool", "list", "tensor"]
+)
+def test_molecules_without_a_cell_are_one_op_as_well(pbc):
+    x, q, _, batch_idx = TWO
+    call = functools.partial(mesh_ewald, cell=None, batch_idx=batch_idx, pbc=pbc, compute_forces=True)
+    ops, found = ops_of(call, x, q)
+    assert ops == ["call.default"]
+    assert all(torch.equal(a, b) for a, b in zip(found, call(x, q), strict=True))
+    of_one = functools.partial(ewald_summation, cell=None, pbc=False, **ALL, energy_reduction="system")
+    assert_compiled_equals_eager(of_one, ONE[:2])
+
+
 def test_a_batch_is_one_op():
     x, q, cell, batch_idx = TWO
     pairs, pointers, shifts = neighbor_list(x, CUTOFF, cell, batch_idx=batch_idx, return_neighbor_list=True)

@@ -103,10 +103,15 @@ class EwaldSum(NamedTuple):
         return self.method.given(*self.given, system)
 
     def shapes(self) -> list[tuple[Sequence[int], torch.dtype]] | None:
-        """The shapes and dtypes of the results; None without a cell, where the sum is over all pairs."""
+        """The shapes and dtypes of the results; None if they depend on the number of systems, and no cells tell it."""
         atoms, request = self.atoms, self.request
         if atoms.cell is None:
-            return None
+            of_systems = request.energy_reduction == "system" or request.derivatives.virial
+            if atoms.pbc is None or (of_systems and atoms.batch_idx is not None):
+                return None
+            checks.check_positions(atoms.positions, finite=False)
+            unit = torch.eye(3, dtype=atoms.positions.dtype, device=atoms.positions.device)
+            atoms = atoms._replace(cell=unit, batch_idx=None)
         system = check_system(atoms._replace(pbc=None))
         check_gradients(request, atoms)
         n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
