@@ -65,7 +65,7 @@ class LongRangePotential(NamedTuple):
 class _PowerLaw(LongRangePotential):
     """A potential made by `power_law`; copying and unpickling return the same object.
 
-    Prepared data are compared with the potential of a call by identity.
+    Prepared data compare it with the potential of a call, in a moment if both are this object.
     """
 
     __slots__ = ()
