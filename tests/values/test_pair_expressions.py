@@ -254,6 +254,15 @@ def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
     torch.testing.assert_close(found, slope, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-30)
 
 
+def test_shifts_that_have_fallen_off_have_derivatives_by_parameters():
+    k = torch.tensor(20.0, requires_grad=True)
+    potential = PairPotential("1/(1 + exp(k*(r - 5)))", (), ("k",), cutoff=50.0, shifted=True)
+    x = torch.tensor([[0.0, 0.0, 0.0], [4.875, 0.0, 0.0]])
+    (slope,) = torch.autograd.grad(potential(x, neighbor_list=torch.tensor([[0, 1], [1, 0]]), k=k).sum(), k)
+    falls = torch.sigmoid(torch.tensor(2.5))
+    torch.testing.assert_close(slope, 0.125 * falls * (1.0 - falls), rtol=1e-5, atol=0.0)
+
+
 @pytest.mark.parametrize("text", ["1/(1 + exp(r^2 - a))", "1/((1 + exp(a*r - 2))*(1 + exp(a*r - 3)))"])
 def test_no_exponential_multiplies_what_falls_off(text):
     """In second derivatives, either, which are the same numbers."""

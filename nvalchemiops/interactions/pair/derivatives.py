@@ -387,11 +387,11 @@ def _in_range(expression: Any) -> Any:
     """
     import sympy
 
-    squared = sympy.Symbol("s", positive=True)
+    lengths = sympy.Symbol("s", positive=True), sympy.Symbol("cutoff", positive=True)  # of shifts
 
     def grows(x: Any) -> bool:
         factors = (f.as_base_exp() for term in sympy.Add.make_args(x) for f in sympy.Mul.make_args(term))
-        return any(base.has(squared) and exponent.is_positive for base, exponent in factors)
+        return any(base.has(*lengths) and exponent.is_positive for base, exponent in factors)
 
     def multiple(y: Any, x: Any) -> int:
         """How often x is in y, rounded for each term: without it y is smaller."""
