@@ -1,10 +1,13 @@
 """Mistakes that would give wrong numbers without a word: each is an error, or made right."""
 
+import collections
+import dataclasses
 import functools
 import math
 import signal
 import sys
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -138,11 +141,54 @@ class Scaled:
         lambda n: [{"factor": {n, helper}}],
         lambda n: (torch.empty, torch.zeros, np.linalg.norm, np.sin, math.sin, math.cos)[n],
         lambda n: {torch.nn.functional.silu: (None, n)},
+        lambda n: named_as(torch.nn.functional.softplus, lambda x: n * x),
+        lambda n: named_as(cube, lambda x: n * x),
+        lambda n: [lambda x, y: x - y, lambda y, x: y - x][n - 1],  # backwards are called by these names
+        lambda n: [[0, 1], (0, 1)][n - 1],  # which index in other ways
+        lambda n: collections.defaultdict(lambda: n),
+        lambda n: dataclasses.make_dataclass("Scale", ["of"])(torch.tensor(1 + 1e-6 * n)),
+        lambda n: types.SimpleNamespace(table=np.arange(5_000) + (np.arange(5_000) == 2_500) * n),
+        lambda n: torch.nn.ParameterList([torch.full((2,), float(n))]),
+        lambda n: type("Scale", (), {"of": staticmethod(lambda x: n * x)}),
+        lambda n: from_module(n),
     ],
 )
 def test_identities_do_not_depend_on_where_objects_are(make):
     found = [value_identity(make(n)) for n in (1, 1, 2)]
     assert found[0] == found[1] != found[2] and " at 0x" not in found[0]
+
+
+def named_as(function, wrapper):
+    return functools.wraps(function)(wrapper)
+
+
+def from_module(n):
+    module = types.ModuleType("of_a_user")
+    module.helper = lambda x: n * x
+    return types.FunctionType((lambda x: of_a_user.helper(x)).__code__, {"__name__": "u", "of_a_user": module})  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda n: torch.jit.CompilationUnit(f"def f(x):\n  return {n}\n").f, lambda n: np.frompyfunc(max, n, 1)],
+)
+def test_what_cannot_be_seen_has_an_identity_of_its_own(make):
+    values = [make(n) for n in (1, 1, 2)]
+    found = [value_identity(v) for v in values]
+    assert len(set(found)) == 3 and found == [value_identity(v) for v in values]
+
+
+def test_identities_follow_what_is_declared():
+    """Not only what is computed: a graph of an op without a gradient would be used for one that has it."""
+
+    def declared(**keywords):
+        def body(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            return x + z
+
+        return autograd.warp_custom_op("tests::declared", SPEC, backward=lambda grad_y, x: grad_y, **keywords)(body)
+
+    found = [declared(grad_arrays=names).op.identity for names in (["y", "x"], ["y", "x"], ["y", "z"])]
+    assert found[0] == found[1] != found[2]
 
 
 # -- tensors that are not what their memory says --------------------------------------------------

@@ -64,7 +64,7 @@ class WarpOp:
         self._count = len(self.parameters)
         self._bits = {i: bit for bit, i in enumerate(self.diff_inputs)}
         self._formula = Formula(self, self.backward) if callable(self.backward) else None
-        self.identity = fingerprint(self.body, self.backward, self.outputs, identity)
+        self.identity = fingerprint(declared, identity)
         self._loaded: set[tuple[torch.device, bool]] = set()
         # the dispatcher drops trailing arguments that equal their defaults
         defaults = tuple(None if p.required else p.default for p in self.parameters)
