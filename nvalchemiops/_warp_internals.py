@@ -42,8 +42,10 @@ def parameters(kernel: wp.Kernel) -> list[Parameter]:
 
 
 def source_of(value: wp.Kernel | wp.Function) -> tuple[str, Any]:
-    """The source of a Warp kernel or function, and the Python function from which it was made."""
-    return str(getattr(getattr(value, "adj", None), "source", "")), value.func
+    """The source of a Warp kernel or function, with its C++, and the Python function from which it was made."""
+    texts = [getattr(getattr(value, "adj", None), "source", "")]
+    texts += [getattr(value, name, None) for name in ("native_snippet", "adj_native_snippet", "replay_snippet")]
+    return repr(texts), value.func
 
 
 def overload_for(kernel: wp.Kernel, arguments: Sequence[Any]) -> wp.Kernel:

@@ -151,6 +151,7 @@ class Scaled:
         lambda n: torch.nn.ParameterList([torch.full((2,), float(n))]),
         lambda n: type("Scale", (), {"of": staticmethod(lambda x: n * x)}),
         lambda n: from_module(n),
+        lambda n: wp.func_native(f"return {n}.0 * x;")(in_native_code),
     ],
 )
 def test_identities_do_not_depend_on_where_objects_are(make):
@@ -160,6 +161,9 @@ def test_identities_do_not_depend_on_where_objects_are(make):
 
 def named_as(function, wrapper):
     return functools.wraps(function)(wrapper)
+
+
+def in_native_code(x: wp.float64) -> wp.float64: ...
 
 
 def from_module(n):
