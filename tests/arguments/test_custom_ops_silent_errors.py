@@ -172,6 +172,24 @@ def from_module(n):
     return types.FunctionType((lambda x: of_a_user.helper(x)).__code__, {"__name__": "u", "of_a_user": module})  # noqa: F821
 
 
+def with_imports(x):
+    import math
+
+    from of_a_user import helper
+
+    return helper(x) + math.pi
+
+
+def test_identities_follow_what_functions_import(monkeypatch):
+    unknown, found = value_identity(with_imports), []
+    for n in (1, 1, 2):
+        module = types.ModuleType("of_a_user")
+        module.helper = (lambda n: lambda x: n * x)(n)
+        monkeypatch.setitem(sys.modules, "of_a_user", module)
+        found.append(value_identity(with_imports))
+    assert unknown != found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda n: torch.jit.CompilationUnit(f"def f(x):\n  return {n}\n").f, lambda n: np.frompyfunc(max, n, 1)],

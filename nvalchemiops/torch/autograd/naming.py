@@ -2,15 +2,17 @@
 
 import contextlib
 import copyreg
+import dis
 import functools
 import hashlib
+import importlib.util
 import operator
 import os
 import pathlib
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -185,7 +187,10 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
         with contextlib.suppress(ValueError):  # still empty: a backward that refers to its own op
             held[name] = cell.cell_contents
     parts += _found(held, held.keys(), names)
-    return parts if _is_released(scope.get("__name__")) else parts + _found(scope, names, names)
+    if _is_released(scope.get("__name__")):
+        return parts
+    imported = {name: sys.modules[name] for name in _imports(function.__code__, scope.get("__package__"))}
+    return parts + _found(scope, names, names) + _found(imported, imported, names)
 
 
 def _found(
@@ -241,6 +246,19 @@ def _is_package_released(package: str) -> bool:
 def _names(code: types.CodeType) -> set[str]:
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     return {*code.co_names, *code.co_freevars}.union(*(_names(c) for c in inner))
+
+
+def _imports(code: types.CodeType, package: str | None) -> Iterator[str]:
+    """The full names of the modules that a function imports when it runs, without those whose versions are known."""
+    for inner in (c for c in code.co_consts if isinstance(c, types.CodeType)):
+        yield from _imports(inner, package)
+    if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
+        steps = list(dis.get_instructions(code))
+        for level, _, step in zip(steps, steps[1:], steps[2:]):
+            if step.opname == "IMPORT_NAME":
+                name = importlib.util.resolve_name("." * level.argval + step.argval, package)
+                if not _is_released(name):
+                    yield name
 
 
 def _digest(parts: Sequence[str]) -> str:
