@@ -99,6 +99,16 @@ def from_module(n):
     return types.FunctionType((lambda x: of_a_user.helper(x)).__code__, {"__name__": "u", "of_a_user": module})  # noqa: F821
 
 
+def test_what_a_script_defines_later_is_not_known():
+    scope = {"__name__": "a_script", "__builtins__": __builtins__, "given": 1}
+    exec("def one(x): return [v for v in x if later(v)]\ndef other(x): return len(x) + given", scope)
+    before, copied = value_identity(scope["one"]), types.FunctionType(scope["one"].__code__, scope)
+    assert before == value_identity(scope["one"]) != value_identity(copied)
+    assert value_identity(scope["other"]) == value_identity(types.FunctionType(scope["other"].__code__, scope))
+    scope["later"] = bool
+    assert before != value_identity(scope["one"]) == value_identity(copied)
+
+
 def with_imports(x):
     import math
 

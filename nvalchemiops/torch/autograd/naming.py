@@ -1,5 +1,6 @@
 """Names and identities of ops: the libraries that register them, and hashes that distinguish them in compile caches."""
 
+import builtins
 import contextlib
 import copyreg
 import dis
@@ -48,6 +49,9 @@ _TORCH_OPS = (type(torch.ops.aten.sin), type(torch.ops.aten.sin.default))
 _alone: dict[int, tuple[Any, str]] = {}
 """Values that have an identity of their own in this process, by their addresses, which they so keep."""
 
+_defining: list[str] = []
+"""Names that ops will have, to which their backwards may refer."""
+
 
 def library_for(name: str, body: Callable[..., Any]) -> tuple[Any, str]:
     """A library in which to define ``name``, and the name to register, without its namespace.
@@ -71,7 +75,9 @@ def fingerprint(declared: Declaration, extra: str) -> int:
     versions = [__version__, _files(), sys.version, torch.__version__, wp.__version__, np.__version__]
     tables = [declared.parameters, declared.mutated, declared.diff_outputs, declared.diff_inputs]
     called_by = getattr(declared.backward, "__annotations__", None)
+    _defining.append(declared.body.__name__)
     text = value_identity([*versions, extra, declared.body, declared.backward, called_by, declared.outputs, *tables])
+    _defining.remove(declared.body.__name__)
     return int(_digest([text])[:14], 16) | 1
 
 
@@ -189,6 +195,8 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
     parts += _found(held, held.keys(), names)
     if _is_released(scope.get("__name__")):
         return parts
+    if _is_being_made(scope) and any(name not in scope for name in _globals_of(function.__code__)):
+        raise TypeError("it needs what its module defines later")
     imported = {name: sys.modules[name] for name in _imports(function.__code__, scope.get("__package__"))}
     return parts + _found(scope, names, names) + _found(imported, imported, names)
 
@@ -246,6 +254,21 @@ def _is_package_released(package: str) -> bool:
 def _names(code: types.CodeType) -> set[str]:
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     return {*code.co_names, *code.co_freevars}.union(*(_names(c) for c in inner))
+
+
+def _is_being_made(scope: dict[str, Any]) -> bool:
+    """Whether names may still come into a scope: that of a script, or of a module that is being imported."""
+    spec = scope.get("__spec__")
+    return spec is None or getattr(spec, "_initializing", False)
+
+
+def _globals_of(code: types.CodeType) -> Iterator[str]:
+    """The global names that a function reads, without those of Python and those of ops that are being defined."""
+    for inner in (c for c in code.co_consts if isinstance(c, types.CodeType)):
+        yield from _globals_of(inner)
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL" and not hasattr(builtins, step.argval) and step.argval not in _defining:
+            yield step.argval
 
 
 def _imports(code: types.CodeType, package: str | None) -> Iterator[str]:
