@@ -307,7 +307,8 @@ def eager(
                 bound.arguments[name] = as_array(name, value)
         if is_traced(bound.arguments):
             raise TypeError(f"{function.__name__} needs values: call it outside of jit, and pass its results")
-        result = function(*map(to_torch, bound.args), **{k: to_torch(v) for k, v in bound.kwargs.items()})
+        given = dict(zip(signature.parameters, bound.args)) | bound.kwargs  # by name: some of torch may be left out
+        result = function(**{name: to_torch(value) for name, value in given.items()})
         if dataclasses.is_dataclass(result) or hasattr(result, "_asdict"):
             fields = result._asdict() if hasattr(result, "_asdict") else vars(result)
             result = {name: value for name, value in fields.items() if not name.startswith("_")}

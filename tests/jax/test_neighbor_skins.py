@@ -231,6 +231,7 @@ def test_thresholds_of_stale_lists_may_be_traced():
     for threshold in (0.74, 0.76):
         for asked in (asks, jax.jit(asks), neighbors.check_neighbor_list_rebuild_needed):
             assert asked(X, moved, threshold).tolist() == [threshold < 0.75]
+            assert asked(X, moved, threshold, jnp.eye(3, dtype=X.dtype)).tolist() == [threshold < 0.75]  # no effect
     every = jax.vmap(asks, (None, None, 0))(X, moved, jnp.array([0.74, 0.76]))
     assert every.tolist() == [[True], [False]]
 
