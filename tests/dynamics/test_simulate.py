@@ -418,6 +418,14 @@ def test_frames_of_trajectories_in_transforms_of_torch(tmp_path):
     assert abs(ase.io.read(path).positions - last(velocities).numpy()).max() < 1e-14
     with pytest.raises(ValueError, match="differ between the slices of `vmap`"):
         torch.func.vmap(last)(velocities[None])
+    state = nve(0.1).start(system, springs(0.3))
+
+    def frames(energies):
+        return to_ase(state._replace(evaluation=state.evaluation._replace(energies=energies)))
+
+    assert frames(torch.full((1,), 0.5, dtype=torch.bfloat16))[0].get_potential_energy() == 0.5
+    with pytest.raises(ValueError, match="differ between the slices of `vmap`"):  # by a parameter of the model
+        torch.func.vmap(frames)(torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("of", ["integrator", "constraints"])

@@ -393,7 +393,8 @@ def to_ase(state: State | System) -> list[Any]:
         atoms.set_velocities(on_host(state.velocities)[of])
         if frozen.any():
             atoms.set_constraint(FixAtoms(mask=frozen))
-        results = {"energy": float(evaluation.energies[n].detach()), "forces": on_host(evaluation.forces)[of]}
+        energy = on_host(evaluation.energies[n].double())  # NumPy has no bfloat16
+        results = {"energy": float(energy), "forces": on_host(evaluation.forces)[of]}
         if evaluation.stress is not None:
             results["stress"] = full_3x3_to_voigt_6_stress(on_host(evaluation.stress[n]))
         atoms.calc = SinglePointCalculator(atoms, **results)
