@@ -266,6 +266,7 @@ def test_gradients_to_parameters_of_a_model_contain_the_first_evaluation(every):
     assert abs(slope - expected) < 1e-7 * abs(expected)
     with torch.inference_mode():
         options["velocities"], system = velocities.clone(), system._replace(positions=system.positions.clone())
+        assert torch.equal(last(1.2, checkpoint_every=every), last(1.2))
     found = last(weight, gradients=True, checkpoint_every=every)  # of tensors that cannot have a graph
     assert abs(found - last(1.2)) < 1e-12
 

@@ -115,8 +115,8 @@ def simulate(
         of the integrator require gradients, with ``checkpoint_every``, or inside of ``torch.func.grad`` and its like.
     checkpoint_every : int, optional
         For gradients of long runs, of first order: keep the states after every so many steps alone, and compute the
-        steps between them again in the backward pass. Hooks are then called again, too. Of no effect in forward mode
-        and inside of transforms of ``torch.func``.
+        steps between them again in the backward pass. Hooks are then called again, too. Of no effect in forward mode,
+        inside of transforms of ``torch.func`` and in inference mode.
     **options
         ``masses``, ``velocities``, ``seed``, ``keys``, ``removed``: see `Integrator.start`. Only with a system.
 
@@ -159,6 +159,8 @@ def simulate(
         gradients = checkpoint_every is not None or _keeps_graph(start, integrator, options)
     if DERIVATIVES_KNOWN and derivative_asked():
         checkpoint_every = None  # forward mode needs no graph, and transforms of torch keep their own
+    if checkpoint_every is not None and torch.is_inference_mode_enabled():
+        checkpoint_every = None  # there is no graph
     parameters: Parameters | None = None
     if gradients and checkpoint_every is not None:
         parameters = Parameters()
