@@ -157,10 +157,8 @@ def simulate(
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
     if gradients is None:
         gradients = checkpoint_every is not None or _keeps_graph(start, integrator, options)
-    if DERIVATIVES_KNOWN and derivative_asked():
-        checkpoint_every = None  # forward mode needs no graph, and transforms of torch keep their own
-    if checkpoint_every is not None and torch.is_inference_mode_enabled():
-        checkpoint_every = None  # there is no graph
+    if torch.is_inference_mode_enabled() or (DERIVATIVES_KNOWN and derivative_asked()):
+        checkpoint_every = None  # these modes need no graph, and transforms of torch keep their own
     parameters: Parameters | None = None
     if gradients and checkpoint_every is not None:
         parameters = Parameters()
