@@ -86,6 +86,20 @@ def test_identities_do_not_depend_on_where_objects_are(make):
     assert found[0] == found[1] != found[2] and " at 0x" not in found[0]
 
 
+def test_sets_copy_nothing_of_what_came_before():
+    """A set took the time of the long list before it for each of its entries."""
+
+    class Uncopied(dict):
+        def __iter__(self):
+            raise AssertionError("it is copied")
+
+        keys = __iter__
+
+    shared = (1, 2)
+    value = [{(shared, n) for n in (3, 4)}, shared]
+    assert value_identity(value, Uncopied()) == value_identity(value)
+
+
 def named_as(function, wrapper):
     return functools.wraps(function)(wrapper)
 

@@ -154,7 +154,7 @@ def _parts(value: Any, seen: dict[int, tuple[Any, int]]) -> Iterable[Any]:
         case dict() if type(value) is dict:
             return [part for item in value.items() for part in item]
         case set() | frozenset() if type(value) in (set, frozenset):  # in an order that differs between processes
-            return [_Text(text) for text in sorted(value_identity(v, dict(seen)) for v in value)]
+            return [_Text(text) for text in sorted(_of_entries(value, seen))]
         case types.MappingProxyType():
             return [dict(value)]
         case type() if is_warp_dtype(value):
@@ -173,6 +173,15 @@ def _parts(value: Any, seen: dict[int, tuple[Any, int]]) -> Iterable[Any]:
         case _ if isinstance(value, _TORCH_OPS):
             return [_Text(repr(value))]
     return _reduced(value)
+
+
+def _of_entries(values: Iterable[Any], seen: dict[int, tuple[Any, int]]) -> Iterator[str]:
+    """The identities of values of which none has seen what is in another."""
+    count = len(seen)
+    for value in values:
+        yield value_identity(value, seen)
+        while len(seen) > count:  # no copy for each value: this may follow a long list
+            seen.popitem()
 
 
 def _reduced(value: Any) -> Sequence[Any]:
