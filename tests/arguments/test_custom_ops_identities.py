@@ -143,7 +143,12 @@ def test_identities_follow_what_functions_import(monkeypatch):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda n: torch.jit.CompilationUnit(f"def f(x):\n  return {n}\n").f, lambda n: np.frompyfunc(max, n, 1)],
+    [
+        lambda n: torch.jit.CompilationUnit(f"def f(x):\n  return {n}\n").f,
+        lambda n: np.frompyfunc(max, n, 1),
+        lambda n: 10 ** (5_000 + n),  # too long for a `repr`
+        lambda n: type("Compared", (type,), {"__eq__": lambda a, b: a is b})("WithoutHash", (), {})(),
+    ],
 )
 def test_what_cannot_be_seen_has_an_identity_of_its_own(make):
     values = [make(n) for n in (1, 1, 2)]

@@ -98,16 +98,16 @@ def value_identity(value: Any, _seen: dict[int, tuple[Any, int]] | None = None) 
     pickle would keep of them. A value of which that does not tell all has an identity of its own in each process: two
     that differ must never share one, since a compiled graph of the other would be used.
     """
-    if type(value) in _LITERALS:
-        return f"{type(value).__name__} {value!r}"
     seen = {} if _seen is None else _seen
-    if id(value) in seen:
-        return f"seen {seen[id(value)][1]}"
-    seen[id(value)] = value, len(seen)  # kept, so that no other value gets this address meanwhile
     try:
+        if type(value) in _LITERALS:
+            return f"{type(value).__name__} {value!r}"
+        if id(value) in seen:
+            return f"seen {seen[id(value)][1]}"
+        seen[id(value)] = value, len(seen)  # kept, so that no other value gets this address meanwhile
         parts = _parts(value, seen)
         return _digest([type(value).__qualname__, *(p if type(p) is _Text else value_identity(p, seen) for p in parts)])
-    except Exception:  # of any class: parts come from methods of the value
+    except Exception:  # of any class: parts come from methods of the value, integers may be too long for a `repr`
         return _alone.setdefault(id(value), (value, uuid.uuid4().hex))[1]
 
 
