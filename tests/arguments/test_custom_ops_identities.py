@@ -100,6 +100,13 @@ def test_sets_copy_nothing_of_what_came_before():
     assert value_identity(value, Uncopied()) == value_identity(value)
 
 
+def test_classes_stay_the_same_when_their_objects_are_pickled():
+    pair = collections.namedtuple("pair", ["a", "b"])
+    before = value_identity(pair)
+    pair(1, 2).__reduce_ex__(2)
+    assert value_identity(pair) == before
+
+
 def named_as(function, wrapper):
     return functools.wraps(function)(wrapper)
 

@@ -41,8 +41,10 @@ _LITERALS = frozenset(
 )
 """Types whose ``repr`` says all."""
 
-_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "_abc_impl"})
-"""What classes hold that does not tell what they do."""
+_OF_EVERY_CLASS = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__slotnames__", "_abc_impl"}
+)
+"""What classes hold that does not tell what they do; pickle notes the names of slots when it first sees an object."""
 
 _TORCH_OPS = (type(torch.ops.aten.sin), type(torch.ops.aten.sin.default))
 
