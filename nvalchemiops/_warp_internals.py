@@ -76,6 +76,11 @@ def struct_size(dtype: Any) -> int | None:
     return None
 
 
+def struct_fields(struct: Any) -> dict[str, Any]:
+    """The types of the fields of a ``wp.struct``."""
+    return {name: field.type for name, field in struct.vars.items()}
+
+
 # -- modules --------------------------------------------------------------------------------------
 
 

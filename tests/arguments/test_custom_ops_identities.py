@@ -79,6 +79,7 @@ class Scaled:
         lambda n: type("Scale", (), {"of": staticmethod(lambda x: n * x)}),
         lambda n: from_module(n),
         lambda n: wp.func_native(f"return {n}.0 * x;")(in_native_code),
+        lambda n: wp.struct(type("Pair", (), {"__annotations__": {"values": wp.types.vector(n, float)}})),
     ],
 )
 def test_identities_do_not_depend_on_where_objects_are(make):

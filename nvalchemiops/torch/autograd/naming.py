@@ -21,10 +21,10 @@ import torch
 import warp as wp
 
 from nvalchemiops import __version__
-from nvalchemiops._warp_internals import source_of
+from nvalchemiops._warp_internals import source_of, struct_fields
 from nvalchemiops.torch.autograd.declaration import Declaration
 from nvalchemiops.torch.autograd.specs import OutputSpec
-from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
+from nvalchemiops.types import SCALARS, inner_shape, is_struct, is_warp_dtype, scalar_type
 
 _definitions: dict[str, tuple[tuple[str, str], int]] = {}
 _libraries: list[Any] = []  # an op lives as long as its library
@@ -174,6 +174,9 @@ def _parts(value: Any, seen: dict[int, tuple[Any, int]]) -> Iterable[Any]:
             return [value.name, value.dtype, value.shape, value.torch_dtype]
         case _ if isinstance(value, _TORCH_OPS):
             return [_Text(repr(value))]
+        case _ if type(value).__module__.startswith(wp.__name__) and is_struct(value):
+            # not its module, with all kernels, which changes when they are compiled
+            return [value.key, struct_fields(value)]
     return _reduced(value)
 
 
