@@ -13,7 +13,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.torch import autograd
-from nvalchemiops.torch.autograd.naming import value_identity
+from nvalchemiops.torch.autograd.naming import MOST_VALUES, value_identity
 from tests.support.ops import cube, like
 
 SPEC = [like("y")]
@@ -99,6 +99,13 @@ def test_sets_copy_nothing_of_what_came_before():
     shared = (1, 2)
     value = [{(shared, n) for n in (3, 4)}, shared]
     assert value_identity(value, Uncopied()) == value_identity(value)
+
+
+def test_a_value_that_leads_to_too_many_others_has_an_identity_of_its_own():
+    """A global of pytest led to all of its run, and each definition of an op took seconds."""
+    one, other = ([(n,) for n in range(MOST_VALUES)] for _ in "ab")
+    assert value_identity(one) == value_identity(one) != value_identity(other)
+    assert value_identity(one[:-9]) == value_identity(other[:-9])
 
 
 def test_classes_stay_the_same_when_their_objects_are_pickled():

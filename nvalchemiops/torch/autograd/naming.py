@@ -48,6 +48,9 @@ _OF_EVERY_CLASS = frozenset(
 
 _TORCH_OPS = (type(torch.ops.aten.sin), type(torch.ops.aten.sin.default))
 
+MOST_VALUES = 20_000
+"""How many values an identity may look into, for a fifth of a second; some objects lead to all of a program."""
+
 _alone: dict[int, tuple[Any, str]] = {}
 """Values that have an identity of their own in this process, by their addresses, which they so keep."""
 
@@ -106,11 +109,19 @@ def value_identity(value: Any, _seen: dict[int, tuple[Any, int]] | None = None) 
             return f"{type(value).__name__} {value!r}"
         if id(value) in seen:
             return f"seen {seen[id(value)][1]}"
+        if len(seen) >= MOST_VALUES:
+            raise _TooManyValues
         seen[id(value)] = value, len(seen)  # kept, so that no other value gets this address meanwhile
         parts = _parts(value, seen)
         return _digest([type(value).__qualname__, *(p if type(p) is _Text else value_identity(p, seen) for p in parts)])
-    except Exception:  # of any class: parts come from methods of the value, integers may be too long for a `repr`
+    except Exception as error:  # of any class: parts come from methods of the value, and `repr` has limits
+        if isinstance(error, _TooManyValues) and _seen is not None:
+            raise
         return _alone.setdefault(id(value), (value, uuid.uuid4().hex))[1]
+
+
+class _TooManyValues(Exception):
+    """An identity would look into more than `MOST_VALUES`."""
 
 
 class _Text(str):
