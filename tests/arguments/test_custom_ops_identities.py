@@ -125,6 +125,7 @@ def in_native_code(x: wp.float64) -> wp.float64: ...
 def from_module(n):
     module = types.ModuleType("of_a_user")
     module.helper = lambda x: n * x
+    # the name is known in the globals that are given here
     return types.FunctionType((lambda x: of_a_user.helper(x)).__code__, {"__name__": "u", "of_a_user": module})  # noqa: F821
 
 
