@@ -18,6 +18,7 @@ from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine, graphs, tables
 from nvalchemiops.torch.runtime import plans as plans_in_runtime
+from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.torch.runtime.storage import storage_of
 from tests.support.cases import BOUNDS, MIXED, ONE
 from tests.support.comparing import close, random_like
@@ -545,6 +546,41 @@ def test_a_step_is_one_graph(made, calls, gpu):
             assert found["name"] == "both" and recorded._counts["recorded"] == 1
             assert made[-1].n_replays == count
         assert len(made) == before + 1
+
+
+class OnlyBackward(torch.autograd.Function):
+    """The identity, whose derivative is a tensor that nothing else uses."""
+
+    weights: torch.Tensor
+
+    @staticmethod
+    def forward(ctx, x):
+        may_be_followed = current_recorder() is None or not torch._C._is_multithreading_enabled()
+        assert may_be_followed, "the backward pass may run in another thread"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * OnlyBackward.weights
+
+
+def test_tensors_that_only_a_backward_pass_uses(made, gpu, monkeypatch):
+    """Autograd has a thread for the passes of a GPU; they are followed as well."""
+    weights = torch.ones(3, dtype=torch.float64, device=gpu.device)
+    monkeypatch.setattr(OnlyBackward, "weights", weights, raising=False)
+
+    def slope(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(OnlyBackward.apply(x * x).sum(), x)[0]
+
+    recorded = record(slope)
+    for count in range(1, 6):
+        if count == 4:  # other memory
+            weights.data = weights.clone()
+        weights.mul_(1.1)
+        x = count * torch.ones(3, dtype=torch.float64, device=gpu.device)
+        torch.testing.assert_close(recorded(x), 2.0 * x * weights)
+    assert recorded._counts["recorded"] == 2 and n_replays(made)
 
 
 def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):

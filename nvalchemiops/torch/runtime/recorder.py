@@ -608,10 +608,13 @@ _thread = _OfThread()
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """A context in which ``recorder`` follows the calls of this thread."""
+    """A context in which ``recorder`` follows the calls of this thread.
+
+    Backward passes run in it, too: those of a GPU have a thread of autograd otherwise, whose calls nobody follows.
+    """
     try:
         _thread.recorder = recorder
-        with refuse_reads(recorder), followed_by(recorder):
+        with torch.autograd.set_multithreading_enabled(False), refuse_reads(recorder), followed_by(recorder):
             yield
     finally:
         _thread.recorder = None
