@@ -15,12 +15,15 @@ the rest goes on with a new process; what they print is kept beside the JSON fil
 CUDA events, medians after warm-up, with inputs that take turns.
 
 - ``--peer FOLDER``: has 0.5.0 (``pip install --no-deps --target FOLDER nvalchemi-toolkit-ops==0.5.0``);
+- ``--copies FOLDER ...``: other versions of this library, such as checkouts with another kernel, which *beside* times
+  in turns with ours, with the same parameters;
 - ``--stand-in``: a rehearsal on a CPU, with small systems; without ``--peer`` this library is its own peer;
 - ``--references FOLDER``: results of the CPU, which a rehearsal with the same option has made
   (``--stand-in --only checks``), so that the GPU machine need not compile for its CPU;
 - ``--only WORD ...``: items, checks and cases whose name contains one of these.
 
-Run: ``python benchmarks/gpu.py [--peer FOLDER] [--minutes 8] [--json FILE] [--references FOLDER] [--only WORD ...]``.
+Run: ``python benchmarks/gpu.py [--peer FOLDER] [--copies FOLDER ...] [--minutes 8] [--json FILE] [--references FOLDER]
+[--only WORD ...]``.
 """
 
 import argparse
@@ -61,6 +64,7 @@ PATIENCE = {
     "interrupted": 10.0,
 }  # seconds for a question
 LARGEST = 5  # kernels to look at
+TO_BE = " to be"  # at the end of the name of a process that only compiles
 METRICS = (
     *("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy", "Theoretical Occupancy"),
     *("Registers Per Thread", "L2 Hit Rate", "L1/TEX Hit Rate"),
@@ -192,9 +196,10 @@ class Session:
         with self.lock:
             worker = self.workers.get(who)
             if worker is None or not worker.is_there:
-                peer = self.options.peer if who.startswith("peer") else ""
+                name = who.removesuffix(TO_BE)
+                package = copies(self).get(name) or (name == "peer" and self.options.peer) or str(ROOT)
                 environment = {"GPU_BENCH_D3": str(self.folder / "d3.npz")}
-                worker = Worker(self.options.stand_in, [peer or str(ROOT)], environment, self.folder / f"{who}.log")
+                worker = Worker(self.options.stand_in, [package], environment, self.folder / f"{who}.log")
                 self.workers[who] = worker
         return worker.ask(question, limit, take)
 
@@ -244,20 +249,20 @@ def checks(session: Session) -> None:
             question = ["check", name, dtype, session.options.references]
             session.collect(who, question, "checks", f"{name}, {dtype}")
 
-    def warm(side: str) -> None:
+    def warm(who: str) -> None:
         """Kernels end up in Warp's cache, where the processes of the next item find them."""
         for case in cases:
-            end = session.ask(f"{side} to be", ["warm", side, case], lambda row: None)
+            end = session.ask(who + TO_BE, ["warm", side_of(who), case], lambda row: None)
             if end:
-                session.row("checks", f"warm-up of {side}, {' '.join(case)}", note=end["failed"])
+                session.row("checks", f"warm-up of {who}, {' '.join(case)}", note=end["failed"])
 
     count = max(1, min(6, (os.cpu_count() or 1) // 2))
     names = ["ours", *(f"ours {k}" for k in range(1, count))]
     tasks: list[Callable[[], None]] = [functools.partial(check, name) for name in names]
     if not session.options.stand_in:
-        tasks += [functools.partial(warm, side) for side in sides(session)]
+        tasks += [functools.partial(warm, who) for who in everyone(session)]
     in_parallel(tasks)
-    session.end(*names[1:], *(f"{side} to be" for side in sides(session)))
+    session.end(*names[1:], *(who + TO_BE for who in everyone(session)))
 
 
 def beside(session: Session) -> None:
@@ -265,24 +270,35 @@ def beside(session: Session) -> None:
     if not cases:
         return
     session.ask("ours", ["d3 table", str(session.folder / "d3.npz")], lambda row: None)
-    for side in sides(session):
-        session.collect(side, ["version"], "beside", side)
+    for who in everyone(session):
+        session.collect(who, ["version"], "beside", who)
     chosen: dict[tuple[str, ...], Row] = {}
     for case in cases:
         subject, _, precision, _ = case
-        for side in sides(session):
-            row = session.row("beside", " ".join(case), side=side, case=case)
-            key = (side, subject, precision)
-            question = ["time", side, case, str(session.folder), chosen.get(key)]
-            end = session.ask(side, question, functools.partial(session.update, row))
+        for who in everyone(session):
+            row = session.row("beside", " ".join(case), side=who, case=case)
+            key = (side_of(who), subject, precision)
+            question = ["time", side_of(who), case, str(session.folder), chosen.get(key)]
+            end = session.ask(who, question, functools.partial(session.update, row))
             session.update(row, end)
             if "parameters" in row:
                 chosen.setdefault(key, row["parameters"])
 
 
-def sides(session: Session) -> list[str]:
-    """With whom; in a rehearsal without 0.5.0 our own package stands in for it."""
-    return ["ours", "peer"] if session.options.peer or session.options.stand_in else ["ours"]
+def everyone(session: Session) -> list[str]:
+    """Names of the processes that are timed in turns; in a rehearsal without 0.5.0 our own package stands in for it."""
+    peer = ["peer"] if session.options.peer or session.options.stand_in else []
+    return ["ours", *peer, *copies(session)]
+
+
+def side_of(who: str) -> str:
+    """How a process is called: as ours, or as 0.5.0."""
+    return "peer" if who == "peer" else "ours"
+
+
+def copies(session: Session) -> dict[str, str]:
+    """Folders of other versions of this library, by the names of their processes."""
+    return {f"copy {Path(folder).name}": folder for folder in session.options.copies}
 
 
 def known(session: Session, what: str) -> list[Any]:
@@ -434,12 +450,27 @@ def compared(session: Session) -> list[str]:
         errors = [f"{side['error']:.0e}" if "error" in side else "-" for side in (ours, peer)]
         lines.append(f"{line}   {', '.join(errors)}")
         lines += [f"    {side}: {row['failed']}" for side, row in of_sides.items() if "failed" in row]
+        lines += [f"    {who}: {beside_ours(of_sides[who], ours)}" for who in copies(session) if who in of_sides]
     return lines
+
+
+def beside_ours(other: Row, ours: Row) -> str:
+    """Times of a copy in units of ours: of all, and of each kernel that both name among their longest."""
+
+    def of_kernels(row: Row) -> dict[str, float]:
+        """By the names of kernels without the hashes of their modules."""
+        return {re.sub(r"_[0-9a-f]{7,}(?=_|$)", "", found["kernel"]): found["us"] for found in row.get("longest", [])}
+
+    pairs = [(kind, other[kind], ours[kind]) for kind in ("call", "graph", "kernels") if kind in other and kind in ours]
+    theirs = of_kernels(ours)
+    pairs += [(name, us, theirs[name]) for name, us in of_kernels(other).items() if name in theirs]
+    return ", ".join(f"{name} {a / b:.3f} x" for name, a, b in pairs if b)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", metavar="FOLDER", default="", help="with nvalchemi-toolkit-ops 0.5.0")
+    parser.add_argument("--copies", metavar="FOLDER", nargs="+", default=[], help="with other versions of this library")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all (8)")
     parser.add_argument("--json", metavar="FILE", default="gpu.json")
     parser.add_argument("--references", metavar="FOLDER", default="", help="results of CPUs, read and written")
@@ -447,6 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stand-in", action="store_true", help="on a CPU, with small systems")
     options = parser.parse_args(arguments)
     options.peer, options.references = (os.path.abspath(p) if p else "" for p in (options.peer, options.references))
+    options.copies = list(map(os.path.abspath, options.copies))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         session = Session(options, Path(folder))

@@ -423,7 +423,7 @@ def times(gpu: Gpu, work: Work, row: Row) -> Iterator[Row]:
     yield row | {"call": gpu.median(work.call), "peak": gpu.peak(lambda: work.call(0))}
     kernels = gpu.kernels(work.call)
     yield {"kernels": 1e-6 * sum(k["us"] for k in kernels), "launches": sum(k["launches"] for k in kernels)} | {
-        "longest": kernels[:5]
+        "longest": kernels[:8]
     }
     if not work.captured:
         return

@@ -3,9 +3,12 @@
 #
 #   gpu_session.sh stage          here, once: Warp in two parts, 0.5.0, what tests need, compiled kernels, results of
 #                                 the CPU, in .gpu
+#   gpu_session.sh copy NAME EDIT FILE
+#                                 here, after that, for each version to be timed beside ours: a copy of the library in
+#                                 which sed has edited a file, such as 's/blocks=16/blocks=18/'
 #   gpu_session.sh part N         there, with .gpu/pN alone (N = 0), without long pauses: keep it
-#   gpu_session.sh go [OPTION..]  there, with the last part, .gpu/wheels, .gpu/peer, .gpu/cache and .gpu/references:
-#                                 install, run
+#   gpu_session.sh go [OPTION..]  there, with the last part, .gpu/wheels, .gpu/peer, .gpu/cache, .gpu/references and
+#                                 .gpu/copies: install, run
 #
 # Results go to the folder $OUT (gpu-results). PYTHON (python3) has torch with CUDA there, and may be another one here.
 # The kernels are compiled for an H100, or for CAPABILITY. Two calls do: the first with part 0, the second, within half a
@@ -18,6 +21,10 @@ fetch() { # FOLDER PACKAGE...
   "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 -d "$@"
 }
+compile() { # PACKAGE
+  PYTHONPATH=$1 WARP_CACHE_PATH=$PWD/.gpu/cache "$python" -m nvalchemiops warmup --compute-capability "${CAPABILITY:-9.0}"
+  find .gpu/cache -name '*.cu' -delete
+}
 case ${1:-} in
 stage)
   mkdir -p .gpu/wheels
@@ -28,12 +35,19 @@ stage)
   rm -r .gpu/warp
   fetch .gpu/peer nvalchemi-toolkit-ops==0.5.0
   fetch .gpu/wheels -c constraints.txt ase tad-dftd3 tad-mctc
-  export PYTHONPATH=$PWD
-  rm -rf .gpu/cache
-  WARP_CACHE_PATH=$PWD/.gpu/cache "$python" -m nvalchemiops warmup --compute-capability "${CAPABILITY:-9.0}"
-  find .gpu/cache -name '*.cu' -delete
-  "$python" benchmarks/gpu.py --stand-in --minutes 60 --only checks --references .gpu/references --json .gpu/checks.json
+  rm -rf .gpu/cache .gpu/copies
+  compile "$PWD"
+  PYTHONPATH=$PWD "$python" benchmarks/gpu.py --stand-in --minutes 60 --only checks --references .gpu/references --json .gpu/checks.json
   du -sh .gpu/*
+  ;;
+copy)
+  folder=.gpu/copies/$2
+  mkdir -p "$folder"
+  cp -r nvalchemiops "$folder/"
+  find "$folder" -name __pycache__ -exec rm -r {} +
+  sed -i "$3" "$folder/$4"
+  if cmp -s "$4" "$folder/$4"; then echo "'$3' does not change $4" >&2; exit 1; fi
+  compile "$PWD/$folder"
   ;;
 part)
   mkdir -p "$kept"
@@ -50,10 +64,11 @@ go)
   for wheel in .gpu/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$kept/site"; done
   for wheel in .gpu/peer/*.whl; do "$python" -m zipfile -e "$wheel" "$kept/peer"; done
   export PYTHONPATH="$kept/site:$PWD" WARP_CACHE_PATH="$kept/cache"
+  if [ -d .gpu/copies ]; then set -- --copies .gpu/copies/* "$@"; fi
   "$python" benchmarks/gpu.py --peer "$kept/peer" --references .gpu/references --json "$OUT/gpu.json" "$@"
   ;;
 *)
-  sed -n '2,13p' "$0"
+  sed -n '2,16p' "$0"
   exit 2
   ;;
 esac

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,8 +38,10 @@ def test_each_item_gives_rows_and_a_broken_one_does_not_stop_the_rest(bench, tmp
         raise ZeroDivisionError("on purpose")
 
     monkeypatch.setitem(bench.ITEMS, "limits", broken)
-    path = tmp_path / "gpu.json"
-    assert bench.main(["--stand-in", "--json", str(path), "--only", *SMALL]) == 0
+    path, copy = tmp_path / "gpu.json", tmp_path / "other"
+    copy.mkdir()
+    (copy / "nvalchemiops").symlink_to(ROOT / "nvalchemiops")
+    assert bench.main(["--stand-in", "--json", str(path), "--copies", str(copy), "--only", *SMALL]) == 0
     state, rows = rows_of(path)
     assert state == "complete"
     found = {item: [row for row in rows if row["item"] == item] for item in bench.ITEMS}
@@ -46,19 +49,22 @@ def test_each_item_gives_rows_and_a_broken_one_does_not_stop_the_rest(bench, tmp
     assert found["limits"][1]["failed"] == "ZeroDivisionError: on purpose"
     assert [(row["name"], row["ok"], row["wrong"]) for row in found["checks"]] == [("list, nearest, float64", True, 0)]
     times = [row for row in found["beside"] if "case" in row]
-    assert [row["side"] for row in times] == ["ours", "peer"]
+    assert [row["side"] for row in times] == ["ours", "peer", "copy other"]
     for row in times:
         assert row["call"] > 0.0 and row["kernels"] > 0.0 and row["bytes"] > 0.0 and row["longest"]
-    assert all(Path(row["file"]).is_relative_to(ROOT) for row in found["beside"] if "file" in row)
+    files = [Path(row["file"]) for row in found["beside"] if "file" in row]
+    assert [file.is_relative_to(copy) for file in files] == [False, False, True]
     (tests,) = found["tests"]
     assert tests["ok"] and "skipped" in tests["last"][-1]
     assert 1 <= len(found["profile"]) <= 5 and all(row["metrics"] == "no Nsight Compute" for row in found["profile"])
     printed = capsys.readouterr().out
+    assert re.search(r"copy other: call [\d.]+ x, kernels [\d.]+ x, [\w:]+ [\d.]+ x", printed)
     assert "list 200 float32 matrix" in printed and "not as expected: limits" in printed
 
 
 def test_a_process_that_is_late_or_dies_is_a_row(bench, tmp_path):
     options = bench.argparse.Namespace(stand_in=True, peer="", minutes=9.0, json=str(tmp_path / "gpu.json"), only=[])
+    options.copies = []
     session = bench.Session(options, tmp_path)
     session.item = "limits"
 
@@ -232,7 +238,7 @@ def test_parameters_reach_the_error_and_no_more(bench):
 
 
 def test_the_table_compares(bench, tmp_path):
-    options = bench.argparse.Namespace(minutes=1.0, json=str(tmp_path / "gpu.json"))
+    options = bench.argparse.Namespace(minutes=1.0, json=str(tmp_path / "gpu.json"), copies=[])
     session = bench.Session(options, tmp_path)
     session.row("limits", "copy", value=1e9)
     case = ["dsf", "10", "float32", "forces"]
