@@ -46,7 +46,11 @@ copy)
   cp -r nvalchemiops "$folder/"
   find "$folder" -name __pycache__ -exec rm -r {} +
   sed -i "$3" "$folder/$4"
-  if cmp -s "$4" "$folder/$4"; then echo "'$3' does not change $4" >&2; exit 1; fi
+  if cmp -s "$4" "$folder/$4"; then
+    rm -r "$folder"
+    echo "'$3' does not change $4" >&2
+    exit 1
+  fi
   compile "$PWD/$folder"
   ;;
 part)
@@ -64,7 +68,7 @@ go)
   for wheel in .gpu/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$kept/site"; done
   for wheel in .gpu/peer/*.whl; do "$python" -m zipfile -e "$wheel" "$kept/peer"; done
   export PYTHONPATH="$kept/site:$PWD" WARP_CACHE_PATH="$kept/cache"
-  if [ -d .gpu/copies ]; then set -- --copies .gpu/copies/* "$@"; fi
+  if compgen -G ".gpu/copies/*" > /dev/null; then set -- --copies .gpu/copies/* "$@"; fi
   "$python" benchmarks/gpu.py --peer "$kept/peer" --references .gpu/references --json "$OUT/gpu.json" "$@"
   ;;
 *)
