@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -66,6 +67,8 @@ def exchanges_are_transposes(group: Any) -> None:
         w = torch.randn(n, 3, generator=generator, dtype=F64)
         (second,) = torch.autograd.grad(gradient, z, w)
         assert_equal(second, there(w), "second derivative")
+    with pytest.raises(NotImplementedError, match="cannot map over a call with a `domain`"):
+        torch.func.vmap(domain.sum)(torch.empty(0, 3))  # as on a rank without atoms, where it was no error
     held = atoms.positions[mine]
     owned = domain.distribute(held)
     assert torch.equal(owned, atoms.positions[domain.global_index])

@@ -213,9 +213,12 @@ def a_calculator_on_ranks(group: Any) -> None:
         raise AssertionError("an error on all ranks")
 
 
-@case(2)
+@case(2, 3)
 def transforms_of_functions(group: Any) -> None:
-    """torch.func with a domain: gradients, and derivatives along a direction of the atoms of all ranks; no vmap."""
+    """torch.func with a domain: gradients, and derivatives along a direction of the atoms of all ranks; no vmap.
+
+    One of three ranks has no atoms, so none of the directions that it would map over.
+    """
     atoms, mine = Atoms(n=3), Atoms(n=3).mine(group)
     methods: tuple[tuple[Any, dict[str, Any]], ...] = (
         (ewald_summation, {"k_cutoff": 2.0, "cutoff": 3.0}),

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.autograd.op import WarpOp
 
 
+_OF_NO_SLICE = "is_called_for_no_slice"
+
+
+def also_of_no_slice(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a rule for ``vmap`` that is called for no slice, too. Other ops have empty results there."""
+    setattr(rule, _OF_NO_SLICE, True)
+    return rule
+
+
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether this tensor takes part in a derivative, in reverse mode, forward mode or a transform."""
     while True:
@@ -109,7 +118,7 @@ def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Calla
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-            if not info.batch_size:
+            if not info.batch_size and not getattr(fold, _OF_NO_SLICE, False):
                 return _no_results(op, in_dims, args)
             if fold is not None:
                 return fold(info, in_dims, *args)

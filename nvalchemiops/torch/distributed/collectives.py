@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.functorch import also_of_no_slice
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.torch.distributed.communication import add, present, swap_rows
 from nvalchemiops.torch.runtime.history import is_of_leaf, nodes_behind
@@ -71,6 +72,7 @@ def _end_in_order() -> None:
     atexit.register(finish)
 
 
+@also_of_no_slice  # a rank without atoms has no direction, and the others would wait for it
 def refuse_slices(*_: Any) -> Any:
     """The rule for ``torch.func.vmap`` of a collective op: it raises an error.
 
