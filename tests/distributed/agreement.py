@@ -269,7 +269,7 @@ def messages(call: Callable[[], Any]) -> list[str]:
 def mistakes_of_one_rank_are_errors_on_all(group: Any) -> None:
     """Atoms that are not those of a domain, with a cell and without one; what is right goes there and back."""
     atoms = Atoms(batch=True, n=3)
-    mine, there = atoms.mine(group), dist.get_rank(group) == 1
+    mine, there = atoms.mine(group), dist.get_rank(group) == dist.get_world_size(group) - 1  # which has atoms
     x, q, of, cells = atoms.positions[mine], atoms.charges[mine], atoms.batch_idx[mine], atoms.cells
     opened, batched, single = System(x, q), System(x, q, batch_idx=of), System(x, q, atoms.cell)
     domains = {
