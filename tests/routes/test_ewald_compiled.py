@@ -11,6 +11,7 @@ import torch._dynamo.testing
 from nvalchemiops import __version__
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
+    electrostatic_potential,
     ewald_summation,
     generate_k_vectors_ewald_summation,
     generate_k_vectors_pme,
@@ -359,6 +360,19 @@ def test_molecules_without_a_cell_are_one_op_as_well(pbc):
     assert all(torch.equal(a, b) for a, b in zip(found, call(x, q), strict=True))
     of_one = functools.partial(ewald_summation, cell=None, pbc=False, **ALL, energy_reduction="system")
     assert_compiled_equals_eager(of_one, ONE[:2])
+
+
+def test_potentials_of_open_systems_are_one_op_as_well():
+    """A crystal and a molecule, and molecules without a cell: traced, they were NaN, or needed positions' values."""
+    x, q, cell, batch_idx = TWO
+    pbc = torch.tensor([[True] * 3, [False] * 3])
+    given = {"alpha": ALPHA, "cutoff": CUTOFF, "k_cutoff": 4.0}
+    for options in ({"cell": cell, "pbc": pbc, **given}, {"pbc": [False] * 3}, {"receiver_widths": (0.0, 0.3)}):
+        call = functools.partial(electrostatic_potential, batch_idx=batch_idx, derivatives=2, **options)
+        ops, found = ops_of(call, x, q)
+        assert ops == ["call.default"]
+        assert all(torch.equal(a, b) for a, b in zip(found, call(x, q), strict=True))
+    assert_compiled_equals_eager(call, (x, q))
 
 
 def test_a_batch_is_one_op():

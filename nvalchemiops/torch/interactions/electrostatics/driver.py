@@ -40,22 +40,29 @@ from nvalchemiops.torch.runtime.context import is_eager, may_read
 @functools.partial(only_inlined, with_calls=True)
 def ewald_sum(asked: EwaldSum) -> Tensors:
     """The sum of all terms; over all pairs if there is no periodic axis."""
-    atoms, options = asked.atoms, asked.options
-    if torch.compiler.is_compiling() and isinstance(atoms.positions, torch.Tensor):
-        cell = atoms.cell if isinstance(atoms.cell, torch.Tensor) else None
-        if isinstance(options.alpha, float) and cell is not None:
-            # a tensor: a graph would be compiled again for each number
-            alpha = per_system("alpha", options.alpha, cell.reshape(-1, 3, 3).shape[0], cell.device)
-            asked = asked._replace(options=options._replace(alpha=alpha))
-        # a tensor, since the op of a CPU takes no lists, and the operations of a graph know no open systems
-        if isinstance(atoms.pbc, (list, tuple)) and layout(atoms.positions.device.type).reads:
-            asked = asked._replace(atoms=atoms._replace(pbc=checks.pbc_tensor(atoms.pbc)))
-        if asked.request.hybrid:
-            cell = atoms.cell if cell is None else cell.detach()
-            fixed = asked.atoms._replace(positions=atoms.positions.detach(), cell=cell)
-            asked = asked._replace(atoms=fixed)
-    with shares.whole_call(atoms.domain):
+    asked = in_graph(asked)
+    if torch.compiler.is_compiling() and isinstance(asked.atoms.positions, torch.Tensor) and asked.request.hybrid:
+        cell = asked.atoms.cell
+        cell = cell.detach() if isinstance(cell, torch.Tensor) else cell
+        asked = asked._replace(atoms=asked.atoms._replace(positions=asked.atoms.positions.detach(), cell=cell))
+    with shares.whole_call(asked.atoms.domain):
         return one_or_several(_ewald_sum(asked))
+
+
+@functools.partial(only_inlined, with_calls=True)
+def in_graph(asked: EwaldSum) -> EwaldSum:
+    """The sum with arguments that the op of compiled graphs takes."""
+    atoms, options = asked.atoms, asked.options
+    if not torch.compiler.is_compiling() or not isinstance(atoms.positions, torch.Tensor):
+        return asked
+    if isinstance(options.alpha, float) and isinstance(atoms.cell, torch.Tensor):
+        # a tensor: a graph would be compiled again for each number
+        alpha = per_system("alpha", options.alpha, atoms.cell.reshape(-1, 3, 3).shape[0], atoms.cell.device)
+        asked = asked._replace(options=options._replace(alpha=alpha))
+    # a tensor, since the op of a CPU takes no lists, and the operations of a graph know no open systems
+    if isinstance(atoms.pbc, (list, tuple)) and layout(atoms.positions.device.type).reads:
+        asked = asked._replace(atoms=atoms._replace(pbc=checks.pbc_tensor(atoms.pbc)))
+    return asked
 
 
 @compiled.whole(EwaldSum.shapes, EwaldSum.along)

@@ -27,7 +27,13 @@ from nvalchemiops.interactions.pair.potentials import moment_interaction, moment
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
-from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, check_split, given_neighbors, split
+from nvalchemiops.torch.interactions.electrostatics.driver import (
+    check_dielectric,
+    check_split,
+    given_neighbors,
+    in_graph,
+    split,
+)
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
@@ -44,7 +50,7 @@ from nvalchemiops.torch.interactions.pair.moments import gather_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
 from nvalchemiops.torch.operators.segments import spread_systems
-from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
@@ -170,17 +176,7 @@ def electrostatic_potential(
     mesh, vectors = (mesh_dimensions, None, order, Precomputed(), None), (None, k_cutoff, None, miller_indices)
     kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
     asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
-    seen = _Seen(_together(receiver_widths), derivatives)
-    is_open = None if domain is not None else open_systems(atoms)
-    if is_open is None:
-        return Potentials(*_of_one_kind(asked, seen))
-
-    def over_all_pairs(here: EwaldSum, _: int) -> tuple[torch.Tensor, ...]:
-        system = here.atoms._replace(cell=None, pbc=None)
-        alone = here.options._replace(alpha=None, cutoff=None, slab_correction=None, surface_dielectric=None)
-        return _of_one_kind(here._replace(atoms=system, neighbors=GivenNeighbors(), options=alone), seen)
-
-    return Potentials(*by_kind(asked, is_open, (lambda here, _: _of_one_kind(here, seen), over_all_pairs)))
+    return Potentials(*_of_systems(in_graph(asked), _Seen(_together(receiver_widths), derivatives)))
 
 
 ENERGIES = SumRequest(Derivatives(), "atom")
@@ -194,6 +190,38 @@ class _Seen(NamedTuple):
 
     receiver_widths: Any
     derivatives: int
+
+
+def _shapes(asked: EwaldSum, seen: _Seen) -> list[tuple[Sequence[int], torch.dtype]] | None:
+    """Of the results; None where no system can be open, since such a call is traced."""
+    atoms, (widths, derivatives) = asked.atoms, seen
+    if atoms.cell is not None and atoms.pbc is None:
+        return None
+    if isinstance(widths, torch.Tensor) and widths.ndim == 1:
+        n_receivers = widths.shape[0]
+    elif widths is None or isinstance(widths, tuple):
+        n_receivers = 1 if widths is None else len(widths)
+    else:
+        return None  # the checks raise
+    found = asked._replace(atoms=atoms._replace(pbc=False) if atoms.pbc is None else atoms).shapes()
+    assert found is not None
+    ((n_atoms, *channels), _), *_ = found
+    return [((n_atoms, n_receivers, *channels, *(3,) * n), atoms.positions.dtype) for n in range(derivatives + 1)]
+
+
+@compiled.whole(_shapes)
+def _of_systems(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
+    """The potentials in any systems."""
+    is_open = None if asked.atoms.domain is not None else open_systems(asked.atoms)
+    if is_open is None:
+        return _of_one_kind(asked, seen)
+
+    def over_all_pairs(here: EwaldSum, _: int) -> tuple[torch.Tensor, ...]:
+        system = here.atoms._replace(cell=None, pbc=None)
+        alone = here.options._replace(alpha=None, cutoff=None, slab_correction=None, surface_dielectric=None)
+        return _of_one_kind(here._replace(atoms=system, neighbors=GivenNeighbors(), options=alone), seen)
+
+    return by_kind(asked, is_open, (lambda here, _: _of_one_kind(here, seen), over_all_pairs))
 
 
 def _run(
