@@ -10,8 +10,10 @@ from nvalchemiops.torch.interactions.electrostatics import (
     coulomb_energy,
     electrostatic_potential,
     generate_k_vectors_ewald_summation,
+    generate_k_vectors_pme,
     power_law,
     prepare_mesh,
+    prepare_wave_vectors,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.context import hidden_values
@@ -214,6 +216,32 @@ def test_what_does_not_fit_a_mixed_batch_is_named(batch):
         one_open = pbc.clone()
         one_open[0, 2] = False
         SUMS["ewald"](positions, charges, cells, **{**options, "pbc": one_open}, k_cutoff=8.0)
+
+
+def test_data_prepared_for_all_systems_of_a_mixed_batch(batch):
+    positions, charges, cells, of_atom, pbc = batch
+    cells = torch.where(pbc.any(1)[:, None, None], cells, torch.eye(3, dtype=torch.float64))
+    alpha = torch.tensor([0.7, 1.0, 0.8, 1.0], dtype=torch.float64)
+    options = {"batch_idx": of_atom, "pbc": pbc, "cutoff": 6.5, "compute_forces": True, "compute_virial": True}
+    mesh = (12, 14, 16)
+    squares = generate_k_vectors_pme(cells, mesh)[1]
+    vectors, prepared = prepare_wave_vectors(cells, 8.0), prepare_mesh(cells, alpha, mesh, 8)
+    by_vectors, by_mesh = {"alpha": alpha, "miller_indices": vectors}, {"alpha": alpha, "mesh_dimensions": mesh}
+    recomputed = {**by_mesh, "k_squared": squares, "volume": cells.det()}
+    for method, given, known in (
+        ("ewald", by_vectors, {"alpha": alpha, "k_cutoff": 8.0}),
+        ("pme", {"prepared": prepared}, by_mesh),
+        ("pme", recomputed, by_mesh),
+    ):
+        found, expected = (SUMS[method](positions, charges, cells, **options, **some) for some in (given, known))
+        close(found, expected)
+    with pytest.raises(ValueError, match="2 systems, but there are 4"):
+        others = {**by_vectors, "miller_indices": prepare_wave_vectors(cells[:2], 8.0)}
+        SUMS["ewald"](positions, charges, cells, **options, **others)
+    with pytest.raises(ValueError, match="2 cells, but the batch has 4"):
+        SUMS["pme"](positions, charges, cells, **options, prepared=prepare_mesh(cells[:2], 0.7, mesh))
+    with pytest.raises(ValueError, match="volume"):
+        SUMS["pme"](positions, charges, cells, **options, **{**recomputed, "volume": cells.det()[:3]})
 
 
 @pytest.mark.parametrize("form", ["list", "list with pointers", "matrix"])

@@ -79,6 +79,20 @@ class WaveVectors(NamedTuple):
         # a k-vector shrinks at most by this factor
         return np.linalg.norm(np.linalg.solve(before, now), 2, axis=(1, 2))
 
+    def of_systems(self, systems: torch.Tensor, n_systems: int) -> "WaveVectors":
+        """The k-vectors of some systems of a batch, in ascending order."""
+        begin = self.point_begin
+        if begin.shape[0] != n_systems + 1:
+            raise ValueError(f"`miller_indices` are for {begin.shape[0] - 1} systems, but there are {n_systems}")
+        number = torch.full_like(begin[1:], -1)
+        number[systems] = torch.arange(systems.shape[0], dtype=begin.dtype, device=begin.device)
+        of_points = number[self.point_system.long()]
+        kept = of_points >= 0
+        ends = begin.diff().index_select(0, systems).cumsum(0).to(begin.dtype)
+        cell, k_cutoff = (None if t is None else t.index_select(0, systems) for t in (self.cell, self.k_cutoff))
+        begins = torch.cat([begin[:1], ends])
+        return WaveVectors(self.points[kept], begins, of_points[kept], self.weights[kept], cell, k_cutoff)
+
     def check(self, cell: torch.Tensor) -> None:
         """Raise if prepared for another number of systems; warn if ``k_cutoff`` is not covered in this cell."""
         n_systems = self.point_begin.shape[0] - 1

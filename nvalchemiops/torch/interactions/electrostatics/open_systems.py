@@ -226,6 +226,9 @@ def by_kind(
     number of systems. ``of_systems`` says which results belong to systems; by default they belong to atoms.
     """
     options, n_systems = asked.options, is_open.shape[0]
+    for value in asked.given:
+        if hasattr(value, "check_number"):
+            value.check_number(n_systems)
     check_mixed(asked.atoms, is_open, asked.neighbors, options)
     found = []
     for part, function, is_periodic in zip(_parts_of(asked.atoms, is_open), functions, (True, False)):
@@ -262,9 +265,8 @@ def _of_part(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) ->
             if value.shape[0] != n_systems:
                 raise ValueError(f"`k_vectors` must have shape ({n_systems}, n_k, 3), got {tuple(value.shape)}")
             value = value.index_select(0, part.systems)
-        # data prepared for a batch are a tuple of tensors
-        elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
-            raise ValueError("`pbc` has three open axes: leave out data that are prepared for all systems of the batch")
+        elif isinstance(value, tuple) and hasattr(value, "of_systems"):  # data prepared for all systems
+            value = value.of_systems(part.systems, n_systems)
         found.append(value)
     return tuple(found)
 

@@ -114,6 +114,18 @@ class PreparedMesh(NamedTuple):
             raise ValuesError(f"`prepared` is for another `cell`: prepare it again for this cell. {ELSEWHERE}")
         return None
 
+    def check_number(self, n_systems: int) -> None:
+        """Raise unless these are the data of as many systems."""
+        if self.cell.shape[0] != n_systems:
+            raise ValueError(f"`prepared` is for {self.cell.shape[0]} cells, but the batch has {n_systems} systems")
+
+    def of_systems(self, systems: torch.Tensor, n_systems: int) -> "PreparedMesh":
+        """The data of some systems of a batch."""
+        cell, alpha, value = (t.index_select(0, systems) for t in (self.cell, self.alpha, self.influence.value))
+        slope = self.influence.derivative
+        slope = None if slope is None else slope.index_select(0, systems)
+        return self._replace(cell=cell, alpha=alpha, influence=Influence(value, slope))
+
 
 class Precomputed(NamedTuple):
     """Arguments of `particle_mesh_ewald` that it recomputes: only their shapes are checked."""
@@ -130,6 +142,18 @@ class Precomputed(NamedTuple):
     def are_none(self) -> bool:
         """Whether none is given."""
         return all(value is None for value in self)
+
+    def of_systems(self, systems: torch.Tensor, n_systems: int) -> "Precomputed":
+        """The values of some systems of a batch."""
+        found = {}
+        for name, n_axes in {"k_vectors": 5, "k_squared": 4, "cell_inv_t": 3, "volume": 1}.items():
+            if (value := getattr(self, name)) is not None:
+                checks.check_tensor(name, value)
+                if value.ndim != n_axes or value.shape[0] != n_systems:
+                    shape = tuple(value.shape)
+                    raise ValueError(f"`{name}` must have {n_axes} axes, the first of length {n_systems}, got {shape}")
+                found[name] = value.index_select(0, systems)
+        return self._replace(**found)
 
     def check(self, n_systems: int, mesh: tuple[int, int, int]) -> None:
         """Raise unless the shapes fit."""
