@@ -7,6 +7,7 @@ import functools
 import math
 import re
 
+import numpy as np
 import pytest
 import sympy
 import torch
@@ -274,6 +275,32 @@ def test_no_exponential_multiplies_what_falls_off(text):
         assert float((found / expression).subs(at)) == pytest.approx(1.0, rel=1e-12)
         factors = [f for e in sympy.preorder_traversal(found) if e.is_Mul for f in e.args if isinstance(f, sympy.exp)]
         assert not any(f.has(symbols.squared) for f in factors)
+
+
+SUMS_OF_EXPONENTIALS = {
+    "1/(exp(x) + exp(-x) + 2)": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
+    "log(1 + exp(x))": torch.nn.functional.softplus,
+    "log(exp(x) + exp(-x) + 2)": lambda x: 2.0 * torch.nn.functional.softplus(x) - x,
+    "exp(-exp(x))": lambda x: torch.exp(-torch.exp(x.clamp(max=9.0))),
+    "step(6 - r)*exp(exp(x))": lambda x: torch.exp(torch.exp(x.clamp(max=2.0))) * (x < 2.0),
+}
+
+
+@pytest.mark.parametrize("text", SUMS_OF_EXPONENTIALS)
+def test_sums_of_exponentials_are_finite_at_any_distance(text):
+    """Energies and forces; with exponentials that are infinite, they were infinite or NaN."""
+    formula = Formula(f"{text}; x = 2*(r - 5)")
+    squared = symbols_of(formula).squared
+    r = torch.tensor([0.5, 4.7, 5.3, 30.0, 600.0], dtype=torch.float64, requires_grad=True)
+    expected = SUMS_OF_EXPONENTIALS[text](2.0 * (r - 5.0))
+    (slope,) = torch.autograd.grad(expected.sum(), r)
+    results = {name: in_range(e) for name, e in derivatives(Request(formula, (), "wr")).items()}
+    functions = [{"Step": lambda x: np.heaviside(x, 1.0), "Select": lambda c, a, b: np.where(c != 0, a, b)}, "numpy"]
+    with np.errstate(all="ignore"):
+        found = [sympy.lambdify([squared], results[name], functions) for name in ("energy", "derivative")]
+        energy, derivative = (torch.as_tensor(f(r.detach().numpy() ** 2)) for f in found)
+    torch.testing.assert_close(energy, expected.detach(), rtol=1e-12, atol=1e-30)
+    torch.testing.assert_close(derivative * r.detach(), slope, rtol=1e-11, atol=1e-30)
 
 
 def test_one_sided_derivatives_at_kinks():

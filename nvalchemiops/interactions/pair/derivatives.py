@@ -24,7 +24,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nvalchemiops.interactions.pair.expression import Formula, pair_energy, self_energy, symbols_of, without_absolutes
+from nvalchemiops.interactions.pair.expression import (
+    Formula,
+    Select,
+    Step,
+    pair_energy,
+    self_energy,
+    symbols_of,
+    without_absolutes,
+)
 from nvalchemiops.kernels.kept_text import kept_text
 from nvalchemiops.kernels.special import FUNCTIONS
 
@@ -391,7 +399,7 @@ def _in_range(expression: Any) -> Any:
 
     def grows(x: Any) -> bool:
         factors = (f.as_base_exp() for term in sympy.Add.make_args(x) for f in sympy.Mul.make_args(term))
-        return any(base.has(*lengths) and exponent.is_positive for base, exponent in factors)
+        return any(grows(e) if base == sympy.E else base.has(*lengths) and e.is_positive for base, e in factors)
 
     def multiple(y: Any, x: Any) -> int:
         """How often x is in y, rounded for each term: without it y is smaller."""
@@ -424,7 +432,32 @@ def _in_range(expression: Any) -> Any:
                 if n > 0:
                     quotient = sympy.tanh(*base.args) ** (n if base.func == sympy.cosh else -n)
                     product = product / other**n * base**n * quotient
-        return without_infinities(product)
+        rest, outer = split(product)
+        if outer.has(sympy.exp):  # one exponential: exp(y) exp(-exp(y)) is infinity times zero
+            product = times(rest, outer)
+        found = sympy.Add(*map(without_infinities, terms_of(product)))
+        # a step where its factors may be infinite: zero times infinity
+        steps = [f for f in sympy.Mul.make_args(found) if type(f).__name__ == "Step"]
+        if steps and found.has(sympy.exp):
+            condition = sympy.Mul(*steps)
+            return Select(condition, condition * sympy.Mul(*(f for f in found.args if f not in steps)), condition)
+        return found
+
+    def terms_of(product: Any) -> tuple[Any, ...]:
+        """A product of ``exp(x) - exp(-x)`` by sums with exponentials as terms, each of which is finite at large x."""
+        above, below = [], []
+        for factor in sympy.Mul.make_args(product):
+            base, exponent = factor.as_base_exp()
+            is_sum = base.is_Add and exponent.is_Integer and any(grows(split(t)[1].expand()) for t in base.args)
+            if is_sum:
+                (above if exponent > 0 else below).append(factor)
+        if not above or not below:
+            return (product,)
+        expanded = sympy.Mul(*above).expand()
+        if len(expanded.args) > MOST_TERMS:
+            return (product,)
+        rest = product / sympy.Mul(*above)
+        return tuple(term * rest for term in expanded.args)
 
     def without_infinities(product: Any) -> Any:
         rest, outer = split(product)
@@ -440,9 +473,26 @@ def _in_range(expression: Any) -> Any:
             return without_infinities(times(rest * base**n / divided(base, x) ** n, outer - n * x))
         return product
 
+    def logarithm(x: Any) -> Any:
+        """Of a sum with exponentials, the largest of which are taken out where they are large."""
+        exponents = [y for y in (split(term)[1] for term in sympy.Add.make_args(x)) if grows(y.expand())]
+        if not x.is_Add or not exponents:
+            return sympy.log(x)
+        largest = functools.reduce(lambda a, b: Select(Step(a - b), a, b), dict.fromkeys(exponents))
+        is_large = Step(largest - LARGE_EXPONENT)
+        scaled = sympy.Add(*(times(rest, y - largest) for rest, y in map(split, x.args)))
+        return sympy.log(Select(is_large, scaled, x)) + Select(is_large, largest, sympy.S.Zero)
+
     if not expression.has(sympy.exp, sympy.sinh, sympy.cosh):
         return expression
-    return expression.replace(lambda e: e.is_Mul, regrouped)
+    return expression.replace(lambda e: e.is_Mul, regrouped).replace(sympy.log, logarithm)
+
+
+LARGE_EXPONENT = 30
+"""Exponentials of more than this are taken out of logarithms: exp(88) is infinite in float32."""
+
+MOST_TERMS = 64
+"""Longer sums are not multiplied out."""
 
 
 def _with_shared_exponential(expression: Any) -> Any:
