@@ -582,9 +582,18 @@ def test_a_switching_distance_that_is_not_given_is_not_zero():
 
 
 def test_what_is_infinite_at_the_cutoff_cannot_be_shifted():
-    for text in ("1/(r - cutoff)", "-log(1 - (r/cutoff)^2)", "q1*q2/(cutoff - r)"):
+    for text in ("1/(r - cutoff)", "-log(1 - (r/cutoff)^2)", "q1*q2/(cutoff - r)", "(cutoff - r)*log(r - cutoff)"):
         with pytest.raises(ValueError, match="`shifted`"):
             PairPotential(text, ("q",) * ("q1" in text), cutoff=2.0, shifted=True)
+    # the limit from below counts
+    for text, value in (("(cutoff - r)^3*log(cutoff - r)*q1*q2 + 3/r", 1.5), ("exp(1/(r - cutoff)) + q1*q2", 0.7**2)):
+        energy = {}
+        for flag in (False, True):
+            formula = Formula(text, ("q",), shifted=flag)
+            symbols = symbols_of(formula)
+            at = {symbols.squared: 1.44, symbols.cutoff: 2, symbols.own[0]: 0.7, symbols.other[0]: 0.7}
+            energy[flag] = float(pair_energy(formula).subs(at))
+        assert energy[False] - energy[True] == pytest.approx(value, rel=1e-12)
     text = "select(step(r - a), 1/r, 1/(cutoff - r))"  # the second part is not that at the cutoff
     shifted = Formula(text, (), ("a",), shifted=True)
     symbols = symbols_of(shifted)

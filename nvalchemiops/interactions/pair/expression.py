@@ -168,11 +168,31 @@ def pair_energy(formula: Formula) -> Any:
         # what a selection does not take may be infinite
         taken = at_cutoff.replace(lambda e: type(e).__name__ == "Select", lambda _: sympy.Dummy())
         if taken.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo):
+            at_cutoff = _limit_at_cutoff(energy, symbols)
+        if at_cutoff is None:
             raise ValueError("`shifted`: `expression` is not finite at the cutoff")
         energy -= at_cutoff
     if formula.switched:
         energy *= _switch(sympy.sqrt(symbols.squared), symbols)
     return energy
+
+
+def _limit_at_cutoff(energy: Any, symbols: Symbols) -> Any:
+    """The limit at the cutoff from below, as of ``(cutoff - r)^3 log(cutoff - r)``; None if it is not finite."""
+    import sympy
+
+    if energy.atoms(*_own_functions()):
+        return None
+    r, below = sympy.Dummy(positive=True), sympy.Dummy(positive=True)
+    at = energy.subs(symbols.squared, r**2).subs(r, symbols.cutoff - below)
+    try:
+        found = sympy.limit(at, below, 0, "+")
+        if not at.subs(below, symbols.cutoff / 1000).subs(dict.fromkeys(at.free_symbols, 1.5)).is_real:
+            return None  # the logarithm of something negative
+    except (ArithmeticError, NotImplementedError, RecursionError, TypeError, ValueError):
+        return None
+    is_known = not found.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.I, sympy.Limit, sympy.AccumBounds, below)
+    return found if is_known else None
 
 
 @functools.cache
