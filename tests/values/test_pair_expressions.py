@@ -608,6 +608,9 @@ def test_self_energies_are_read_alike():
     for text, message in (("q1", "unknown symbol 'q1'"), ("r*q", "unknown symbol 'r'"), ("q +", "not an arithmetic")):
         with pytest.raises(ValueError, match=rf"`self_energy`, column \d+: {message}"):
             PairPotential("q1*q2/r", ("q",), self_energy=text)
+    with pytest.raises(ValueError, match="`self_energy`: 'pi' is reserved"):
+        PairPotential("pi1*pi2/r", ("pi",), self_energy="pi^2")
+    PairPotential("pi1*q1*pi2*q2/r", ("pi", "q"), self_energy="q^2")
     with pytest.raises(TypeError, match="`self_energy`"):
         PairPotential("q1*q2/r", ("q",), self_energy=2.0)
     with pytest.raises(ValueError, match="`self_energy` is not real"):

@@ -214,6 +214,11 @@ def self_energy(formula: Formula) -> Any:
         return None
     symbols = symbols_of(formula)
     known = {"pi": sympy.pi, "cutoff": symbols.cutoff, "r_switch": symbols.r_switch}
+    for name in known.keys() & set(formula.per_atom):
+        if re.search(rf"\b{name}\b", formula.self_energy):
+            raise ValueError(
+                f"`self_energy`: '{name}' is reserved, and a parameter in `per_atom`: rename the parameter"
+            )
     known |= dict(zip(formula.per_atom, symbols.own)) | dict(zip(formula.global_parameters, symbols.of_system))
     energy = without_absolutes(_Reader("self_energy", formula.self_energy, known, ()).read())
     if energy.has(sympy.I):
