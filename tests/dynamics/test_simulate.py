@@ -311,6 +311,7 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
         (lambda: langevin(0.1, ZERO), ONE, "temperature"),
         (lambda: csvr(0.1, ZERO), ONE, "temperature"),
         (lambda: langevin(0.1, 1.0, friction=ZERO), ONE, "friction"),
+        (lambda: npt(0.1, 1.0, None), ONE, "pressure"),
     ),
 )
 def test_bad_arguments_are_named(make, options, word):

@@ -173,6 +173,9 @@ class Integrator:
             system, n_systems = _rows(system)
             positions, batch_idx = system.positions, system.batch_idx
             masses = _masses(system, masses)
+            for name, value in self.parameters.items():
+                if value is None and name != "temperature":
+                    raise ValueError(f"`{name}` is needed: None is that of a state to resume")
             extra = {name: _column(name, value, n_systems, positions) for name, value in self.parameters.items()}
             seeds, system_keys = (
                 seeds_of(name, value, n_systems, positions.device) for name, value in (("seed", seed), ("keys", keys))
