@@ -289,3 +289,11 @@ def test_torch_models_whose_forces_come_from_autograd() -> None:
     result = relax(System(start), model, "lbfgs", fmax=1e-6)
     assert not any(t.requires_grad for t in (result.system.positions, *result.evaluation[:2]))
     assert (result.system.positions - target).abs().max() < 1e-6
+
+    def last(x):
+        return relax(System(x), model, "lbfgs", fmax=1e-6).system.positions.sum()
+
+    for transform in (lambda: torch.func.grad(last)(start), lambda: torch.func.jvp(last, (start,), (start,))):
+        with pytest.raises(ValueError, match="`positions` of the system is differentiated"):
+            transform()
+    assert torch.func.grad(lambda x: last(x.detach()) * x.sum())(start).shape == start.shape

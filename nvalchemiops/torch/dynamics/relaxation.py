@@ -6,11 +6,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import notify
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, may_refuse, systems_refused
@@ -18,6 +20,7 @@ from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, che
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
+from nvalchemiops.torch.runtime._torch_internals import is_wrapped
 from nvalchemiops.torch.systems import System
 
 ASK_EVERY = 10
@@ -143,7 +146,8 @@ def relax(
     Raises
     ------
     ValueError, TypeError
-        A bad argument; a model that gives no stress, or results of a wrong shape.
+        A bad argument; a model that gives no stress, or results of a wrong shape; positions or cells that a transform
+        of torch.func, or forward mode, differentiates.
     FloatingPointError
         Forces, energies or stress are not finite, in all systems.
 
@@ -193,6 +197,9 @@ def relax(
     saved = system if isinstance(system, RelaxationState) else None
     given = system.system if isinstance(system, RelaxationState) else system
     domain = given.domain if isinstance(given, System) else None
+    if isinstance(given, System):
+        for key in ("positions", "cell"):
+            _refuse_transforms(key, getattr(given, key))
     name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
     arguments = {"optimizer": name, "fmax": fmax, "smax": smax, "cell": described(cell)}
     with together(domain, now=True):
@@ -285,6 +292,14 @@ def relax(
         results.fmax,
         results.fault,
     )
+
+
+def _refuse_transforms(name: str, value: torch.Tensor | None) -> None:
+    """Raise for derivatives that would be zero without a word; results without a graph tell of themselves."""
+    if not isinstance(value, torch.Tensor) or not is_differentiated(value):
+        return
+    if forward_ad.unpack_dual(value).tangent is not None or is_wrapped(value):
+        raise ValueError(f"`{name}` of the system is differentiated, but results of `relax` are constants: detach it")
 
 
 def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Evaluation:
