@@ -495,6 +495,23 @@ def test_molecules_that_the_boundary_cuts_are_made_whole():
     assert (states[0].velocities - states[1].velocities).abs().max() < 1e-11
 
 
+def test_whole_molecules_of_cells_under_vmap():
+    system, masses, velocities, pairs = molecules(*MIXED)
+
+    def last(cell):
+        integrator = nve(0.1).constrained(Constraints(pairs))
+        cut = system._replace(cell=cell)
+        state = integrator.start(cut, ideal_gas_of_one, masses=masses, velocities=velocities)
+        return integrator.step(state, ideal_gas_of_one).system.positions
+
+    cells = torch.stack([system.cell, 1.1 * system.cell])
+    assert torch.equal(torch.func.vmap(last)(cells), torch.stack([last(cell) for cell in cells]))
+
+
+def ideal_gas_of_one(system):
+    return Evaluation(system.positions.new_zeros(1), torch.zeros_like(system.positions))
+
+
 @pytest.mark.parametrize(
     ("open_vector", "pbc"),
     [

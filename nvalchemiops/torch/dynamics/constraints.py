@@ -248,7 +248,7 @@ class Constraints:
             bond, of = positions.detach()[children] - positions.detach()[parents], row[children]
             bond = bond.to(torch.float64)
             nearest = -torch.round((bond.unsqueeze(1) @ inverse[of]).squeeze(1))
-            shifts[children] = shifts[parents] + nearest
+            shifts = shifts.index_copy(0, children, shifts[parents] + nearest)
         moved = (shifts.unsqueeze(1) @ cell[row]).squeeze(1)
         return system._replace(positions=system.positions + self._back(moved[self.atoms], system.positions))
 

@@ -18,7 +18,7 @@ from nvalchemiops.torch.neighbors.rebuild_detection import stale_systems
 from nvalchemiops.torch.neighbors.search import count_systems
 from nvalchemiops.torch.operators.segments import batch_idx_of, sorted_by_system
 from nvalchemiops.torch.runtime._torch_internals import is_unobserved, outside_of_transforms
-from nvalchemiops.torch.runtime.context import eager, is_eager, is_mapped, values_of
+from nvalchemiops.torch.runtime.context import all_values_of, eager, is_eager, is_mapped, values_of
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
 __all__ = ["VerletList"]
@@ -329,7 +329,7 @@ def inverse_of_periodic(cell: torch.Tensor, pbc: torch.Tensor | None) -> torch.T
     reads = layout(rows.device.type).reads
     if reads or pbc is None:
         inverse, failed = torch.linalg.inv_ex(rows)  # in a tenth of the time
-        if not (reads and failed.any()):
+        if not (reads and all_values_of(failed).any()):
             return inverse
     return torch.linalg.pinv(rows)
 
