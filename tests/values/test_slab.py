@@ -1,12 +1,16 @@
 """Slabs: periodic along two axes, computed as if along three, and corrected; against a sum over two axes alone."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
+from nvalchemiops.notices import NeighborListWarning
+from nvalchemiops.torch import record
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support.comparing import close
 from tests.support.sums import FINE, METHODS, SUMS
 from tests.support.systems import ALL, System, batch, by_differences, random_rotation, triclinic
@@ -289,3 +293,36 @@ def test_bad_periodicity_of_the_correction_is_an_error():
         electrostatics.compute_slab_correction(system.positions, system.charges[:3], system.cell, [True, True, False])
     with pytest.raises(ValueError, match="pbc"):
         electrostatics.compute_slab_correction(*system[:3], None)
+
+
+def test_a_list_without_pairs_across_a_narrow_vacuum_is_told():
+    """Of a slab beside a molecule; the sum itself is periodic along all axes."""
+    x = torch.rand(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 4.0
+    cell = torch.stack([torch.diag(torch.tensor([4.0, 4.0, 7.0])), torch.zeros(3, 3)]).double()
+    of = torch.arange(2, dtype=torch.int32).repeat_interleave(12)
+    pbc, everywhere = torch.tensor([[True, True, False], [False] * 3]), torch.tensor([[True] * 3, [False] * 3])
+    given = {"alpha": 0.8, "k_cutoff": 4.0, "batch_idx": of, "pbc": pbc, "slab_correction": True}
+    for searched, cutoff, count in ((pbc, 4.0, 1), (everywhere, 4.0, 0), (pbc, 2.9, 0)):
+        for form in ({"return_neighbor_list": True}, {"half_fill": True}):
+            found = neighbor_list(x, cutoff, cell, pbc=searched, batch_idx=of, **form)
+            near = dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
+            if "half_fill" in form:
+                near = {"neighbor_matrix": found[0], "neighbor_matrix_shifts": found[2], "half_list": True}
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                electrostatics.ewald_summation(x, x[:, 0], cell, **given, **near)
+            assert [w.category for w in told] == [NeighborListWarning] * count
+
+
+def test_a_list_of_a_slab_that_lacks_pairs_is_no_end_of_plans():
+    x = 4.0 * torch.rand(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    cell, pbc = torch.diag(torch.tensor([4.0, 4.0, 7.0])).double(), open_along(2)
+    found = neighbor_list(x, 4.0, cell, pbc=pbc, return_neighbor_list=True)
+    near = dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
+    options = {"k_cutoff": 3.0, "pbc": pbc, "slab_correction": True}
+    again = record(lambda x: electrostatics.ewald_summation(x, x[:, 0], cell, 0.8, **options, **near))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            again(x)
+    assert "1 recorded, 2 replayed" in again.explain()

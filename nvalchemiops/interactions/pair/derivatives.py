@@ -445,7 +445,8 @@ def _in_range(expression: Any) -> Any:
 
     def terms_of(product: Any) -> tuple[Any, ...]:
         """A product of ``exp(x) - exp(-x)`` by sums with exponentials as terms, each of which is finite at large x."""
-        above, below = [], []
+        above: list[Any] = []
+        below: list[Any] = []
         for factor in sympy.Mul.make_args(product):
             base, exponent = factor.as_base_exp()
             is_sum = base.is_Add and exponent.is_Integer and any(grows(split(t)[1].expand()) for t in base.args)

@@ -24,6 +24,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Tensors, Term, check_gradients
+from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_missing_images
 from nvalchemiops.torch.interactions.electrostatics.sums import body_of, evaluate, one_or_several
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
@@ -46,7 +47,10 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
         cell = cell.detach() if isinstance(cell, torch.Tensor) else cell
         asked = asked._replace(atoms=asked.atoms._replace(positions=asked.atoms.positions.detach(), cell=cell))
     with shares.whole_call(asked.atoms.domain):
-        return one_or_several(_ewald_sum(asked))
+        found = one_or_several(_ewald_sum(asked))
+    if asked.options.slab_correction is True and is_listed(asked.neighbors) and is_eager():
+        warn_of_missing_images(asked)
+    return found
 
 
 @functools.partial(only_inlined, with_calls=True)

@@ -203,7 +203,8 @@ def _shapes(asked: EwaldSum, seen: _Seen) -> list[tuple[Sequence[int], torch.dty
         n_receivers = 1 if widths is None else len(widths)
     else:
         return None  # the checks raise
-    found = asked._replace(atoms=atoms._replace(pbc=False) if atoms.pbc is None else atoms).shapes()
+    is_open: Any = False
+    found = asked._replace(atoms=atoms._replace(pbc=is_open) if atoms.pbc is None else atoms).shapes()
     assert found is not None
     ((n_atoms, *channels), _), *_ = found
     return [((n_atoms, n_receivers, *channels, *(3,) * n), atoms.positions.dtype) for n in range(derivatives + 1)]
