@@ -1,5 +1,6 @@
 """Recorded steps of functions with dataclasses: containers of tensors, or constants."""
 
+import collections
 import dataclasses
 import threading
 import types
@@ -37,6 +38,25 @@ def test_dataclasses_are_containers():
             assert torch.equal(found.x, scale * x) and torch.equal(found.twice, 2.0 * (scale * x))
             assert torch.equal(found.others[0], y + z) and torch.equal(found.others[1], 2.0 * x)
     assert "2 recorded, 4 replayed" in again.explain()
+
+
+class Named(dict):
+    """Results of a model, as many libraries have them."""
+
+
+def test_classes_of_dictionaries_are_kept():
+    @record
+    def again(found):
+        assert type(found) is Named
+        both = collections.defaultdict(list, {"c": 2.0 * found["x"]})
+        return Named(y=3.0 * found["x"]), collections.OrderedDict(b=found["x"] + 1.0), both
+
+    for k in range(4):
+        x = torch.full((3,), float(k))
+        one, two, three = again(Named(x=x))
+        assert type(one) is Named and type(two) is collections.OrderedDict and three["missing"] == []
+        assert torch.equal(one["y"], 3.0 * x) and torch.equal(two["b"], x + 1.0) and torch.equal(three["c"], 2.0 * x)
+    assert "1 recorded, 2 replayed" in again.explain()
 
 
 @pytest.mark.parametrize("options", [{"eq": False}, {"frozen": True}], ids=str)

@@ -1,5 +1,6 @@
 """`record`: plans of a user's own functions, with any torch operations in them."""
 
+import collections
 import dataclasses
 import functools
 import threading
@@ -419,7 +420,8 @@ def _form(values: Any, numbers: dict[torch.Tensor, int], takes_apart: bool) -> A
     if isinstance(values, torch.Tensor):
         return _Place(numbers.setdefault(values, len(numbers)))
     if isinstance(values, dict):
-        return (dict, tuple(values), tuple([_form(value, numbers, takes_apart) for value in values.values()]))
+        forms = tuple([_form(value, numbers, takes_apart) for value in values.values()])
+        return (_kind_of_dict(values), tuple(values), forms, getattr(values, "default_factory", None))
     if isinstance(values, (tuple, list)):
         return (type(values), None, tuple([_form(value, numbers, takes_apart) for value in values]))
     if dataclasses.is_dataclass(values) and _is_container(values, takes_apart):
@@ -431,6 +433,13 @@ def _form(values: Any, numbers: dict[torch.Tensor, int], takes_apart: bool) -> A
             return (type(values), tuple(parts), forms)
     is_zero = isinstance(values, (float, complex, np.generic)) and not values
     return (None, type(values), values, str(values) if is_zero else "")  # zero and minus zero are equal
+
+
+def _kind_of_dict(values: dict[Any, Any]) -> type:
+    """The class of a dictionary, or dict if its objects have more than their entries, which would be lost."""
+    kind, entries = type(values), set(map(id, values.values()))
+    extra = [value for value in getattr(values, "__dict__", {}).values() if id(value) not in entries]
+    return dict if extra or hasattr(kind, "__slots__") else kind
 
 
 def _is_container(value: Any, also_hashable: bool) -> bool:
@@ -451,7 +460,7 @@ def _has_hashable(form: Any) -> bool:
     """Whether a hashable dataclass was taken apart."""
     if type(form) is _Place or form[0] is None:
         return False
-    kind, names, parts = form
+    kind, names, parts, *_ = form
     is_hashable = kind is not dict and names is not None and kind.__hash__ is not None
     return is_hashable or any(map(_has_hashable, parts))
 
@@ -463,12 +472,19 @@ def _is_constant(form: Any) -> bool:
 def _put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if type(form) is _Place:
         return tensors[form.number]
-    kind, names, values, *_ = form
+    kind, names, values, *others = form
     if kind is None:
         return values
     parts = [_put_together(value, tensors) for value in values]
     if kind is dict:
         return dict(zip(names, parts))
+    if issubclass(kind, dict):
+        found = kind.__new__(kind)
+        if issubclass(kind, collections.defaultdict):
+            found.default_factory = others[0]
+        for name, part in zip(names, parts):
+            found[name] = part
+        return found
     if names is not None:  # a dataclass
         found = object.__new__(kind)
         for name, part in zip(names, parts):

@@ -530,7 +530,10 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
             found = tensors_in((func(*args, **kwargs),))
         for memory, value in zip(results, found, strict=True):
             if value.shape != memory.shape:
-                raise RuntimeError(f"{func} has results of shape {tuple(value.shape)}, not {tuple(memory.shape)}")
+                raise RuntimeError(
+                    f"{func} has results of shape {tuple(value.shape)}, not {tuple(memory.shape)}: an op whose shapes "
+                    "depend on values needs the tag torch.Tag.dynamic_output_shape, so that it is not replayed"
+                )
             memory.copy_(value)
 
     return step
