@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import (
@@ -24,6 +25,7 @@ from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.operators.lattice import check_vectors, usable_cells
 from nvalchemiops.torch.runtime.context import hidden_values
 from nvalchemiops.torch.spline import spline_gather_with_force, spline_spread
+from nvalchemiops.torch.systems import System
 from tests.lanes.fibers import gpu_layout
 from tests.support.systems import batch, triclinic
 
@@ -544,3 +546,17 @@ def test_numbers_that_are_read_in_any_case_are_checked(number):
     for name, call in calls.items():
         with hidden_values(), pytest.raises(ValueError, match=f"`{name}` must be positive and finite"):
             call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, q, cell: electrostatics.ParticleMeshEwald.estimate(System(x, q, cell)),
+        lambda x, q, cell: electrostatics.estimate_ewald_parameters(x, cell),
+        lambda x, q, cell: electrostatics.generate_ewald_miller_indices(cell, 3.0),
+    ],
+    ids=["module", "parameters", "indices"],
+)
+def test_what_is_chosen_by_values_is_not_chosen_for_fake_tensors(call):
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match="values of a fake tensor would be read"):
+        call(*[mode.from_tensor(t) for t in triclinic(FIRST)[:3]])

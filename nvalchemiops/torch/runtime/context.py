@@ -149,7 +149,7 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
     Raises
     ------
     ValuesNeededError
-        ``vmap`` maps over the tensor, so that it has other values in each slice.
+        ``vmap`` maps over the tensor, so that it has other values in each slice; or it is fake, and has none.
     """
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not internals.transforms_active():
         return tensor.detach().resolve_neg().numpy()
@@ -157,6 +157,11 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
         raise ValuesNeededError(
             "values that differ between the slices of `vmap` would be read, to find neighbors or to choose parameters: "
             "give neighbors and parameters, or do not map over what they depend on"
+        )
+    if type(tensor) not in PLAIN_TYPES and internals.has_no_data(tensor):
+        raise ValuesNeededError(
+            "values of a fake tensor would be read, to find neighbors or to choose parameters: give them, or "
+            "choose them outside of FakeTensorMode and export"
         )
     values = values_of(tensor.cpu())
     with internals.without_transforms():
