@@ -283,3 +283,10 @@ def test_vmap_over_positions_equals_the_loop(method):
     with pytest.raises(AssertionError):
         # that is what images are for
         close([energy(shifted[0])], [energy(shifted[1])], 1e-10)
+
+
+def test_wrong_atoms_of_exclusions_under_vmap_are_named():
+    system, pairs = triclinic(6), torch.tensor([[[0], [1]], [[0], [6]]])
+    options = {"alpha": 0.8, "k_cutoff": 2.0, **csr(system, 3.0)}
+    with pytest.raises(ValueError, match="`exclusions` must hold pairs of two atoms"):
+        torch.func.vmap(lambda pairs: summed("ewald", system, **options, exclusions=pairs))(pairs)

@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.pair.potentials import moment_excluded
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
+from nvalchemiops.torch.interactions.pair.exclusions import NO_ATOM
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
+from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read
 
 
 class ExclusionTerm(NamedTuple):
@@ -30,6 +33,9 @@ class ExclusionTerm(NamedTuple):
         """The same as a sum over pairs, for the positions of this system."""
         exclusions = system.exclusions
         assert exclusions is not None
+        if _is_mapped(exclusions.atoms) and bool((all_values_of(exclusions.atoms) == NO_ATOM).any()):
+            # here kernels would tell of a neighbor list
+            raise ValuesError("`exclusions` must hold pairs of two atoms of a system, each pair once")
         shifts = nearest_images(system, *exclusions.pairs)
         shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
         rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
@@ -38,6 +44,11 @@ class ExclusionTerm(NamedTuple):
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
         return self.pairs(system).evaluate(system, derivatives)
+
+
+def _is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether ``vmap`` maps over it, and its values may be read."""
+    return may_read() and is_mapped(tensor) and may_read(all_values_of(tensor))
 
 
 def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
