@@ -138,6 +138,11 @@ def test_lattice_sums_that_choose_their_cutoff_keep_a_list_of_their_own():
     assert (verlet.num_calls, verlet.num_builds) == (4, 1) and verlet.cutoff < 12.0
     one = System.from_ase(crystal((4, 4, 4), a=5.6), charges=[1.0, -1.0] * 128)
     assert torch.isfinite(model(one).forces).all() and model.neighbors_of_sums.cutoff != verlet.cutoff
+    # sums of slabs have this list, too, whatever their cutoff is: nothing reads the other one
+    model = SumOfTerms(Electrostatics(accuracy=1e-5, cutoff=6.0))
+    model(system._replace(pbc=torch.tensor([True, True, False])))
+    assert model.neighbors_of_sums.num_calls == 1 and model.neighbors.num_calls == 0
+    assert model(system).energies.isfinite().all() and model.neighbors.num_calls == 1
 
 
 @pytest.mark.parametrize("cutoff", [None, 7.0])

@@ -203,8 +203,12 @@ class SumOfTerms:
         """Energies, forces and stress of the sum."""
         listed = of_sums = None
         if system.domain is None:
-            listed, of_slabs = _neighbors(self.neighbors, system), has_slabs(system.pbc)
+            of_slabs = has_slabs(system.pbc)
             verlet, whole = self._list_of_sums(system, of_slabs), system
+            # sums of slabs have another list, and may be all that has a cutoff
+            readers = [i for i in map(_interaction, self.terms) if not any(i is own for own in self._own)]
+            if any(self._reach(interaction) is not None for interaction in readers):
+                listed = _neighbors(self.neighbors, system)
             if of_slabs:  # lattice sums add up images along the open axis of a slab, too
                 pbc = checks.pbc_tensor(system.pbc, system.positions.device)
                 whole = system._replace(pbc=pbc.any(-1, keepdim=True).expand(pbc.shape))
