@@ -6,9 +6,11 @@ import ase
 import torch
 
 from nvalchemiops.ase.calculator import Calculator
+from nvalchemiops.ase.electrostatics import Electrostatics
 from nvalchemiops.ase.system import SharedLists
 from nvalchemiops.ase.system import System as AtomsOfTerms
 from nvalchemiops.layout import layout
+from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.dynamics import Evaluation, SumOfTerms
@@ -46,6 +48,11 @@ class FromASE:
     ValueError
         In a call: no ``numbers``; a system that requires gradients, if there would be none; what the calculator raises.
 
+    Warns
+    -----
+    NvalchemiopsWarning
+        Charges of the system require gradients, which a term that takes these charges does not have.
+
     Notes
     -----
     Atomic numbers, cells, periodicity and initial charges come from the `nvalchemiops.torch.System`; other properties
@@ -76,6 +83,12 @@ class FromASE:
             raise ValueError("`numbers` of the system are needed for ASE")
         if system.domain is not None:
             raise ValueError("`domain`: a calculator computes whole systems, see `nvalchemiops.ase.on_ranks`")
+        if system.charges is not None and is_differentiated(system.charges) and self._takes_charges():
+            notify(
+                "`charges` of the system are differentiated, but the calculator takes their values alone: results have "
+                "no gradients with respect to them",
+                NvalchemiopsWarning,
+            )
         # on ranks a calculator has terms whose atoms are divided, so only the class itself
         if type(self.calculator) is Calculator:
             bound = self._bind(system, system.numbers)
@@ -85,6 +98,11 @@ class FromASE:
         if any(t is not None and is_differentiated(t) for t in given):
             raise ValueError("`system` requires gradients, or has tangents, which ASE's calculators do not have")
         return self._one_by_one(system)
+
+    def _takes_charges(self) -> bool:
+        """Whether a term is known to be a sum over the initial charges."""
+        terms = getattr(self.calculator, "terms", ())
+        return any(isinstance(term, Electrostatics) and term.charges is None for term in terms)
 
     # -- all in one call ------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """`FromASE`: calculators as models, all systems in one call or one after the other."""
 
+import warnings
+
 import ase.build
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from ase.calculators.calculator import Calculator as CalculatorOfASE
 from ase.calculators.emt import EMT
 
 from nvalchemiops.ase import Calculator, Contribution, Dispersion, Electrostatics, FromASE, Pair
+from nvalchemiops.notices import NvalchemiopsWarning
 from nvalchemiops.torch.dynamics import npt, nve, relax, simulate, to_ase
 from nvalchemiops.torch.systems import System, of_each_atom
 
@@ -233,3 +236,13 @@ def test_terms_keep_their_gradients():
     found = model(system._replace(positions=positions))
     (slope,) = torch.autograd.grad(found.energies.sum(), positions)
     assert (slope + found.forces).abs().max() < 1e-12
+
+
+def test_charges_of_the_system_have_no_gradients():
+    system = System.from_ase(salts(charged=True)[0])
+    system = system._replace(charges=system.charges.clone().requires_grad_())
+    with pytest.warns(NvalchemiopsWarning, match="no gradients"):
+        FromASE(Calculator(Electrostatics("dsf", cutoff=5.0, alpha=0.2)))(system)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FromASE(Calculator(Electrostatics("dsf", CHARGES, cutoff=5.0, alpha=0.2)))(system)
