@@ -13,6 +13,7 @@ from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.interactions.electrostatics import coulomb_energy, ewald_real_space
 from nvalchemiops.torch.interactions.lj import lj_energy
 from nvalchemiops.torch.neighbors import formats, neighbor_list, neighbor_utils, rebuild_detection
+from nvalchemiops.torch.neighbors.planning import bins_of_cells
 from tests.reference.neighbors import all_pairs, every_image
 from tests.support.systems import SYSTEMS, batch, crystal, triclinic
 
@@ -479,6 +480,14 @@ def test_bins_of_an_empty_batch():
     assert total == 0 and radius.shape == (0, 3) and radius.dtype == torch.int32
     total, radius = neighbors.estimate_cell_list_sizes(10.0 * torch.eye(3), torch.ones(3, dtype=torch.bool), 0.0)
     assert 0 < total <= 524288 and not radius.any()
+
+
+def test_too_many_bins_become_fewer_along_all_axes():
+    """All axes of a cube keep about as many; a long axis loses what is too much at once."""
+    cells, pbc = torch.diag_embed(torch.tensor([[500.0] * 3, [5000.0, 50.0, 50.0]])), torch.tensor([True] * 3)
+    total, bins, _ = bins_of_cells(cells[:1], pbc, 5.0, 1000)
+    assert 500 < total <= 1000 and bins.amin() >= 7 and bins.amax() <= 14
+    assert bins_of_cells(cells[1:], pbc, 5.0, 10_000)[1].tolist() == [[100, 10, 10]]
 
 
 # -- cells that cannot be used, where nobody looks ------------------------------------------------

@@ -221,7 +221,7 @@ def _bins(
         rows = np.nonzero(over)[0]
         axes = bins[rows].argmax(axis=1)
         others = bins[rows].prod(axis=1) / bins[rows, axes]
-        bins[rows, axes] = np.maximum(np.minimum(np.floor(most / others), np.ceil(bins[rows, axes] / 2)), 1)
+        bins[rows, axes] = np.maximum(np.floor(most / others), np.ceil(bins[rows, axes] / 2))
     radius = np.ceil(cutoff * bins / np.maximum(heights, max(cutoff, ZERO_CUTOFF) * 1e-6)).astype(np.int64)
     return bins.astype(np.int64), np.where(periodic, radius, np.minimum(radius, bins.astype(np.int64)))
 
