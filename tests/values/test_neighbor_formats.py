@@ -19,6 +19,8 @@ from nvalchemiops.torch.neighbors.formats import (
     half_to_full,
     list_geometry,
     matrix_geometry,
+    order_of_pairs,
+    repeats,
     transpose_order,
 )
 from nvalchemiops.torch.runtime.context import ValuesNeededError
@@ -582,3 +584,13 @@ def test_the_transpose_of_a_list_is_sorted_by_j_and_sums_as_index_add_does(cryst
         transpose_order(pairs, 4)
     compiled = torch.compile(transpose_order, fullgraph=True, backend="aot_eager")
     assert same(compiled(pairs, 7), (order, ptr))
+
+
+@pytest.mark.parametrize("n_atoms", [100, 10**7])
+def test_pairs_that_are_listed_twice_follow_each_other(n_atoms):
+    """Also with another image between them, where keys of many atoms leave no room for images."""
+    pairs = torch.tensor([[5, 5, 3, 5, 5], [7, 7, 9, 7, 2]])
+    images = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0]])
+    order = order_of_pairs(*pairs, images, n_atoms)
+    assert order.tolist() == [2, 4, 0, 3, 1]
+    assert repeats(pairs[:, order], images[order]).tolist() == [False, False, False, True, False]

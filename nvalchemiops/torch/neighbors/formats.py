@@ -395,13 +395,18 @@ def order_of_pairs(row: torch.Tensor, column: torch.Tensor, images: torch.Tensor
     """The order of pairs by row, then column, then image, so that equal pairs follow each other.
 
     Rows and columns are int64 numbers below ``n``. Images share what is left of 64 bits: those at the ends of the range
-    are not told apart. There, in systems of many atoms, a pair of atoms has one image within a cutoff.
+    are not told apart. Without room for the nearest images they are sorted on their own, but for compiled graphs, which
+    would be compiled for these numbers of atoms.
     """
     place = row * n + column
     if images is not None:
         left = (2**63 - 1) // ((n + 1) * n + 1)
         x, y, z = images.to(torch.int64).unbind(1)
-        place = place * left + (((x * 257) + y) * 257 + z + left // 2).clamp(0, left - 1)
+        image = ((x * 257) + y) * 257 + z
+        if may_read() and left < 3 * 257**2:
+            order = torch.sort(image, stable=True).indices
+            return order.index_select(0, torch.sort(place.index_select(0, order), stable=True).indices)
+        place = place * left + (image + left // 2).clamp(0, left - 1)
     return torch.sort(place, stable=True).indices
 
 
