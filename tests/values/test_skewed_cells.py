@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nvalchemiops import ase as ase_terms
+from nvalchemiops.interactions.electrostatics import k_vectors
 from nvalchemiops.neighbors import grid
 from nvalchemiops.torch import System, plans, record
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -291,3 +292,24 @@ def test_half_lists_keep_images_in_one_direction_of_the_cell():
     own = shifts[pairs[0] == pairs[1]].tolist()
     assert own and all(next(n for n in image if n) > 0 for image in own)
     same_bits([torch.tensor(pairs.shape[1] * 2)], [neighbor_list(skewed.positions, 7.0, skewed.cell[0])[1].sum()])
+
+
+def test_k_vectors_of_a_skewed_cell_are_not_searched_in_its_box(monkeypatch):
+    """The box of these vectors has two million points; that of the lattice has as many vectors as its sphere."""
+
+    def lengths(cell):
+        """Of all vectors, each as often as it counts."""
+        found = k_vectors.points_within(cell[None], np.array([4.0]))
+        indices = found.points[:, None] * k_vectors._SIGNS
+        squares = ((2.0 * np.pi * indices @ np.linalg.inv(cell).T) ** 2).sum(2)
+        assert (np.lexsort(found.points.T[::-1]) == np.arange(len(found.points))).all()  # as in a box
+        return np.sort(np.sqrt(squares[found.weights > 0.0])), found.weights.sum(), found.next_one[0]
+
+    expected, count, _ = lengths(LONG)
+    for basis in ("hundreds", "ten vectors", "in two steps"):
+        with monkeypatch.context() as patch:
+            patch.setattr(k_vectors, "MOST_AT_ONCE", 0)
+            patch.setattr(k_vectors, "_points_in_boxes", None)
+            found, weight, next_one = lengths(np.array(BASES[basis]) @ LONG)
+        np.testing.assert_allclose(np.unique(found.round(9)), np.unique(expected.round(9)))
+        assert weight == count and next_one > 4.0

@@ -12,12 +12,16 @@ import numpy as np
 
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models
+from nvalchemiops.kernels.lattice import shortest_on_host
 
 MOST_VECTORS = 1e8
 """Largest number of k-vectors. More indicate wrong arguments; the sum would take hours."""
 
 MOST_AT_ONCE = 2**13
 """Number of candidate points, of several systems, that are tested together: as many as fit into a cache."""
+
+MOST_INDEX = 2**20
+"""Largest Miller index; sums have tables of as many phases."""
 
 _SIGNS = np.array([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]])
 
@@ -118,19 +122,53 @@ def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> Points:
     metric = (2.0 * np.pi) ** 2 * inverse.transpose(0, 2, 1) @ inverse
     squared = k_cutoff**2 * (1.0 + 1e-12)
     sizes = bounds(cell, k_cutoff) + 1
-    ends = sizes.prod(1).cumsum()
+    # the vectors beyond a box, as in `bounds`
+    beyond = 2.0 * np.pi * (sizes / np.linalg.norm(cell, axis=2)).min(1, initial=np.inf)
+    in_spheres = np.abs(np.linalg.det(cell)) * k_cutoff**3 / (48.0 * np.pi**2)
+    in_boxes = sizes.astype(np.float64).prod(1)
+    skewed, ends = in_boxes > MOST_IN_BOX * in_spheres + MOST_AT_ONCE, in_boxes.cumsum()
     parts = [(np.zeros((0, 3), np.int32), np.zeros((0, 4)), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
     first = 0
     while first < len(sizes):
         before = ends[first - 1] if first else 0
         last = max(first + 1, int(np.searchsorted(ends, before + MOST_AT_ONCE, side="right")))
-        parts.append(_points_in_boxes(sizes[first:last], metric[first:last], squared[first:last]))
+        given = metric[first:last], squared[first:last]
+        short = _from_short_vectors(cell[first], k_cutoff[first]) if skewed[first] else None
+        if short is None:
+            parts.append(_points_in_boxes(sizes[first:last], *given))
+        else:
+            parts.append(_used(short[0], np.array([short[0].shape[1]]), *given))
+            beyond[first] = short[1]
         first = last
     points, weights, counts, longest, next_one = (np.concatenate(each) for each in zip(*parts))
-    # the vectors beyond a box, as in `bounds`
-    beyond = 2.0 * np.pi * (sizes / np.linalg.norm(cell, axis=2)).min(1, initial=np.inf)
     begin = np.concatenate([[0], counts.cumsum()])
     return Points(points, weights, begin, np.sqrt(longest), np.minimum(np.sqrt(next_one), beyond))
+
+
+MOST_IN_BOX = 8.0
+"""A box of more points, for each point in the sphere of its vectors, is that of a skewed cell; of a cube it is about 2,
+beside one layer."""
+
+
+def _from_short_vectors(cell: np.ndarray, k_cutoff: float) -> tuple[np.ndarray, float] | None:
+    """Points (3, n) of a skewed cell (3, 3) that hold all vectors up to ``k_cutoff``, in the order of its box.
+
+    They are those of the box of its shortest lattice vectors, which holds far fewer; with the length up to which none
+    is missing. None if these vectors, or Miller indices, are too large for integers.
+    """
+    basis = shortest_on_host(cell[None])[0].astype(np.float64)
+    with np.errstate(all="ignore"):
+        inverse = np.linalg.inv(basis).round() if np.linalg.det(basis) != 0.0 else 0.0 * basis
+    if not np.array_equal(inverse @ basis, np.eye(3)):
+        return None
+    short = basis @ cell
+    bound = bounds(short[None], np.array([k_cutoff * (1.0 + 1e-6)]))[0]
+    indices = half_box(tuple(bound)) @ inverse.astype(np.int64).T
+    indices = np.concatenate([np.zeros((1, 3), np.int64), indices, -indices])
+    points = np.unique(np.abs(indices[indices[:, 0] >= 0]), axis=0).T
+    if points.max() > MOST_INDEX:
+        return None
+    return points.astype(np.int32), float(2.0 * np.pi * ((bound + 1) / np.linalg.norm(short, axis=1)).min())
 
 
 def _points_in_boxes(sizes: np.ndarray, metric: np.ndarray, squared: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -140,18 +178,22 @@ def _points_in_boxes(sizes: np.ndarray, metric: np.ndarray, squared: np.ndarray)
     squared length, and the smallest one of the vectors that are left out.
     """
     in_box = sizes.prod(1)
-
-    def of_point(values: np.ndarray) -> np.ndarray:
-        """For each point of the boxes, the value of its system."""
-        return values if len(values) == 1 else np.repeat(values, in_box)
-
     if len(sizes) == 1:
         points = np.indices(sizes[0], dtype=np.int32).reshape(3, -1)
     else:
-        place = np.arange(in_box.sum(), dtype=np.int32) - of_point((in_box.cumsum() - in_box).astype(np.int32))
-        _, n_y, n_z = (of_point(sizes[:, axis].astype(np.int32)) for axis in range(3))
-        line, z = np.divmod(place, n_z)
+        first, n_y, n_z = (np.repeat(v.astype(np.int32), in_box) for v in (in_box.cumsum() - in_box, *sizes.T[1:]))
+        line, z = np.divmod(np.arange(in_box.sum(), dtype=np.int32) - first, n_z)
         points = np.stack([*np.divmod(line, n_y), z])
+    return _used(points, in_box, metric, squared)
+
+
+def _used(points: np.ndarray, counts: np.ndarray, metric: np.ndarray, squared: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The results of `_points_in_boxes` for points (3, n), of which each system has so many."""
+
+    def of_point(values: np.ndarray) -> np.ndarray:
+        """For each point the value of its system."""
+        return values if len(values) == 1 else np.repeat(values, counts)
+
     x, y, z = points.astype(np.float64)
     xx, yy, zz, xy, xz, yz = (of_point(metric[:, a, b]) for a, b in ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2)))
     same = xx * (x * x) + yy * (y * y) + zz * (z * z)
@@ -160,11 +202,11 @@ def _points_in_boxes(sizes: np.ndarray, metric: np.ndarray, squared: np.ndarray)
     inside = squares <= squared
     weights = _multiplicity(points.T) * inside.T
     used = weights.any(axis=1)
-    first = in_box.cumsum() - in_box
-    counts = np.add.reduceat(used, first, dtype=np.int64)
+    first = counts.cumsum() - counts
+    found = np.add.reduceat(used, first, dtype=np.int64)
     longest = np.maximum.reduceat(np.where(inside, squares, 0.0).max(0), first)
     next_one = np.minimum.reduceat(np.where(inside, np.inf, squares).min(0), first)
-    return np.ascontiguousarray(points.T[used]), weights[used], counts, longest, next_one
+    return np.ascontiguousarray(points.T[used]), weights[used], found, longest, next_one
 
 
 def points_of_indices(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +216,7 @@ def points_of_indices(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     points, place = np.unique(np.abs(both), axis=0, return_inverse=True)
     inside = np.zeros((points.shape[0], 4), dtype=bool)
     inside[place.reshape(-1), 2 * (both[:, 1] < 0) + (both[:, 2] < 0)] = True
-    if points.size and points.max() > 2**20:
+    if points.size and points.max() > MOST_INDEX:
         raise ValuesError("`miller_indices` or `k_vectors`: the indices are too large")
     return points.astype(np.int32), _multiplicity(points) * inside
 
