@@ -237,6 +237,11 @@ def of_lattice_sums():
     for options in ({"potential": dispersion}, {"cell": CELL.repeat(2, 1, 1), "batch_idx": INDEX}):
         given = {"positions": X, "charges": Q, "cell": CELL, **NEAR, **options}
         yield ValueError, "prepared", functools.partial(electrostatics.particle_mesh_ewald, **given, prepared=mesh)
+    of_mesh = functools.partial(electrostatics.particle_mesh_ewald, *system, **NEAR)
+    for order in (4, 11):
+        yield ValueError, "spline_order", functools.partial(of_mesh, prepared=mesh, spline_order=order)
+    coarse = electrostatics.prepare_mesh(CELL, 0.8, (6, 8, 8), spline_order=6)  # the order 8 on this mesh
+    assert of_mesh(prepared=coarse, spline_order=8).shape == Q.shape
     yield ValueError, "k_cutoff", functools.partial(electrostatics.EwaldSummation().prepare, CELL)
     spline = electrostatics.compute_bspline_moduli_1d
     yield TypeError, "miller_indices", functools.partial(spline, INDEX + 0j, 4, 4)

@@ -153,7 +153,8 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
         Accepted for callers that have prepared them. Only the shapes are checked: values are recomputed from the cell,
         so that gradients with respect to the cell are complete.
     prepared : PreparedMesh, optional
-        From `prepare_mesh`: alpha, mesh and spline order, with tensors that depend on them and on a fixed cell.
+        From `prepare_mesh`: alpha, mesh and spline order, with tensors that depend on them and on a fixed cell. Then
+        leave alpha and the mesh out; another ``spline_order`` is an error.
 
     Returns
     -------

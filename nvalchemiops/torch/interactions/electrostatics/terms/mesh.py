@@ -229,6 +229,9 @@ class MeshSum(NamedTuple):
         if prepared is not None:
             valid = prepared.check_cell(system.cell)
             mesh, order = prepared.mesh_dimensions, prepared.spline_order
+            # on a mesh of few points an order is the largest one that fits, also for `prepare_mesh`
+            if spline_order is not None and min(check_spline_order(spline_order), *mesh) != order:
+                raise ValueError(f"`spline_order` = {spline_order}, but `prepared` is for splines of order {order}")
             return cls(order, mesh, "`prepared`", precomputed, prepared.influence, valid)
         order = core.DEFAULT_ORDER if spline_order is None else check_spline_order(spline_order)
         if mesh_dimensions is not None:
