@@ -350,15 +350,39 @@ def test_molecules_have_no_derivatives_by_cells_and_alphas(batch):
         assert not gradient.any()
 
 
-def test_transforms_refuse_molecules(batch):
+@pytest.mark.parametrize("with_cells", [True, False])
+@METHODS
+def test_transforms_of_batches_with_molecules(method, with_cells, batch):
+    """Also without a cell, where all slices of vmap have pairs up to the extent of the largest one."""
     positions, charges, cells, of_atom, pbc = batch
+    options = {"alpha": 0.7, "cutoff": 6.5, **SPLIT[method]} if with_cells else {}
+    cell, axes = (cells, pbc) if with_cells else (None, False)
 
-    def energy(x):
-        return SUMS["ewald"](x, charges, cells, batch_idx=of_atom, pbc=pbc, alpha=0.7, cutoff=6.5, k_cutoff=8.0).sum()
+    def energies(x):
+        return SUMS[method](x, charges, cell, batch_idx=of_atom, pbc=axes, **options)
 
-    for transform in (torch.func.grad, torch.vmap):
-        with pytest.raises(ValueError, match=r"`pbc`.*torch.func"):
-            transform(energy)(positions if transform is torch.func.grad else positions[None])
+    stretched = torch.stack([positions, 1.1 * positions, positions + 0.2])
+    close(torch.vmap(energies)(stretched), torch.stack([energies(x) for x in stretched]))
+    leaf, shift = positions.clone().requires_grad_(), charges[:, None].expand(-1, 3)
+    (slope,) = torch.autograd.grad(energies(leaf).sum(), leaf, create_graph=True)
+    (curvature,) = torch.autograd.grad((slope * shift).sum(), leaf)
+    gradient = torch.func.grad(lambda x: energies(x).sum())
+    found = torch.func.jvp(gradient, (positions,), (shift,))
+    close(found, (slope.detach(), curvature))
+
+
+def test_vmap_over_systems_or_neighbors_of_a_batch_with_molecules(batch):
+    positions, charges, cells, of_atom, pbc = batch
+    matrix, _, shifts = neighbor_list(positions, 6.5, cells, pbc, of_atom)
+
+    def energies(of_atom, matrix):
+        near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+        return SUMS["ewald"](positions, charges, cells, 0.7, k_cutoff=8.0, batch_idx=of_atom, pbc=pbc, **near)
+
+    for mapped in ((0, None), (None, 0)):
+        slices = [value if axis is None else value[None] for value, axis in zip((of_atom, matrix), mapped)]
+        with pytest.raises(ValueError, match=r"`pbc`.*`vmap`"):
+            torch.vmap(energies, mapped)(*slices)
 
 
 @pytest.mark.parametrize("module", [EwaldSummation, ParticleMeshEwald])

@@ -106,8 +106,8 @@ def ewald_summation(
         geometry, the total force is the explicit force minus the gradient of this energy.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         True along all axes, or with ``slab_correction`` along all but one. In a system without any periodic axis all
-        pairs are summed, and given neighbors are ignored. Compiled graphs cannot read ``pbc``: there the results of
-        such a system are NaN, and transforms of ``torch.func`` raise an error.
+        pairs are summed, and given neighbors are ignored. Exported programs, compiled graphs on a GPU and ``vmap`` over
+        ``pbc`` cannot read it: there the results of such a system are NaN.
     slab_correction : bool, optional
         Add `compute_slab_correction` for systems with an open axis. It is for the Coulomb potential.
     miller_bounds : (int, int, int), optional

@@ -24,8 +24,9 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
 )
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.runtime._torch_internals import has_other_modes
 from nvalchemiops.torch.runtime.cache import cached_by_identity
-from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_mapped, may_read, on_host, slices_of
 from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
@@ -35,9 +36,11 @@ ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
 def periodicity(pbc: Any, wait: bool = True) -> torch.Tensor | None:
     """``pbc`` (1 or n_systems, 3) on the CPU; None if it is not given, of another shape, or cannot be read.
 
+    Nor is it read by a compiler or under dispatch modes, such as tracers: the choice would become part of the graph.
+
     On a GPU, ``wait`` allows to wait for it, once for each tensor. Later calls with this tensor need not wait.
     """
-    if pbc is None or not is_eager():
+    if pbc is None or torch.compiler.is_compiling() or has_other_modes():
         return None
     pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc)
     if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3:
@@ -56,8 +59,9 @@ def periodicity(pbc: Any, wait: bool = True) -> torch.Tensor | None:
 
 def open_systems(atoms: System, wait: bool = True) -> torch.Tensor | None:
     """Which systems (n_systems,) have no periodic axis; None if all have one, or values cannot be read."""
+    numbers: Any = atoms.batch_idx
     axes = periodicity(atoms.pbc, wait)
-    if axes is None:
+    if axes is None or (isinstance(numbers, torch.Tensor) and is_mapped(numbers)):
         return None
     found = ~axes.any(1)
     if not bool(found.any()):
@@ -66,7 +70,6 @@ def open_systems(atoms: System, wait: bool = True) -> torch.Tensor | None:
     if cell is None:
         if not bool(found.all()):
             return None  # a later check raises for the missing cell
-        numbers: Any = atoms.batch_idx
         is_index = isinstance(numbers, torch.Tensor) and numbers.dtype in (torch.int32, torch.int64)
         n_systems = max(1, 1 + int(numbers.max())) if is_index and numbers.numel() else 1
         return found if found.shape[0] > 1 else found.expand(n_systems)
@@ -173,6 +176,12 @@ def check_mixed(atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors,
         checks.check_positive("cutoff", options.cutoff)
     if options.alpha is not None:
         per_system("alpha", options.alpha, is_open.shape[0], positions.device)
+    own = (options.exclusions,) if bool(is_open.all()) else (options.exclusions, *neighbors)
+    if any([isinstance(value, torch.Tensor) and is_mapped(value) for value in own]):
+        raise ValueError(
+            "`pbc` has three open axes in some systems: there `vmap` cannot map over exclusions, and in a batch with "
+            "periodic systems not over neighbors"
+        )
     if not bool(is_open.all()):
         given = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
         rows_of(neighbors._replace(half_list=False) if given else neighbors, positions, periodic=True)
@@ -296,9 +305,9 @@ def open_system(
 def all_pairs(system: ChargedSystem, cutoff: float | None = None) -> Rows:
     """Pairs of each open system, all or up to a cutoff."""
     if cutoff is None:
-        x = system.positions.detach()
-        if not may_read(x, wait=True):
+        # of all slices under vmap, whose pairs are found together
+        if not may_read() or not may_read(x := slices_of(system.positions).detach(), wait=True):
             raise ValueError("`cutoff` or neighbors are needed where positions cannot be read")
-        extent = float((x.amax(0) - x.amin(0)).norm()) if x.shape[0] else 0.0
+        extent = float((x.amax(1) - x.amin(1)).norm(dim=1).max()) if x.numel() else 0.0
         cutoff = 1.001 * extent + 1.0
     return build_rows(system.positions, cutoff, None, system.batch_idx)
