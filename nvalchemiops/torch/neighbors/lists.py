@@ -119,7 +119,8 @@ def neighbor_list(
     nearest : int, optional
         List only the ``nearest`` neighbors of each atom within the cutoff, or all if there are fewer. They are selected
         during the search, so that farther neighbors take no memory. The list is not symmetric: i may be among the
-        nearest neighbors of j while j is not among the nearest neighbors of i. Cannot be combined with ``cutoff2``.
+        nearest neighbors of j while j is not among the nearest neighbors of i. Cannot be combined with ``cutoff2``, nor
+        with ``half_fill`` unless the list is ``symmetric``.
     ties : str, optional
         Neighbors to keep if several have the distance of the last one. ``"keep"``: all whose squared distance exceeds
         the last one by no more than ``tie_tolerance``, so that a row may be longer than ``nearest``.

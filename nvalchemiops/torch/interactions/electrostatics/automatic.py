@@ -59,8 +59,8 @@ class Electrostatics(ConfiguredSum):
     Calls take a `System`, optionally `Neighbors`, and the options of `ewald_summation` that do not describe k-vectors.
     Sources are charges, dipoles, quadrupoles and Gaussian widths.
 
-    Where values cannot be read, as inside ``torch.compile``, k-vectors are used, and ``cutoff`` must be given. The
-    module that `estimate` returns also has a mesh there.
+    Inside ``torch.compile`` and in exported programs k-vectors are used; there, except for compiled graphs on a CPU,
+    ``cutoff`` must be given. The module that `estimate` returns also has a mesh there.
 
     Examples
     --------

@@ -171,7 +171,8 @@ def ewald_summation(
     -----
     AccuracyWarning
         Without ``alpha``, the given k-vectors and the reach of the list together miss the accuracy by more than a
-        factor of 2. The message states the expected error, as from `estimate_errors`.
+        factor of 2. The message states the expected error, as from `estimate_errors`. Also if ``quadrupoles`` have a
+        trace or an antisymmetric part, which is not used.
     NeighborListWarning
         Without ``alpha`` and ``cutoff``, the list does not hold both directions of each pair. The pairs in it are
         summed.
@@ -188,7 +189,8 @@ def ewald_summation(
     cutoff: give ``cutoff``, which saves k-vectors. If ``alpha`` is given, the reach of the list is not checked.
 
     The set of k-vectors depends on the cell, which is read on the host unless ``miller_bounds`` are given. Sizes of
-    systems are read on the host if alpha or neighbors are not given. Inside ``torch.compile`` give alpha or ``cutoff``.
+    systems are read on the host if alpha or neighbors are not given. Exported programs, and compiled graphs on a GPU,
+    need alpha or ``cutoff``.
 
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.reciprocal`,
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.

@@ -465,8 +465,10 @@ def multipole_electrostatic_features(
     Returns
     -------
     (n_atoms, n_receivers * (feature_max_l + 1)²) tensor
-        Columns are sorted by order, then by receiver: the potential; its gradient along (y, z, x); its second
-        derivatives (xy, yz, (2 zz - xx - yy) / 2√3, xz, (xx - yy) / 2). In float64, differentiable to any order.
+        Columns are sorted by order, then by receiver: the potential, in V; its gradient along (y, z, x); its second
+        derivatives (xy, yz, (2 zz - xx - yy) / 2√3, xz, (xx - yy) / 2). Each order has a factor, for receivers of
+        width s: 1, 1 and 1/√3 for ``feature_normalize`` 0; √(4π), √(3/2) π s and √(20π/3) s² for 1; for 2
+        (2π)^(3/2) s³ times √(1/4π), √(3/4π) s² and √(15/4π) s⁴. In float64, differentiable to any order.
 
     Raises
     ------

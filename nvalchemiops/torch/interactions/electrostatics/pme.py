@@ -176,8 +176,8 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     Notes
     -----
     If ``alpha`` is not given, it is chosen as for `ewald_summation`, with the cutoff of `estimate_pme_parameters`.
-    Values are read on the host if alpha, mesh or neighbors are not given. Inside ``torch.compile`` give
-    ``mesh_dimensions``, and alpha or ``cutoff``.
+    Values are read on the host if alpha, mesh or neighbors are not given. Exported programs, and compiled graphs on a
+    GPU, need ``mesh_dimensions``, and alpha or ``cutoff``.
 
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.mesh`.
     """
