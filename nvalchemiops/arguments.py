@@ -51,8 +51,8 @@ def check_not_negative(name: str, value: Any) -> float:
     return number
 
 
-def as_int(name: str, value: Any) -> int:
-    """The value as an int; raises unless it is an integer that fits into 32 bits."""
+def as_int(name: str, value: Any, bits: int = 32) -> int:
+    """The value as an int; raises unless it is an integer that fits into so many bits."""
     try:
         if type(value) is int:  # also the symbol of a compiler, which `operator.index` would turn into a constant
             number = value
@@ -61,8 +61,8 @@ def as_int(name: str, value: Any) -> int:
             number = operator.index(whole)
     except TypeError:
         raise TypeError(f"`{name}` must be an int, got {type(value).__name__}") from None
-    if not -(2**31) <= number < 2**31:
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
         # only short numbers are printed: Python refuses to print an int of thousands of digits
         shown = number if number.bit_length() <= 64 else f"a number of {number.bit_length()} bits"
-        raise ValueError(f"`{name}` must fit into 32 bits, got {shown}")
+        raise ValueError(f"`{name}` must fit into {bits} bits, got {shown}")
     return number

@@ -163,7 +163,7 @@ class Integrator:
             Called once, with a system that has a cell for each system.
         **options
             ``masses``, ``velocities``, ``seed``, ``keys``, ``removed``: arrays, as for
-            `nvalchemiops.torch.dynamics.Integrator.start`.
+            `nvalchemiops.torch.dynamics.Integrator.start`. Without x64 a seed has 32 bits.
 
         Raises
         ------
@@ -172,6 +172,8 @@ class Integrator:
         ValueError
             A bad argument, named in the message.
         """
+        if isinstance(options.get("seed"), int) and not jax.config.jax_enable_x64:
+            checks.check_int("seed", options["seed"])  # arrays would have its lower half
         if is_traced((tuple(system), options)):
             raise TypeError("`start` reads values: call it outside of jit, and replace fields of the state inside")
 

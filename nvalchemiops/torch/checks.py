@@ -83,8 +83,8 @@ def check_positions(positions: Any, finite: bool = True, name: str = "positions"
         raise ValuesError(f"`{name}` has entries that are NaN or infinite")
 
 
-def check_int(name: str, value: Any) -> int:
-    """The value, which may be a symbol of a compiler; raises unless it is an integer that fits into 32 bits.
+def check_int(name: str, value: Any, bits: int = 32) -> int:
+    """The value, which may be a symbol of a compiler; raises unless it is an integer that fits into so many bits.
 
     A tensor with one integer, such as ``counts.max()``, is read.
     """
@@ -94,7 +94,7 @@ def check_int(name: str, value: Any) -> int:
         if value.numel() != 1 or value.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"`{name}` must be an int, got a tensor {tuple(value.shape)} of {value.dtype}")
         value = int(value)
-    return as_int(name, value)
+    return as_int(name, value, bits)
 
 
 def check_count(name: str, value: Any, least: int = 0) -> int:

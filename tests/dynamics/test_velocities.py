@@ -136,7 +136,25 @@ def test_units():
     assert abs(1000.0 * GIGAPASCAL - 1e-18 / 1.602176634e-19) < 1e-9
 
 
-@pytest.mark.parametrize("arguments", ({"temperature": torch.ones(3)}, {"seed": 1.5}, {"keys": torch.ones(2)}))
+def test_seeds_have_64_bits():
+    """Those of torch, and times in nanoseconds, do not fit into 32 bits."""
+    for seed, same in ((2**40 + 1, 2**40 + 1), (2**64 - 1, -1), (2**63, -(2**63))):
+        found = maxwell_boltzmann(MASSES, 1.0, BATCH, 4, seed=seed)
+        assert torch.equal(found, maxwell_boltzmann(MASSES, 1.0, BATCH, 4, seed=torch.full((4,), same)))
+        assert not torch.equal(found, maxwell_boltzmann(MASSES, 1.0, BATCH, 4, seed=seed % 2**31))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        {"temperature": torch.ones(3)},
+        {"seed": 1.5},
+        {"seed": 2**64},
+        {"keys": torch.ones(2)},
+        {"keys": 2**32},
+        {"keys": -1},
+    ),
+)
 def test_bad_arguments_are_named(arguments):
     given = {"temperature": 1.0} | arguments
     with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):

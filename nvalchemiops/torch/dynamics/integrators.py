@@ -149,7 +149,7 @@ class Integrator:
             By default drawn for the temperature of the integrator, without motion of the centre of mass if that is
             conserved; zero if the integrator has no temperature.
         seed : int or (n_systems,) int tensor, optional
-            Seed of velocities and noise.
+            Seed of velocities and noise, of up to 64 bits.
         keys : (n_systems,) int tensor, optional
             Number of each system, 0 .. 2³² - 1, by default its index. Random numbers of a system depend on the seed, on
             its key, on the places of its atoms in it, and on the step. So a system has the same noise in any batch.

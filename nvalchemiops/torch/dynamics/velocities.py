@@ -75,7 +75,9 @@ def seeds_of(name: str, value: int | torch.Tensor | None, n_systems: int, device
     if value is None:
         return torch.arange(n_systems, device=device)
     if not isinstance(value, torch.Tensor):
-        return torch.full((n_systems,), checks.check_int(name, value), dtype=torch.int64, device=device)
+        if type(value) is int and 2**63 <= value < 2**64:
+            value -= 2**64  # the same bits: seeds of torch may have no sign
+        value = torch.full((n_systems,), checks.check_int(name, value, 64), dtype=torch.int64, device=device)
     if value.shape != (n_systems,) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
     if name == "keys" and may_read(value) and bool(((value < 0) | (value >= 2**32)).any()):
@@ -169,6 +171,7 @@ def maxwell_boltzmann(
     batch_idx, num_systems, domain
         See the module.
     seed : int or (n_systems,) int tensor, optional
+        Of up to 64 bits.
     keys : (n_systems,) int tensor, optional
         Number of each system, 0 .. 2³² - 1, by default its index. Velocities depend on the seed, on the key, and on the
         place of an atom in its system, not on other systems of the batch.
