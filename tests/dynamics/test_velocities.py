@@ -147,7 +147,12 @@ def test_seeds_have_64_bits():
 @pytest.mark.parametrize(
     "arguments",
     (
+        {"masses": torch.tensor([12, 16])},
+        {"masses": torch.tensor([1.0, 0.0])},
+        {"masses": [1.0, 2.0]},
         {"temperature": torch.ones(3)},
+        {"temperature": -0.1},
+        {"temperature": torch.nan},
         {"seed": 1.5},
         {"seed": 2**64},
         {"keys": torch.ones(2)},
@@ -156,9 +161,9 @@ def test_seeds_have_64_bits():
     ),
 )
 def test_bad_arguments_are_named(arguments):
-    given = {"temperature": 1.0} | arguments
-    with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
-        maxwell_boltzmann(torch.ones(2, dtype=float64), given.pop("temperature"), **given)
+    given = {"masses": torch.ones(2, dtype=float64), "temperature": 1.0} | arguments
+    with pytest.raises((ValueError, TypeError), match=f"`{next(iter(arguments))}`"):
+        maxwell_boltzmann(**given)
 
 
 @pytest.mark.parametrize("length", (1, 2, 3, 5))

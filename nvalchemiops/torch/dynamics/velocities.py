@@ -175,10 +175,23 @@ def maxwell_boltzmann(
     keys : (n_systems,) int tensor, optional
         Number of each system, 0 .. 2³² - 1, by default its index. Velocities depend on the seed, on the key, and on the
         place of an atom in its system, not on other systems of the batch.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message: masses of another dtype or, where values can be read, masses that are
+        not positive, a temperature that is negative or not finite.
     """
+    checks.check_tensor("masses", masses)
+    if not masses.is_floating_point():
+        raise TypeError(f"`masses` must be float32 or float64, the dtype of the velocities, got {masses.dtype}")
     division, device = Division.of(masses, batch_idx, num_systems, domain), masses.device
     batch_idx, n_systems, _ = division
     kt = of_each("temperature", temperature, n_systems, device)
+    if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
+        raise ValueError("`masses` must be positive")
+    if may_read(kt) and not bool(((values_of(kt) >= 0.0) & values_of(kt).isfinite()).all()):
+        raise ValueError("`temperature` must be finite and must not be negative")
     check_slopes("temperature", kt)
     seeds, system_keys = seeds_of("seed", seed, n_systems, device), seeds_of("keys", keys, n_systems, device)
     start = torch.zeros((), dtype=torch.int64, device=device)
