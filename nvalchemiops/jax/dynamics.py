@@ -172,7 +172,7 @@ class Integrator:
         ValueError
             A bad argument, named in the message.
         """
-        if isinstance(options.get("seed"), int) and not jax.config.jax_enable_x64:
+        if isinstance(options.get("seed"), int) and jax.dtypes.canonicalize_dtype("int64") != "int64":
             checks.check_int("seed", options["seed"])  # arrays would have its lower half
         if is_traced((tuple(system), options)):
             raise TypeError("`start` reads values: call it outside of jit, and replace fields of the state inside")
