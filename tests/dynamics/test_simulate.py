@@ -307,6 +307,16 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
         (lambda: nve(0.1), ONE | {"keys": torch.tensor([2**32])}, "keys"),
         (lambda: nve(0.1), ONE | {"keys": torch.tensor([-1])}, "keys"),
         (lambda: nve(0.1), ONE | {"hooks": [lambda state: True]}, "hooks"),
+        (lambda: nve(0.1), ONE | {"hooks": lambda state: None}, "hooks"),
+        (lambda: nve(0.1), ONE | {"hooks": ["print"]}, "hooks"),
+        (lambda: nve(0.1), ONE | {"record": {"one": "volume"}}, "record"),
+        (lambda: nve(0.1), ONE | {"gradients": "yes"}, "gradients"),
+        (lambda: nve(0.1), ONE | {"velocities": [[0.0] * 3] * 4}, "velocities"),
+        (lambda: nve(0.1), ONE | {"removed": "3"}, "removed"),
+        (lambda: nve("0.1"), ONE, "dt"),
+        (lambda: nve, ONE, "integrator"),
+        (lambda: "nve", ONE, "integrator"),
+        (lambda: ideal_gas, ONE, "integrator"),
         (lambda: nve(0.1), ONE | {"hooks": [lambda state: {"a": 1}], "checkpoint_every": 1}, "hooks"),
         (lambda: langevin(0.1, ZERO), ONE, "temperature"),
         (lambda: csvr(0.1, ZERO), ONE, "temperature"),
@@ -317,6 +327,19 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
 def test_bad_arguments_are_named(make, options, word):
     with pytest.raises((ValueError, TypeError), match=f"`{word}`"):
         simulate(GAS, ideal_gas, make(), 1, **options)
+
+
+def test_models_return_evaluations():
+    for model, words in ((None, "callable with a System, got NoneType"), (lambda _: ZERO, "an Evaluation, got Tensor")):
+        for call in (
+            lambda model: simulate(GAS, model, nve(0.1), 1, **ONE),
+            lambda model: nve(0.1).start(GAS, model, **ONE),
+            lambda model: relax(GAS, model),
+        ):
+            with pytest.raises(TypeError, match=f"`model` must (be|return) {words}"):
+                call(model)
+    with pytest.raises(TypeError, match="`hooks` must be a sequence of callables"):
+        relax(GAS, ideal_gas, hooks=lambda progress: None)
 
 
 @pytest.mark.parametrize("path", ("POSCAR", "no/run.xyz", "run.abc", "run.xsf", "run.arc", "run.traj.gz"))
@@ -353,6 +376,8 @@ def test_trajectories_of_molecules_have_neither_cell_nor_stress(suffix, tmp_path
 def test_a_run_starts_from_a_system(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="`start` must be a System or a State, got Atoms"):
         simulate(crystal(1), argon(), nve(0.1), 1)
+    with pytest.raises(TypeError, match="`start` must be a System or a State, got int"):
+        simulate(1, argon(), nve(0.1), 1)
     state = nve(0.1).start(GAS, ideal_gas, **ONE)
     with pytest.raises(TypeError, match="`seed` goes with a System; the State has it"):
         simulate(state, ideal_gas, nve(0.1), 1, seed=1)

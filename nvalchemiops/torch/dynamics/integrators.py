@@ -12,7 +12,15 @@ from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.dynamics.cell_flows import Cell, Press, StretchedKick
 from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Stochastic, Tangent
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, count_systems
+from nvalchemiops.torch.dynamics.model import (
+    Evaluation,
+    Model,
+    check_model,
+    check_returned,
+    check_same,
+    check_shapes,
+    count_systems,
+)
 from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.sums import Division
@@ -180,6 +188,8 @@ class Integrator:
             seeds, system_keys = (
                 seeds_of(name, value, n_systems, positions.device) for name, value in (("seed", seed), ("keys", keys))
             )
+            if velocities is not None:
+                checks.check_tensor("velocities", velocities)
             if velocities is not None and velocities.shape != positions.shape:
                 raise ValueError(
                     f"`velocities` must have shape (n_atoms, 3) = {tuple(positions.shape)}, "
@@ -279,6 +289,7 @@ class Integrator:
 
     def _started(self, state: State, model: Model) -> State:
         """The state with its evaluation and the variables of all flows."""
+        check_model(model)
         state = self._followed(state)
         found = _results(model, state)
         if found.stress is None and any(flow.needs_stress for flow in self._distinct):
@@ -360,6 +371,7 @@ class Integrator:
 def _results(model: Model, state: State) -> Evaluation:
     """What a model gives, with forces in the precision of the velocities, and without a graph where none is kept."""
     found = model(state.system)
+    check_returned(found)
     if found.forces.dtype != state.velocities.dtype:
         found = found._replace(forces=found.forces.to(state.velocities.dtype))
     # a model that enables gradients for its forces may leave a graph with its energies

@@ -5,7 +5,7 @@ Anything with this signature is a model: a function, a torch module, `SumOfTerms
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from nvalchemiops.torch.systems import Neighbors, System
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
+
+AnyHook = TypeVar("AnyHook")
 
 
 class Evaluation(NamedTuple):
@@ -79,6 +81,30 @@ def count_systems(system: System) -> int:
     if found is not None:
         return found
     return int(system.batch_idx.max()) + 1 if system.batch_idx.numel() else 0
+
+
+def check_model(model: Any) -> None:
+    """Raise unless this can be called."""
+    if not callable(model):
+        raise TypeError(f"`model` must be callable with a System, got {type(model).__name__}")
+
+
+def check_hooks(hooks: Sequence[AnyHook]) -> Sequence[AnyHook]:
+    """The hooks as a sequence; raises unless they are callables."""
+    try:
+        found = hooks if isinstance(hooks, Sequence) else tuple(hooks)
+    except TypeError:
+        raise TypeError(f"`hooks` must be a sequence of callables, got {type(hooks).__name__}") from None
+    for hook in found:
+        if not callable(hook):
+            raise TypeError(f"`hooks` must be callables, got {type(hook).__name__}")
+    return found
+
+
+def check_returned(found: Any) -> None:
+    """Raise unless this is what a model returns."""
+    if not isinstance(found, Evaluation):
+        raise TypeError(f"`model` must return an Evaluation, got {type(found).__name__}")
 
 
 def check_shapes(found: Evaluation, n_systems: int, n_atoms: int) -> None:

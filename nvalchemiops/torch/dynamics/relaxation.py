@@ -16,7 +16,16 @@ from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, may_refuse, systems_refused
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_same, check_shapes, holds_atoms
+from nvalchemiops.torch.dynamics.model import (
+    Evaluation,
+    Model,
+    check_hooks,
+    check_model,
+    check_returned,
+    check_same,
+    check_shapes,
+    holds_atoms,
+)
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
@@ -183,6 +192,8 @@ def relax(
         optimizer = OPTIMIZERS[optimizer]()
     elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
         raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
+    check_model(model)
+    hooks = check_hooks(hooks)
     fmax = checks.check_not_negative("fmax", fmax)
     if smax is not None:
         smax = checks.check_not_negative("smax", smax)
@@ -313,6 +324,7 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
                 "it holds values for each atom or system of the whole batch, give `compact_every=None`."
             )
         raise
+    check_returned(found)
     check_shapes(found, chart.n_systems, chart.n_atoms)
     # a copy, since optimizers remember forces, and the next call of a model may write into the same memory
     found = found.without_graph()

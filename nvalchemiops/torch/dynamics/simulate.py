@@ -16,7 +16,7 @@ from nvalchemiops.torch.autograd.functorch import keeps_graph
 from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, count_systems
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_hooks, check_model, count_systems
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.runtime._torch_internals import (
@@ -147,6 +147,12 @@ def simulate(
     writes trajectories, and shows the progress bar. Hooks and functions get the state of their rank, whose atoms may
     change in each step. ``run.state.system.domain`` brings values back to the ranks that hold the atoms.
     """
+    if not isinstance(start, System | State):
+        raise TypeError(f"`start` must be a System or a State, got {type(start).__name__}")
+    if not isinstance(integrator, Integrator):
+        raise TypeError(f"`integrator` must be an Integrator, such as nve(dt), got {integrator!r}")
+    check_model(model)
+    hooks = check_hooks(hooks)
     steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
     trajectory_every = every if trajectory_every is None else trajectory_every
     appends = checks.check_flag("append_trajectory", append_trajectory)
@@ -157,6 +163,7 @@ def simulate(
         checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
     if gradients is None:
         gradients = checkpoint_every is not None or _keeps_graph(start, integrator, options)
+    gradients = checks.check_flag("gradients", gradients)
     if torch.is_inference_mode_enabled() or (DERIVATIVES_KNOWN and derivative_asked()):
         checkpoint_every = None  # these modes need no graph, and transforms of torch keep their own
     parameters: Parameters | None = None
@@ -187,8 +194,6 @@ def simulate(
             after(state, n + 1)
         return state, found
 
-    if not isinstance(start, System | State):
-        raise TypeError(f"`start` must be a System or a State, got {type(start).__name__}")
     domain = (start.system if isinstance(start, State) else start).domain
     with together(domain, now=True):
         must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
@@ -265,6 +270,9 @@ def _measures(
     record: str | Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]], integrator: Integrator
 ) -> dict[str, Callable[[State], torch.Tensor]]:
     if isinstance(record, Mapping):
+        for name, measure in record.items():
+            if not callable(measure):
+                raise TypeError(f"`record`: {name!r} must be callable with a State, got {type(measure).__name__}")
         return dict(record)
     found: dict[str, Callable[[State], torch.Tensor]] = {}
     for name in [record] if isinstance(record, str) else record:

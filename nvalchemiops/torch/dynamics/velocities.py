@@ -25,6 +25,8 @@ VELOCITIES = 255
 
 def of_each(name: str, value: float | torch.Tensor, n_systems: int, device: torch.device) -> torch.Tensor:
     """A number, or one for each system, as a column (n_systems, 1) in float64. Keeps gradients."""
+    if value is None or isinstance(value, str):
+        raise TypeError(f"`{name}` must be a number or have shape (n_systems,), got {type(value).__name__}")
     column = torch.as_tensor(value, dtype=torch.float64, device=device)
     if column.ndim == 0 or column.shape == (1,):
         return column.reshape(1, 1).expand(n_systems, 1).contiguous()
