@@ -388,9 +388,17 @@ def test_a_run_starts_from_a_system(tmp_path, monkeypatch):
     for record, word in (("volume", "`cell`"), ("pressure", "stress")):
         with pytest.raises(ValueError, match=word):
             simulate(GAS._replace(cell=None), springs(1.0), nve(0.1), 1, record=record, **ONE)
-    torch.save([1], tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"`path`: .*other\.pt has another format"):
-        load_state(tmp_path / "other.pt")
+    torch.save([1], tmp_path / "list.pt")
+    torch.save(torch.nn.Identity(), tmp_path / "module.pt")
+    np.savez(tmp_path / "arrays.npz", 1.0)
+    (tmp_path / "text.xyz").write_text("1\n\nAr 0 0 0\n")
+    (tmp_path / "half.pt").write_bytes((tmp_path / "list.pt").read_bytes()[:-100])
+    (tmp_path / "empty.pt").touch()
+    for path in tmp_path.iterdir():
+        with pytest.raises(ValueError, match=rf"`path`: .*{path.name} has another format"):
+            load_state(path)
+    with pytest.raises(FileNotFoundError):
+        load_state(tmp_path / "none.pt")
     monkeypatch.setitem(sys.modules, "ase.data", None)
     with pytest.raises(ValueError, match="`masses` are needed, since ASE"):
         nve(0.1).start(GAS._replace(numbers=torch.ones(4, dtype=torch.int64)), ideal_gas)

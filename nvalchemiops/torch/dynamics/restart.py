@@ -1,6 +1,8 @@
 """Files from which dynamics and relaxations go on, on any number of ranks: `save_state` and `load_state`."""
 
 import os
+import pickle
+import zipfile
 from collections.abc import Iterable
 from os import PathLike
 from typing import Any
@@ -83,11 +85,11 @@ def load_state(path: str | PathLike[str], *, device: torch.device | str | None =
     Raises
     ------
     ValueError
-        The file has another format.
+        The file has another format, or is not complete.
     """
-    found = torch.load(path, map_location=device, weights_only=True)
+    found = _loaded(path, device)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"`path`: {os.fspath(path)} has another format than {FORMAT!r}")
+        raise ValueError(f"`path`: {os.fspath(path)} has another format than {FORMAT!r}, or is not complete")
     values = found["state"]
     if "optimizer" in values:
         return RelaxationState(**values | {"system": System(**values["system"]), "record": Record(**values["record"])})
@@ -102,6 +104,21 @@ def _plain(value: Any) -> Any:
         return value.detach().clone()  # a view would be saved with all the memory that it views
     found = value._asdict() if hasattr(value, "_asdict") else value
     return {name: _plain(v) for name, v in found.items()} if isinstance(found, dict) else value
+
+
+def _loaded(path: str | PathLike[str], device: torch.device | str | None) -> Any:
+    """What is in the file; None if torch did not write it, or there is something else than tensors in it."""
+    if isinstance(path, str | PathLike):
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                return None
+            with zipfile.ZipFile(file) as archive:
+                if not any(name.endswith("data.pkl") for name in archive.namelist()):
+                    return None
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except pickle.UnpicklingError:
+        return None
 
 
 def _write(path: str | PathLike[str], content: Any) -> None:
