@@ -159,7 +159,7 @@ class Chart:
     ------
     ValueError, TypeError
         A cell is to relax, but there is none, or it has no volume; an argument of a wrong shape; a mask that cannot
-        keep the volume.
+        keep the volume; a pressure or a cell factor that is not finite, or a factor that is zero.
     """
 
     def __init__(
@@ -215,6 +215,10 @@ class Chart:
             "relaxes": (counts > 0) & axes,
             "volume": _cofactors(self._lattice)[1].abs(),
         }
+        for name, key, least in (("cell_factor", "factor", 0.0), ("scalar_pressure", "pressure", -1.0)):
+            value = self._per_system[key]
+            if may_read(value) and not bool((value.isfinite() & (value.abs() > least)).all()):
+                raise ValueError(f"`{name}` must be finite{' and not zero' if least == 0.0 else ''}")
         flat = self._per_system["relaxes"] & ~(self._per_system["volume"] > 0.0)
         if may_read(flat) and bool(flat.any()):
             raise ValueError(
