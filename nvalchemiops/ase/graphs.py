@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.progress import on_terminal, progress_bar
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors import neighbor_list
 
 ATOMS_PER_SEARCH = 50_000
@@ -61,7 +62,8 @@ class Graph(NamedTuple):
 
         Their attributes are ``pos``, ``z``, ``cell`` (1, 3, 3), ``pbc`` (1, 3), ``edge_index`` (2, n_pairs) int64 with
         the neighbor j in its first row and the atom i in its second one (messages go from j to i), ``shifts``,
-        ``edge_weight`` (distances) and ``edge_vec`` (vectors). All except ``edge_index`` are views of this graph.
+        ``edge_weight`` (distances) and ``edge_vec`` (vectors). All except ``edge_index`` and ``z``, which is int64,
+        are views of this graph.
 
         Raises
         ------
@@ -142,7 +144,10 @@ def atoms_to_graph(
         if not isinstance(structure, ase.Atoms):
             raise TypeError(f"`atoms`: ase.Atoms are needed, but number {number} is {type(structure).__name__}")
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    device = torch.get_default_device() if device is None else device
+    if dtype not in checks.FLOATS:
+        raise TypeError(f"`dtype` must be torch.float32 or torch.float64, got {dtype!r}")
+    device = checks.check_device("device", torch.get_default_device() if device is None else device)
+    progress = progress if progress is None else checks.check_flag("progress", progress)
     sizes = np.array([len(structure) for structure in structures], dtype=np.int64)
     batch_ptr = np.concatenate([[0], sizes.cumsum()])
 

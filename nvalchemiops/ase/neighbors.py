@@ -50,6 +50,8 @@ def neighbor_list(
         A bad argument, named in the message; positions that are not finite; a periodic axis without a cell vector,
         for which ASE takes a vector of length one.
     """
+    if not all(hasattr(a, name) for name in ("numbers", "positions", "cell", "pbc")):
+        raise TypeError(f"`a` must be an ase.Atoms, got {type(a).__name__}")
     if not isinstance(quantities, str):
         raise TypeError(f"`quantities` must be a string of '{QUANTITIES}', got {type(quantities).__name__}")
     for quantity in quantities:

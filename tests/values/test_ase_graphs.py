@@ -111,6 +111,9 @@ def test_mistakes_are_named():
         atoms_to_graph([], -1.0)
     with pytest.raises(ValueError, match="positions"):
         atoms_to_graph(ase.Atoms("H", [[np.nan, 0.0, 0.0]]), 3.0)
+    for options in ({"dtype": torch.float16}, {"dtype": "float32"}, {"device": "tpu"}, {"progress": "yes"}):
+        with pytest.raises(TypeError, match=f"^`{next(iter(options))}` must be"):
+            atoms_to_graph(ase.Atoms("H"), 3.0, **options)
     with pytest.raises(TypeError, match=r"`atoms`.*got NoneType"):
         atoms_to_graph(None, 3.0)
 

@@ -136,6 +136,9 @@ def test_mistakes():
     for quantities in (5, None, ["i", "j"]):
         with pytest.raises(TypeError, match="`quantities` must be a string"):
             neighbor_list(quantities, atoms, 1.0)
+    for other in (1, None, atoms.positions):
+        with pytest.raises(TypeError, match=r"`a` must be an ase\.Atoms, got"):
+            neighbor_list("ij", other, 1.0)
     with pytest.raises(ValueError, match="`quantities` may contain 'ijdDS', got 'x'"):
         neighbor_list("ix", atoms, 1.0)
     atoms.pbc = True

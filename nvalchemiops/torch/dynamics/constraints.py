@@ -57,8 +57,8 @@ class Constraints:
     lengths : float or (n_pairs,) tensor, length, optional
         By default the distances at the start.
     iterations : int, optional
-        Steps of Newton's method in each projection of positions. Each squares the relative error, which is about the
-        square of the angle by which bonds turn in a step.
+        Steps of Newton's method in each projection of positions, at least 2. Each squares the relative error, which is
+        about the square of the angle by which bonds turn in a step.
 
     Raises
     ------
@@ -93,6 +93,7 @@ class Constraints:
     def __init__(
         self, pairs: torch.Tensor, lengths: float | torch.Tensor | None = None, *, iterations: int = 5
     ) -> None:
+        checks.check_tensor("pairs", pairs)
         if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise ValueError(f"`pairs` must have shape (n_pairs, 2), got {tuple(pairs.shape)}")
         if pairs.is_floating_point() or pairs.dtype == torch.bool:
