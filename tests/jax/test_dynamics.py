@@ -405,7 +405,7 @@ def test_errors_name_what_is_wrong():
         integrator.start(system, spring, masses=np.ones(2), seed=2**40)
     with pytest.raises(ValueError, match="must be positive"):
         dynamics.nve(-1.0).start(system, spring, masses=jnp.ones(2))
-    state = integrator.start(system, spring, masses=jnp.ones(2))
+    state = integrator.start(system, spring, masses=jnp.ones(2), seed=np.int64(0))
     assert state.having(temperature=0.2).extra["temperature"].tolist() == [[0.2]]
     with pytest.raises(ValueError, match="`temperature` must be a number or have shape"):
         state.having(temperature=jnp.ones(2))

@@ -80,6 +80,8 @@ def seeds_of(name: str, value: int | torch.Tensor | None, n_systems: int, device
         if type(value) is int and 2**63 <= value < 2**64:
             value -= 2**64  # the same bits: seeds of torch may have no sign
         value = torch.full((n_systems,), checks.check_int(name, value, 64), dtype=torch.int64, device=device)
+    if value.ndim == 0:
+        value = value.repeat(n_systems)
     if value.shape != (n_systems,) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
     if name == "keys" and may_read(value) and bool(((value < 0) | (value >= 2**32)).any()):
