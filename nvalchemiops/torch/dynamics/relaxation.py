@@ -127,7 +127,8 @@ def relax(
         optimizers of the same name.
     fmax : float, energy / length, optional
         A system has converged when the norms of all its forces are smaller. As for filters in ASE, forces on the cell
-        count: the three rows of the virial, divided by the number of atoms.
+        count: the three rows of the virial, divided by the number of atoms; and in a cell that relaxes, forces on atoms
+        are those along coordinates in the initial cell, which differ from ``-dE/dR`` as the cell does.
     smax : float, energy / volume, optional
         With it, components of the stress must be smaller instead of the forces on the cell. The stress contains the
         pressure; components that do not relax are left out.
@@ -140,9 +141,9 @@ def relax(
         Steps after which a system stops, converged or not.
     compact_every : int, optional
         After each so many evaluations, converged systems are taken out of the batch, so that they are no longer
-        evaluated. This changes no result. The model is then called with fewer systems. If it holds values for each
-        atom or system of the batch given, or exclusions, choose None: all systems are then evaluated until the last
-        one is done. A `SumOfTerms` with such values is recognized, and treated as with None.
+        evaluated. This changes no result; see below. The model is then called with fewer systems. If it holds values
+        for each atom or system of the batch given, or exclusions, choose None: all systems are then evaluated until
+        the last one is done. A `SumOfTerms` with such values is recognized, and treated as with None.
     hooks : sequence of callable, optional
         Called with a `RelaxationProgress` after each evaluation.
     progress : bool, optional
@@ -167,6 +168,9 @@ def relax(
 
     Notes
     -----
+    Where this text promises the same results, they are the same to the last bit if those of the model depend on the
+    system alone. A neighbor list with a skin (`SumOfTerms`) may be built at other steps, which changes rounding.
+
     A system fails if its results are not finite, or if the model raises an error for it, as for a cell that has
     collapsed. The others go on. On ranks an error of the model ends the relaxation, as do errors at the start.
 

@@ -378,8 +378,8 @@ def to_ase(state: State | System) -> list[Any]:
 
     Those of a `State` have momenta, energies, forces and stress as results, and the step in ``info``; units must be eV,
     angstrom and u. Frozen atoms have the mass of their element, and a constraint that fixes them. Charges are initial
-    charges.
-    With a ``domain`` this is a collective call; the first rank gets all atoms, the others get none.
+    charges. With a ``domain`` this is a collective call: the first rank gets all atoms, the others get the systems
+    without atoms.
     """
     if isinstance(state, State):
         state = state.collected()
