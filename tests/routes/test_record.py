@@ -170,6 +170,19 @@ def test_tensors_that_are_no_arguments_may_change(system, change):
         strict(system.positions)
 
 
+@pytest.mark.parametrize("changing", (lambda weight: weight, lambda weight: iter([weight]), lambda weight: {weight}))
+def test_tensors_that_change_are_one_or_are_given_once(changing):
+    """As ``parameters()`` of a module, which can be looked through once; the rows of one tensor are not meant."""
+    weight = torch.eye(2).requires_grad_()
+    again = record(lambda x: (weight @ x).detach() + 1.0, changing=changing(weight))
+    for seed in range(5):
+        with torch.no_grad():
+            weight += 0.5
+        x = torch.rand(2, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(again(x), weight.detach() @ x + 1.0)
+    assert "1 recorded" in again.explain()
+
+
 def test_shapes_may_change_in_place():
     """Of tensors in memory that stays where it is."""
     outside, trained = torch.arange(6.0), torch.arange(6.0)
@@ -545,6 +558,8 @@ def test_arguments_of_record():
         record(torch.sin, most_plans=0)
     with pytest.raises(TypeError, match="changing"):
         record(torch.sin, changing=[1.0])
+    with pytest.raises(TypeError, match="`changing` must be tensors, got float"):
+        record(torch.sin, changing=1.0)
     with pytest.raises(TypeError, match="hashable"):
         record(lambda x, options: x.sin())(torch.rand(2), np.ones(2))
 

@@ -6,7 +6,7 @@ import functools
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -320,7 +320,7 @@ class Recorded:
 def record(
     function: Callable[..., Any] | None = None,
     *,
-    changing: Sequence[torch.Tensor] = (),
+    changing: Iterable[torch.Tensor] = (),
     if_changed: str = "record",
     most_plans: int = MOST_PLANS,
 ) -> Any:
@@ -348,7 +348,7 @@ def record(
         call. All other arguments must be hashable, and each combination of them gets its own recording. The function
         may depend on other tensors (see below), but on nothing else that changes. It returns detached tensors, also
         inside such containers, and constants.
-    changing : sequence of torch.Tensor, optional
+    changing : iterable of torch.Tensor, optional
         Tensors that ``function`` uses in addition to its arguments and whose values change in place between calls, such
         as weights that are trained.
     if_changed : {"record", "raise"}, optional
@@ -387,12 +387,17 @@ def record(
         raise ValueError(f"`if_changed` must be 'record' or 'raise', got {if_changed!r}")
     if isinstance(most_plans, bool) or not isinstance(most_plans, int) or most_plans < 1:
         raise ValueError(f"`most_plans` must be a positive integer, got {most_plans!r}")
-    for tensor in changing:
+    if isinstance(changing, torch.Tensor):
+        changing = (changing,)
+    elif not isinstance(changing, Iterable):
+        raise TypeError(f"`changing` must be tensors, got {type(changing).__name__}")
+    tensors = tuple(changing)  # once: what `parameters()` of a module returns is used up then
+    for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"`changing` must hold tensors, got {type(tensor).__name__}")
     if function is None:
-        return functools.partial(record, changing=changing, if_changed=if_changed, most_plans=most_plans)
-    return Recorded(function, changing, if_changed, most_plans)
+        return functools.partial(record, changing=tensors, if_changed=if_changed, most_plans=most_plans)
+    return Recorded(function, tensors, if_changed, most_plans)
 
 
 # -- containers -----------------------------------------------------------------------------------
