@@ -40,7 +40,7 @@ def limit(n_bytes: int, device: str = "cpu") -> None:
     device : {"cpu", "cuda"}, optional
         Whether to limit the plans for the CPU, or the plans for all GPUs together.
     """
-    if check_int("n_bytes", n_bytes) < 0:
+    if check_int("n_bytes", n_bytes, 64) < 0:
         raise ValueError(f"`n_bytes` must be non-negative, got {n_bytes}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"`device` must be 'cpu' or 'cuda', got {device!r}")

@@ -422,6 +422,8 @@ def test_plans_are_limited_and_switched_off(monkeypatch):
         several(lambda k=k: ewald_summation(X, Q, CELL, **{**EWALD, "alpha": 0.5 + 0.1 * k}))
     assert len(plans_of_calls()) == 3
     monkeypatch.setattr(tables.everywhere, "most_bytes", tables.MOST_BYTES)
+    plans.limit(2**40)  # more than 32 bits
+    assert tables.everywhere.most_bytes == 2**40 and len(plans_of_calls()) == 3
     plans.limit(0)
     assert len(plans_of_calls()) == 1
     with pytest.raises(ValueError, match="n_bytes"):
