@@ -245,6 +245,15 @@ def test_no_systems_at_all():
     assert found.records["conserved"].shape == (3, 0) and relax(nothing, argon()).converged.shape == (0,)
 
 
+@pytest.mark.parametrize("options", ({"gradients": True}, {"checkpoint_every": 2}))
+def test_inference_mode_keeps_no_graph(options):
+    """Also of a model whose ops save tensors for their gradients."""
+    expected = simulate(systems(), argon(), nve(0.1), 3).state
+    with torch.inference_mode():
+        found = simulate(systems(), argon(), nve(0.1), 3, **options).state
+    assert torch.equal(found.system.positions, expected.system.positions)
+
+
 def test_no_steps_at_all():
     found = simulate(systems(), argon(), nve(0.1), 0)
     assert found.steps == [0] and found.records["conserved"].shape == (1, 2) and found.state.step == 0

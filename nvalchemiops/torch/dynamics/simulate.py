@@ -113,6 +113,7 @@ def simulate(
     gradients : bool, optional
         Keep the graph of all steps, also to parameters of the model. By default if ``start``, ``options`` or parameters
         of the integrator require gradients, with ``checkpoint_every``, or inside of ``torch.func.grad`` and its like.
+        Of no effect in inference mode.
     checkpoint_every : int, optional
         For gradients of long runs, of first order: keep the states after every so many steps alone, and compute the
         steps between them again in the backward pass. Hooks are then called again, too. Of no effect in forward mode,
@@ -164,8 +165,10 @@ def simulate(
     if gradients is None:
         gradients = checkpoint_every is not None or _keeps_graph(start, integrator, options)
     gradients = checks.check_flag("gradients", gradients)
-    if torch.is_inference_mode_enabled() or (DERIVATIVES_KNOWN and derivative_asked()):
-        checkpoint_every = None  # these modes need no graph, and transforms of torch keep their own
+    if torch.is_inference_mode_enabled():
+        gradients = False  # there is no graph, and what looks as if it had one cannot be saved for one
+    if not gradients or (DERIVATIVES_KNOWN and derivative_asked()):
+        checkpoint_every = None  # transforms of torch keep a graph of their own, and forward mode needs none
     parameters: Parameters | None = None
     if gradients and checkpoint_every is not None:
         parameters = Parameters()
