@@ -558,6 +558,8 @@ def test_arguments_of_record():
         record(torch.sin, most_plans=0)
     with pytest.raises(TypeError, match="changing"):
         record(torch.sin, changing=[1.0])
+    with pytest.raises(TypeError, match="`function` must be callable, got Tensor"):
+        record(torch.ones(2))
     with pytest.raises(TypeError, match="`changing` must be tensors, got float"):
         record(torch.sin, changing=1.0)
     with pytest.raises(TypeError, match="hashable"):

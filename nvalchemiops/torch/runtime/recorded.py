@@ -383,6 +383,8 @@ def record(
     constants. If energies are differentiated with weights that vary, gradients have the same values up to rounding,
     and so have results of ``torch.linalg.eigvalsh`` and ``svdvals``.
     """
+    if function is not None and not callable(function):
+        raise TypeError(f"`function` must be callable, got {type(function).__name__}")
     if if_changed not in ("record", "raise"):
         raise ValueError(f"`if_changed` must be 'record' or 'raise', got {if_changed!r}")
     if isinstance(most_plans, bool) or not isinstance(most_plans, int) or most_plans < 1:
