@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from nvalchemiops.torch.distributed import divide
 from nvalchemiops.torch.dynamics import (
     Constraints,
     Evaluation,
@@ -397,6 +398,12 @@ def test_a_run_starts_from_a_system(tmp_path, monkeypatch):
     for record, word in (("volume", "`cell`"), ("pressure", "stress")):
         with pytest.raises(ValueError, match=word):
             simulate(GAS._replace(cell=None), springs(1.0), nve(0.1), 1, record=record, **ONE)
+    run = simulate(state, ideal_gas, nve(0.1), 0)
+    for call in (lambda: save_state(tmp_path / "run.pt", run), lambda: to_ase(run)):
+        with pytest.raises(TypeError, match=r"`state` must be a State.*, got Simulation"):
+            call()
+    with pytest.raises(TypeError, match=r"`atoms` must be a System.*, got Simulation"):
+        divide(run, cutoff=1.0)
     torch.save([1], tmp_path / "list.pt")
     torch.save(torch.nn.Identity(), tmp_path / "module.pt")
     np.savez(tmp_path / "arrays.npz", 1.0)

@@ -65,6 +65,8 @@ def divide(
     >>> own = divide(System(positions, charges, cell), cutoff=5.0)
     >>> forces = ParticleMeshEwald(accuracy=1e-4, cutoff=5.0)(own, compute_forces=True).forces
     """
+    if not isinstance(atoms, System) and not hasattr(atoms, "system"):
+        raise TypeError(f"`atoms` must be a System, a State or a RelaxationState, got {type(atoms).__name__}")
     system = atoms if isinstance(atoms, System) else atoms.system
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():

@@ -37,6 +37,8 @@ def save_state(
 
     Raises
     ------
+    TypeError
+        Something else than a state or a system, such as all that `simulate` returns.
     ValueError
         Values in ``extra`` that are neither the same on all ranks nor named in ``per_atom``.
     OSError
@@ -48,6 +50,8 @@ def save_state(
     ...     if int(state.step) % 1000 == 0:
     ...         save_state("run.pt", state)
     """
+    if not isinstance(state, State | RelaxationState | System):
+        raise TypeError(f"`state` must be a State, a RelaxationState or a System, got {type(state).__name__}")
     system = state if isinstance(state, System) else state.system
     domain = system.domain
     if isinstance(state, State):

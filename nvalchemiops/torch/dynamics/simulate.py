@@ -384,6 +384,8 @@ def to_ase(state: State | System) -> list[Any]:
     charges. With a ``domain`` this is a collective call: the first rank gets all atoms, the others get the systems
     without atoms.
     """
+    if not isinstance(state, State | System):
+        raise TypeError(f"`state` must be a State or a System, got {type(state).__name__}")
     if isinstance(state, State):
         state = state.collected()
     elif state.domain is not None:
