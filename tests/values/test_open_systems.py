@@ -5,6 +5,7 @@ import torch
 
 from nvalchemiops.torch.graph import Graph
 from nvalchemiops.torch.interactions.electrostatics import (
+    Electrostatics,
     EwaldSummation,
     ParticleMeshEwald,
     coulomb_energy,
@@ -383,6 +384,29 @@ def test_vmap_over_systems_or_neighbors_of_a_batch_with_molecules(batch):
         slices = [value if axis is None else value[None] for value, axis in zip((of_atom, matrix), mapped)]
         with pytest.raises(ValueError, match=r"`pbc`.*`vmap`"):
             torch.vmap(energies, mapped)(*slices)
+
+
+def test_transforms_of_molecules_alone_and_among_crystals(batch):
+    """Derivatives as those of a backward pass, and a larger molecule in another slice of `vmap`."""
+    positions, charges, cells, of_atom, pbc = batch
+    xs = torch.stack([positions, 1.5 * positions])
+
+    def mixed(x):
+        options = {"alpha": 0.7, "cutoff": 6.5, "k_cutoff": 8.0}
+        return SUMS["ewald"](x, charges, cells, batch_idx=of_atom, pbc=pbc, **options).sum()
+
+    def molecules(x):
+        return Electrostatics()(System(x, charges, batch_idx=of_atom)).energies.sum()
+
+    def crystals_and_molecules(x):
+        return Electrostatics(1e-6)(System(x, charges, cells, of_atom, pbc)).energies.sum()
+
+    for energy in (mixed, molecules):
+        expected = torch.stack([torch.autograd.functional.jacobian(energy, x) for x in xs])
+        close(torch.vmap(torch.func.grad(energy))(xs), expected)
+        close(torch.func.jacfwd(energy)(positions), expected[0])
+    expected = torch.autograd.functional.jacobian(crystals_and_molecules, positions)
+    close(torch.func.grad(crystals_and_molecules)(positions), expected)
 
 
 @pytest.mark.parametrize("module", [EwaldSummation, ParticleMeshEwald])

@@ -217,7 +217,7 @@ def periodic_sizes(atoms: System) -> Sizes | None:
     if count.shape != cells.shape[:1]:
         return None
     is_open = open_systems(atoms)
-    kept = np.ones(len(count), dtype=bool) if is_open is None else ~is_open.numpy()
+    kept = np.ones(len(count), dtype=bool) if is_open is None else ~on_host(is_open)
     with np.errstate(invalid="ignore"):  # the function names cells that are not finite
         sizes = sizes_of(cells, count)
         kept &= sizes.volume > 0.0

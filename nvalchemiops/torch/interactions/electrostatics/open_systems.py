@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
@@ -24,7 +25,6 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
 )
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
-from nvalchemiops.torch.runtime._torch_internals import has_other_modes
 from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_mapped, may_read, on_host, slices_of
 from nvalchemiops.torch.systems import System
@@ -33,14 +33,13 @@ ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
 """Fields of a system with a value for each atom."""
 
 
-def periodicity(pbc: Any, wait: bool = True) -> torch.Tensor | None:
-    """``pbc`` (1 or n_systems, 3) on the CPU; None if it is not given, of another shape, or cannot be read.
+def periodicity(pbc: Any, wait: bool = True) -> np.ndarray | None:
+    """``pbc`` (1 or n_systems, 3) as an array; None if it is not given, of another shape, or cannot be read.
 
-    Nor is it read by a compiler or under dispatch modes, such as tracers: the choice would become part of the graph.
-
-    On a GPU, ``wait`` allows to wait for it, once for each tensor. Later calls with this tensor need not wait.
+    On a GPU, ``wait`` allows to wait for it, once for each tensor. Later calls with this tensor need not wait. It is an
+    array, since tracers follow operations of tensors.
     """
-    if pbc is None or torch.compiler.is_compiling() or has_other_modes():
+    if pbc is None or torch.compiler.is_compiling():
         return None
     pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc)
     if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3:
@@ -49,10 +48,12 @@ def periodicity(pbc: Any, wait: bool = True) -> torch.Tensor | None:
     def read() -> tuple[torch.Tensor]:
         if not may_read(pbc, wait=wait):
             raise ValuesNeededError
-        return (torch.from_numpy(on_host(pbc)).reshape(-1, 3),)
+        return (torch.from_numpy(on_host(pbc)),)
 
     try:
-        return read()[0] if may_read(pbc) else cached_by_identity("periodicity", pbc, (), read, on_host=True)[0]
+        if may_read(pbc):
+            return on_host(pbc).reshape(-1, 3)
+        return on_host(cached_by_identity("periodicity", pbc, (), read, on_host=True)[0]).reshape(-1, 3)
     except ValuesNeededError:
         return None
 
@@ -63,13 +64,14 @@ def open_systems(atoms: System, wait: bool = True) -> torch.Tensor | None:
     axes = periodicity(atoms.pbc, wait)
     if axes is None or (isinstance(numbers, torch.Tensor) and is_mapped(numbers)):
         return None
-    found = ~axes.any(1)
-    if not bool(found.any()):
+    is_open = ~axes.any(axis=1)
+    if not is_open.any():
         return None
     cell: Any = atoms.cell
+    if cell is None and not is_open.all():
+        return None  # a later check raises for the missing cell
+    found = torch.from_numpy(is_open)
     if cell is None:
-        if not bool(found.all()):
-            return None  # a later check raises for the missing cell
         is_index = isinstance(numbers, torch.Tensor) and numbers.dtype in (torch.int32, torch.int64)
         n_systems = max(1, 1 + int(numbers.max())) if is_index and numbers.numel() else 1
         return found if found.shape[0] > 1 else found.expand(n_systems)
