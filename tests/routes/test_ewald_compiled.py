@@ -11,6 +11,7 @@ import torch._dynamo.testing
 from nvalchemiops import __version__
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
+    EwaldSummation,
     electrostatic_potential,
     ewald_summation,
     generate_k_vectors_ewald_summation,
@@ -194,6 +195,25 @@ def test_export_of_an_energy_that_depends_on_a_cell_of_any_size(name):
     for scale in (1.0, 1.4):
         arguments = scale * ONE.positions, ONE.charges, scale * ONE.cell
         close([program(*arguments)], [Model()(*arguments)])
+
+
+def test_modules_that_were_exported_still_sum_slabs():
+    """torch.export leaves a copy of the potential in the module, which is still Coulomb's."""
+    x, q, cell = ONE[:3]
+    pbc = torch.tensor([True, False, True])
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.coulomb = EwaldSummation(ALPHA, 3.3)
+
+        def forward(self, x, q):
+            return self.coulomb(x, q, cell, pbc=pbc, slab_correction=True, **NEAR)
+
+    model = Model()
+    before = model(x, q)
+    program = torch.export.export(model, (x, q), strict=False).module()
+    close([program(x, q), model(x, q)], [before, before])
 
 
 @pytest.mark.later_cases("True")

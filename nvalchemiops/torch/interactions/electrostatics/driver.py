@@ -22,7 +22,12 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
 )
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
-from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
+from nvalchemiops.torch.interactions.electrostatics.potentials import (
+    COULOMB,
+    LongRangePotential,
+    check_potential,
+    is_coulomb,
+)
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Tensors, Term, check_gradients
 from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_missing_images
 from nvalchemiops.torch.interactions.electrostatics.sums import body_of, evaluate, one_or_several
@@ -229,7 +234,7 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
         system = _check_coulomb(potential, system, dielectric)
         long_range = asked.long_range(system)
         for name, is_given in (("`alpha`", options.alpha is not None), (long_range.argument, long_range.is_given)):
-            if potential is not COULOMB and not is_given:
+            if not is_given and not is_coulomb(potential):
                 raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
         if request.hybrid:
             system, alpha = system.at_fixed_geometry(), options.alpha
@@ -257,7 +262,7 @@ def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Te
     check_gradients(request, atoms)
     if atoms.domain is not None:
         raise ValueError("`pbc` has three open axes: with a `domain` use coulomb_energy or dsf_coulomb with a cutoff")
-    if options.potential is not COULOMB:
+    if not is_coulomb(options.potential):
         raise ValueError("`pbc` has three open axes: sums over all pairs are for the Coulomb potential")
     check_dielectric(options.surface_dielectric)
     n_gradients = int(request.derivatives.forces) + sum(request.of_sources)
@@ -319,7 +324,7 @@ def _check_coulomb(
 
     Return the system, for such a potential without the correction of slabs, which is zero for periodic systems.
     """
-    if potential is COULOMB:
+    if is_coulomb(potential):
         return system
     if not system.of_points:
         raise ValueError("`dipoles`, `quadrupoles` and `widths` are for the Coulomb potential: leave `potential` out")

@@ -168,3 +168,8 @@ def check_potential(potential: Any) -> None:
     """Raise unless this is a `LongRangePotential`."""
     if not isinstance(potential, LongRangePotential):
         raise TypeError(f"`potential` must be a LongRangePotential, got {type(potential).__name__}")
+
+
+def is_coulomb(potential: LongRangePotential) -> bool:
+    """Whether this is `COULOMB`, or a copy of it: torch.export leaves copies of tuples in a module."""
+    return isinstance(potential, _PowerLaw) and potential.exponent == 1
