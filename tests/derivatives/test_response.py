@@ -146,7 +146,7 @@ def test_energy_needs_no_second_solution_and_its_hessian_is_right():
         return only("dipoles", dipoles, positions, permanent.detach())
 
     def minimum(positions):
-        return induced_moments(energy, (positions,), **given, batch_idx=BATCH, num_systems=2, **TIGHT)
+        return induced_moments(energy, (positions,), **given, batch_idx=BATCH, **TIGHT)  # systems are counted
 
     found = minimum(x)
     before = len(calls)

@@ -83,7 +83,7 @@ def induced_moments(
     polarizabilities: torch.Tensor | None = None,
     external_field: torch.Tensor | None = None,
     batch_idx: torch.Tensor | None = None,
-    num_systems: int = 1,
+    num_systems: int | None = None,
     initial: InducedMoments | None = None,
     tolerance: float | None = None,
     max_iterations: int = 200,
@@ -117,7 +117,7 @@ def induced_moments(
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     num_systems : int, optional
-        Number of systems.
+        Number of systems. By default the largest entry of ``batch_idx`` plus one.
     initial : InducedMoments, optional
         Start of the iteration: the solution of a similar system, as in molecular dynamics. Treated as a constant.
     tolerance : float, optional
@@ -384,7 +384,7 @@ def _batch_of_domain(domain: "Domain", batch: _Batch, given: dict[str, Any], par
             agreement.same[f"`{name}`"] = of_atoms(value)
         if isinstance(parameters, Sequence):
             agreement.same["`parameters`"] = ", ".join(map(of_atoms, parameters))
-        if batch.batch_idx is not None or batch.n_systems not in (1, domain.n_systems):
+        if batch.batch_idx is not None or batch.n_systems not in (None, 1, domain.n_systems):
             raise ValueError("`batch_idx` and `num_systems` belong to the `domain`: leave them out")
     of_systems = None
     if isinstance(field, torch.Tensor) and field.ndim == 2:
@@ -412,10 +412,14 @@ def _check(
     if like.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"`{first}` must be float32 or float64, got {like.dtype}")
     n_atoms = like.shape[0] if like.ndim else 0
-    n_systems, domain = checks.check_count("num_systems", batch.n_systems), batch.domain
+    domain = batch.domain
+    given_number = None if batch.n_systems is None else checks.check_count("num_systems", batch.n_systems)
     if domain is not None and n_atoms != domain.n_owned:
         raise ValueError(f"`{first}` must be that of the atoms that this rank owns, ({domain.n_owned},), got {n_atoms}")
-    batch_idx, _ = checks.check_batch(batch.batch_idx, like.new_empty(n_atoms, 0), n_systems)
+    waits = given_number is None
+    batch_idx, counted = checks.check_batch(batch.batch_idx, like.new_empty(n_atoms, 0), given_number, wait=waits)
+    n_systems = max(1, counted or 0) if given_number is None else given_number
+    batch = batch._replace(n_systems=n_systems)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
         "hardness": ((n_atoms,),),
         "electronegativity": ((n_atoms,),),
