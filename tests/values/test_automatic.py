@@ -198,6 +198,25 @@ def test_estimate_gives_the_choice_of_the_named_module(method):
     close(found(CRYSTAL, near, **ALL), expected(CRYSTAL, near, **ALL), 0.0)
 
 
+@pytest.mark.parametrize("method", [None, *NAMED])
+def test_estimates_for_batches_with_molecules_are_those_of_the_others(method):
+    """A molecule between two crystals, with a cell of zeros."""
+    x, cell, n = CRYSTAL.positions, CRYSTAL.cell, len(CRYSTAL.charges)
+    cells, pbc = torch.stack([cell, 0.0 * cell, 1.1 * cell]), torch.ones(3, 3, dtype=torch.bool)
+    pbc[1] = False
+    of_atom = torch.arange(3, dtype=torch.int32).repeat_interleave(n)
+    batch = System(torch.cat([x, x, 1.1 * x]), CRYSTAL.charges.repeat(3), cells, of_atom, pbc)
+    found = Electrostatics.estimate(batch, 1e-5, method=method)
+    inside = of_atom != 1
+    crystals = System(batch.positions[inside], batch.charges[inside], cells[[0, 2]], of_atom[inside] // 2)
+    expected = Electrostatics.estimate(crystals, 1e-5, method=method)
+    assert type(found) is type(expected) and found.cutoff == expected.cutoff
+    assert torch.equal(found.alpha[[0, 2]], expected.alpha) and found.alpha.shape == (3,)
+    close(
+        found(batch, energy_reduction="system").energies[[0, 2]], expected(crystals, energy_reduction="system").energies
+    )
+
+
 def test_explain_shows_the_choice_and_the_alternative():
     text = Electrostatics(1e-5).explain(CRYSTAL).splitlines()
     assert text[0] == f"1 periodic system, {len(CRYSTAL.charges)} atoms, accuracy 1e-05"

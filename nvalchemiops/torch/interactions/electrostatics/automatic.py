@@ -16,7 +16,7 @@ from nvalchemiops.torch.interactions.electrostatics.modules import (
     ConfiguredSum,
     EwaldSummation,
     ParticleMeshEwald,
-    without_pbc,
+    periodic_systems,
 )
 from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems, periodicity
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
@@ -121,12 +121,12 @@ class Electrostatics(ConfiguredSum):
         ----------
         system : System
             With charges, the magnitude of the forces is estimated from the positions, as in calls; its dipoles,
-            quadrupoles and widths then count, too.
+            quadrupoles and widths then count, too. In a batch, systems without a periodic axis in ``pbc`` do not count.
         accuracy : float, optional
         method : {"ewald", "pme"}, optional
         """
         accuracy = check_accuracy(accuracy)
-        chosen = cls(accuracy, method)._method_for(without_pbc(system), accuracy, False)
+        chosen = cls(accuracy, method)._method_for(periodic_systems(system)[0], accuracy, False)
         return _MODULES[chosen].estimate(system, accuracy=accuracy)
 
     def explain(self, system: System, neighbors: Neighbors | None = None) -> str:

@@ -10,7 +10,7 @@ from nvalchemiops.interactions.electrostatics.error_models import COSTS, DEFAULT
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.open_systems import periodicity
+from nvalchemiops.torch.interactions.electrostatics.open_systems import periodic_part, periodicity
 from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
@@ -66,19 +66,31 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
     return prepared
 
 
-def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> System:
-    """The system without ``pbc``, which has no effect on parameters; separate tensors are made into a system."""
+def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> tuple[System, torch.Tensor | None]:
+    """`periodic_systems`; separate tensors are made into a system."""
     if not isinstance(positions, System):
-        return System(positions, charges, cell, batch_idx)
+        return System(positions, charges, cell, batch_idx), None
     neighbors_beside((), {"cell": cell, "batch_idx": batch_idx, "charges": charges})
-    return without_pbc(positions)
+    return periodic_systems(positions)
 
 
-def without_pbc(system: System) -> System:
-    """A system for which parameters are estimated; raise if its atoms are divided among ranks."""
+def periodic_systems(system: System) -> tuple[System, torch.Tensor | None]:
+    """The systems for which parameters are estimated: those with periodic axes, and their indices, None for all.
+
+    They have no ``pbc``, which has no other effect on parameters. Raise if the atoms are divided among ranks.
+    """
     if system.domain is not None:
         raise ValueError("`domain`: estimate parameters for all atoms, before they are divided among ranks")
-    return system._replace(pbc=None)
+    system, kept = periodic_part(system)
+    return system._replace(pbc=None), kept
+
+
+def _of_all(values: torch.Tensor, kept: torch.Tensor | None, positions: Any) -> torch.Tensor:
+    """Values of all systems; those of open ones, which have no effect, are those of the first periodic one."""
+    if kept is None:
+        return values
+    cell = positions.cell
+    return values[0].repeat(cell.shape[0]).index_copy(0, kept, values)
 
 
 def _cell_of(cell: Any) -> Any:
@@ -260,9 +272,11 @@ class EwaldSummation(ConfiguredSum):
 
         Dipoles, quadrupoles and widths of a System with charges count as in calls.
         """
-        found = ewald_parameters(_atoms(positions, cell, batch_idx, charges), accuracy, KVectorSum())
+        atoms, kept = _atoms(positions, cell, batch_idx, charges)
+        found = ewald_parameters(atoms, accuracy, KVectorSum())
         reach = float(found.real_space_cutoff.max())
-        return cls(found.alpha, found.reciprocal_space_cutoff, reach, accuracy=accuracy)
+        alpha, k_cutoff = (_of_all(v, kept, positions) for v in (found.alpha, found.reciprocal_space_cutoff))
+        return cls(alpha, k_cutoff, reach, accuracy=accuracy)
 
     def prepare(self, cell: torch.Tensor | System) -> "EwaldSummation":
         """Fix the k-vectors to those of a cell (3, 3) or (n_systems, 3, 3), or of the cell of a system.
@@ -361,16 +375,18 @@ class ParticleMeshEwald(ConfiguredSum):
         Dipoles, quadrupoles and widths of a System with charges count as in calls. By default ``spline_order`` is the
         order that takes the least time.
         """
-        atoms = _atoms(positions, cell, batch_idx, charges)
+        atoms, kept = _atoms(positions, cell, batch_idx, charges)
         order = spline_order
         if order is None:
             checks.check_tensor("positions", atoms.positions)
             checks.check_place("positions", atoms.positions)
             costs = COSTS[atoms.positions.device.type]
             order = order_of_least_cost(checks.check_positive("accuracy", accuracy), costs)
+        if kept is not None and isinstance(real_space_cutoff, torch.Tensor) and real_space_cutoff.numel() > 1:
+            real_space_cutoff = real_space_cutoff.index_select(0, kept.to(real_space_cutoff.device))
         found = pme_parameters(atoms, accuracy, real_space_cutoff, order, long_range=MeshSum(order, None))
         reach = float(found.real_space_cutoff.max())
-        return cls(found.alpha, found.mesh_dimensions, order, reach, accuracy=accuracy)
+        return cls(_of_all(found.alpha, kept, positions), found.mesh_dimensions, order, reach, accuracy=accuracy)
 
     def prepare(self, cell: torch.Tensor | System) -> "ParticleMeshEwald":
         """Compute and keep tensors that depend on a cell (3, 3) or (n_systems, 3, 3), or on the cell of a system.

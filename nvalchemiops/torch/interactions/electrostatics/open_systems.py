@@ -225,6 +225,17 @@ def _system_of(part: Part, atoms: System, n_systems: int) -> System:
     return atoms._replace(cell=cell, pbc=pbc, batch_idx=batch_idx, **of_atoms)
 
 
+def periodic_part(atoms: System) -> tuple[System, torch.Tensor | None]:
+    """The systems of a batch with periodic axes, and their indices; None for all of them, or if all are open."""
+    is_open = open_systems(atoms)
+    if is_open is None or bool(is_open.all()):
+        return atoms, None
+    checks.check_positions(atoms.positions, finite=False)
+    checks.check_batch(atoms.batch_idx, atoms.positions, is_open.shape[0])
+    part, _ = _parts_of(atoms, is_open)
+    return _system_of(part, atoms, is_open.shape[0]), part.systems
+
+
 def by_kind(
     asked: EwaldSum,
     is_open: torch.Tensor,
