@@ -380,6 +380,8 @@ def test_molecules_without_a_cell_are_one_op_as_well(pbc):
     assert all(torch.equal(a, b) for a, b in zip(found, call(x, q), strict=True))
     of_one = functools.partial(ewald_summation, cell=None, pbc=False, **ALL, energy_reduction="system")
     assert_compiled_equals_eager(of_one, ONE[:2])
+    with pytest.raises(Exception, match="several molecules also need cells"):
+        compiled(functools.partial(call, energy_reduction="system"))(x, q)
 
 
 def test_potentials_of_open_systems_are_one_op_as_well():

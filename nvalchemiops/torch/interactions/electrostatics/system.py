@@ -167,6 +167,8 @@ def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             "`cell` is required: an Ewald sum is for periodic systems; for systems that are not periodic give "
             "pbc=False, which sums over all pairs, or use coulomb_energy"
+            + "; in compiled graphs virials and energies of several molecules also need cells, whose values do not "
+            "matter: they say how many systems there are" * torch.compiler.is_compiling()
         )
     cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
     if cell.shape[0] == 0:
