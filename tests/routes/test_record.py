@@ -424,6 +424,17 @@ def test_where_others_see_the_operations_the_function_is_called(system):
     assert torch.equal(product(y, y), y @ y) and "1 recorded" in product.explain()
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in Sqrt")
+def test_anomaly_detection_sees_the_backward_pass():
+    again, before = (record(lambda x: torch.autograd.grad(x.requires_grad_().sqrt().sum(), x)[0]) for _ in range(2))
+    before(torch.ones(3))
+    for recorded in (again, before):
+        with torch.autograd.detect_anomaly():
+            assert torch.equal(recorded(torch.ones(3)), torch.full((3,), 0.5))
+            with pytest.raises(RuntimeError, match="SqrtBackward0' returned nan"):
+                recorded(torch.full((3,), torch.nan))
+
+
 @pytest.mark.parametrize("form", ["function", "block"])
 def test_steps_in_inference_mode(system, form):
     """The whole function or a part of it, with operations of torch that have no ``out=`` and writes in place."""

@@ -228,6 +228,8 @@ class Recorded:
         """Why a call with these tensors runs without a plan; None if it may have one."""
         if not is_eager(*moving) or has_function_modes():
             return "compilers, transforms and modes see the operations"
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():  # it reads gradients
+            return "anomaly detection looks for NaN in the backward passes"
         tracked = [t for t in moving if t.requires_grad]
         if len(tracked) > 1 and not all([t.is_leaf for t in tracked]):
             return "arguments with gradients may depend on each other"
@@ -376,12 +378,12 @@ def record(
     -----
     The first replay with other values is checked against the function, once.
 
-    Plans run only in plain eager mode: under compilers, function transforms, modes and autocast the function is called
-    directly. On a GPU a graph is captured for each stream; tensors that are not arguments are used in place, with the
-    values that they have at the replay. Kernels launched by ``wp.launch`` raise an error; kernels of this library and
-    of operators are recorded. Python code runs only while the function is recorded, so numbers that it computes are
-    constants. If energies are differentiated with weights that vary, gradients have the same values up to rounding,
-    and so have results of ``torch.linalg.eigvalsh`` and ``svdvals``.
+    Plans run only in plain eager mode: under compilers, function transforms, modes, autocast and anomaly detection the
+    function is called directly. On a GPU a graph is captured for each stream; tensors that are not arguments are used
+    in place, with the values that they have at the replay. Kernels launched by ``wp.launch`` raise an error; kernels of
+    this library and of operators are recorded. Python code runs only while the function is recorded, so numbers that it
+    computes are constants. If energies are differentiated with weights that vary, gradients have the same values up to
+    rounding, and so have results of ``torch.linalg.eigvalsh`` and ``svdvals``.
     """
     if function is not None and not callable(function):
         raise TypeError(f"`function` must be callable, got {type(function).__name__}")
