@@ -142,14 +142,26 @@ def _run_in_pool(task: Task, threads: int) -> None:
     waiting: list[Future[None]] = []
     try:
         workers = pool(threads - 1)
-        for _ in range(threads - 1):
-            waiting.append(workers.submit(_work, task))
+        try:
+            for _ in range(threads - 1):
+                waiting.append(workers.submit(_work, task))
+        except RuntimeError:  # the main thread has ended, or the system has no more threads: fewer threads do the work
+            _end_pool(workers)
         task()
         waiting = [worker for worker in waiting if not worker.cancel()]  # the pieces are all taken
     finally:
         _wait_for_all(waiting)
     for worker in waiting:
         worker.result()
+
+
+def _end_pool(workers: ThreadPoolExecutor) -> None:
+    """Let no worker of this pool begin a piece later: what failed to start may still be in its queue."""
+    global _pool, _pool_size
+    with _pool_lock:
+        if _pool is workers:
+            _pool, _pool_size = None, 0
+    workers.shutdown(cancel_futures=True)
 
 
 def _work(task: Task) -> None:

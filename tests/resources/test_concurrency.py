@@ -13,6 +13,7 @@ import torch.utils.data
 import warp as wp
 
 from nvalchemiops import launch, loading
+from nvalchemiops import threads as core
 from nvalchemiops.torch.autograd import OutputSpec, live_recordings
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.lj import lj_energy_forces_virial
@@ -213,6 +214,42 @@ def test_a_kernel_is_made_once_however_many_threads_ask():
     finally:
         del loading._registered[before:]
     assert len(made) == 1 and len(found) == N_THREADS and len(set(map(id, found))) == 1
+
+
+def test_threads_that_outlive_the_main_thread_work_alone():
+    """Python starts no work in pools once the main thread has ended."""
+    script = """
+        import json, threading
+        from nvalchemiops import threads as core
+
+        def run(pieces):
+            done = []
+            core.run(lambda: done.extend(pieces), 2)
+            return sorted(done)
+
+        def work():
+            before = run(iter(range(3)))
+            main.join()
+            print(json.dumps([before, run(iter(range(3)))]))
+
+        main = threading.main_thread()
+        threading.Thread(target=work).start()
+    """
+    assert python_says(script) == [[0, 1, 2]] * 2
+
+
+def test_where_the_system_has_no_more_threads_one_does_the_work(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    done = []
+    monkeypatch.setattr(core, "_pool", None)
+    monkeypatch.setattr(core, "_pool_size", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        core._run_in_pool(lambda: done.append(threading.get_ident()), 3)
+    core.pool(1).submit(lambda: None).result()
+    assert done == [threading.get_ident()]  # what could not start does not start later
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
