@@ -468,6 +468,25 @@ def test_gradients_of_values_that_do_not_fit_are_nan():
             assert gradient.isfinite().all() if is_known else gradient.isnan().all()
 
 
+def test_a_bad_system_is_nan_alone_where_neighbors_are_found_inside():
+    """The other systems of a batch keep their bits, whatever the order of the atoms."""
+    two, order = batch(ONE, triclinic(4)), torch.tensor([5, 0, 1, 6, 2, 7, 3, 8, 4])
+    charges, batch_idx = two.charges[order], two.batch_idx[order]
+
+    def call(x, cell):
+        return mesh_ewald(x[order], charges, cell, cutoff=CUTOFF, batch_idx=batch_idx, compute_forces=True)
+
+    sum_of_graph, expected = compiled(call), call(two.positions, two.cell)
+    for value in (torch.nan, 1e11, None):  # far away is bad, too
+        x, cell = two.positions.clone(), two.cell.clone()
+        if value is None:
+            cell[0] = 1.0
+        else:
+            x[2, 1] = value
+        for found, right in zip(sum_of_graph(x, cell), expected):
+            assert found[batch_idx == 0].isnan().all() and torch.equal(found[batch_idx == 1], right[batch_idx == 1])
+
+
 def test_other_errors_are_not_taken_for_wrong_values(monkeypatch):
     """What fails inside of the library, or of torch, is an error, in the sum and in its gradient."""
 

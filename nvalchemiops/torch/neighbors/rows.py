@@ -7,15 +7,16 @@ import warp as wp
 
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.neighbors import rows as core
+from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, half_to_full, order_of_pairs, repeats
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
-from nvalchemiops.torch.neighbors.search import Search, found_pairs
+from nvalchemiops.torch.neighbors.search import Search, found_pairs, neighbor_matrix
 from nvalchemiops.torch.operators.segments import row_pointers
-from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read, slices_of, values_of
+from nvalchemiops.torch.runtime.context import all_values_of, hides_values, is_mapped, may_read, slices_of, values_of
 
 NO_PADDING = core.NO_PADDING
 
@@ -188,7 +189,13 @@ def build_rows(
         batch_idx, order = torch.sort(batch_idx, stable=True)
         positions = positions.index_select(0, order)
     lattice = None if cell is None else cell.detach()
-    pairs, ptr, images = found_pairs(Search(positions.detach(), cutoff, lattice, pbc, batch_idx))
+    search = Search(positions.detach(), cutoff, lattice, pbc, batch_idx)
+    try:
+        pairs, ptr, images = found_pairs(search)
+    except ValuesError:
+        if not hides_values() or cell is None or pbc is not None:  # an image gives NaN along periodic axes alone
+            raise
+        pairs, ptr, images = _pairs_of_valid_systems(search)
     shifts = None if cell is None else images
     if order is not None:
         # rows in the order of the atoms as given
@@ -205,6 +212,21 @@ def build_rows(
         shifts = None if shifts is None else shifts.index_select(0, place)
         ptr = row_pointers(first, positions.shape[0])
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, None)
+
+
+def _pairs_of_valid_systems(search: Search) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`found_pairs` in spite of bad values: atoms of their systems have only themselves in an image that gives NaN."""
+    count, batch_idx = neighbor_matrix(*search, NO_PADDING, 0)[1], search.batch_idx
+    bad = count == NOT_FINITE
+    bad = bad.any().expand(bad.shape) if batch_idx is None else torch.isin(batch_idx, batch_idx[bad])
+    width = max(1, int(count[~bad].amax())) if not bad.all() else 1
+    matrix, _, shifts, _ = neighbor_matrix(*search, NO_PADDING, width)
+    matrix[bad], shifts[bad, 0] = NO_PADDING, NOT_FINITE
+    atoms = torch.arange(len(matrix), dtype=torch.int32, device=matrix.device)
+    matrix[bad, 0] = atoms[bad]
+    listed = matrix != NO_PADDING
+    first = atoms.unsqueeze(1).expand(matrix.shape)[listed]
+    return torch.stack([first, matrix[listed]]), row_pointers(first, len(matrix)), shifts[listed]
 
 
 def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:

@@ -59,6 +59,11 @@ def hidden_values() -> AbstractContextManager[None]:
     return set_within(_thread, "hides_values", True)
 
 
+def hides_values() -> bool:
+    """Whether this thread is inside `hidden_values`."""
+    return _thread.hides_values
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured, on torch's current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
