@@ -244,7 +244,23 @@ def transforms_of_functions(group: Any) -> None:
         expected = torch.func.jvp(torch.func.grad(whole), (everywhere,), (along,))
         for ours, theirs in zip(found, expected):
             assert_equal(ours, theirs[mine], "Hessian times a vector")
-        for transform in (torch.func.hessian, torch.func.jacfwd, torch.func.vmap):
+        own = domain.distribute(x)
+
+        def of_own(
+            own: torch.Tensor,
+            domain: Domain = domain,
+            q: torch.Tensor = q,
+            method: Any = method,
+            options: Any = options,
+        ) -> torch.Tensor:
+            return method(own, q, atoms.cell, 0.7, domain=domain, **options)
+
+        for transform, function, at in (
+            (torch.func.hessian, share, x),
+            (torch.func.jacfwd, share, x),
+            (torch.func.vmap, share, torch.stack([x, x])),
+            (torch.func.vmap, of_own, torch.stack([own, own])),
+        ):
             with pytest.raises(NotImplementedError, match="cannot map over a call with a `domain`"):
-                transform(share)(x if transform is not torch.func.vmap else torch.stack([x, x]))
+                transform(function)(at)
         assert_equal(share(x), whole(everywhere), "and then normal work")

@@ -31,6 +31,7 @@ from nvalchemiops.torch.distributed.bricks import (
     make_bricks,
     shape_of,
 )
+from nvalchemiops.torch.distributed.collectives import refuse_slices
 from nvalchemiops.torch.distributed.communication import add, maximum, messages_of
 from nvalchemiops.torch.distributed.exchange import Exchange, carried, inverse
 from nvalchemiops.torch.distributed.faults import in_call
@@ -44,6 +45,7 @@ from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.operators.noise import places_in_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.acts import decided, never_change, unrecorded
+from nvalchemiops.torch.runtime.context import is_mapped
 from nvalchemiops.torch.systems import PER_ATOM, System, of_each_atom
 
 OfAtoms = TypeVar("OfAtoms", torch.Tensor, System)
@@ -556,6 +558,8 @@ class Domain(Ranks):
     def _check(self, atoms: System) -> None:
         """Raise unless this rank owns these atoms, in the cells of this domain. Must be called inside `_together`."""
         checks.check_positions(atoms.positions, finite=False)
+        if is_mapped(atoms.positions):
+            refuse_slices()
         if atoms.positions.shape[0] != self.n_owned:
             raise ValueError(
                 f"`positions` must be those of the atoms that this rank owns, ({self.n_owned}, 3), got "
