@@ -145,10 +145,23 @@ def test_a_recorded_step_has_the_same_bits(name, kind):
 
 @pytest.mark.parametrize("name", ["npt", "npt full", "npt axes slab", "stochastic cell"])
 def test_a_recorded_step_of_a_cell_has_the_same_bits(name):
-    """With a model of torch: on a CPU, sums over pairs read a cell that is an argument."""
     system, masses, velocities = few_atoms()
     integrator = every(0.1)[name]
     assert_replayed(integrator, smooth, system, masses=masses, velocities=velocities, removed=0)
+
+
+def test_a_recorded_step_is_a_function_of_the_state():
+    """Cells of a sum over pairs, too, are arguments."""
+    system = ions()
+    model, integrator = on_given_neighbors("pairs", system), every(0.1, 0.006, 1e-4, **TIMES)["npt full"]
+    state = expected = integrator.start(system, model, seed=1)
+    recorded = record(lambda state: integrator.step(state, model))
+    for _ in range(4):
+        state = recorded(state)
+        with plans.off():
+            expected = integrator.step(expected, model)
+        assert torch.equal(state.velocities, expected.velocities) and torch.equal(state.cell, expected.cell)
+    assert "1 recorded, 2 replayed" in recorded.explain()
 
 
 @pytest.mark.parametrize("kind", ["pairs", "pme"])

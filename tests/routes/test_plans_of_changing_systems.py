@@ -68,6 +68,26 @@ def test_one_plan_serves_all_cells(name, pbc):
         call(flat)
 
 
+@pytest.mark.parametrize("given_pbc", [False, True])
+def test_recorded_pair_sums_take_other_cells(given_pbc):
+    """The function is called for those that it would name, or that have an open axis."""
+    potential, periodic = lennard_jones(4.0), torch.ones(3, dtype=torch.bool)
+
+    def step(x, cell, pbc):
+        return potential(x, cell, sigma=1.1, epsilon=0.2, pbc=pbc, compute_virial=True, **NEAR)
+
+    again, pbc = record(step), periodic if given_pbc else None
+    for n in range(4):
+        x, cell = X + 0.01 * n, CELL * (1.0 + 0.01 * n)
+        assert all(map(torch.equal, again(x, cell, pbc), step(x, cell, pbc)))
+    assert "1 recorded, 2 replayed" in again.explain()
+    with pytest.raises(ValueError, match="`cell` is singular"):
+        again(X, CELL[..., [0, 0, 2]], pbc)
+    with pytest.raises(ValueError, match="images along an axis that is open"):
+        again(X, CELL * torch.tensor([[1.0], [0.0], [1.0]], dtype=F64), pbc if pbc is None else ~periodic)
+    assert all(map(torch.equal, again(X, CELL, pbc), step(X, CELL, pbc)))
+
+
 def test_singular_cells_are_found_in_any_unit():
     """Also where the product of three lengths has few digits, or none."""
     generator = torch.Generator().manual_seed(0)

@@ -20,9 +20,10 @@ from nvalchemiops.torch.neighbors.rows import (
     row_indices,
     rows_of,
 )
-from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
+from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular, usable_cells
 from nvalchemiops.torch.operators.segments import check_system_numbers, largest_system
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, values_of
+from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_fault
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -218,10 +219,13 @@ def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> b
         return False
     if cell.shape[-2:] != (3, 3) or not cell.is_floating_point() or cell.layout is not torch.strided:
         return False
+    if pbc is not None and differ_in_replays(pbc):
+        if read_fault((~pbc).any().to(torch.int32)):
+            return False
     # a list is faster than an operation of torch
-    if pbc is not None and not (pbc.tolist() in _ALL if pbc.numel() == 3 else bool(pbc.all())):
+    elif pbc is not None and not (pbc.tolist() in _ALL if pbc.numel() == 3 else bool(pbc.all())):
         return False
-    if cell.numel() == 9 and cell.ndim <= 3:  # the usual case
+    if cell.numel() == 9 and cell.ndim <= 3 and not differ_in_replays(cell):  # the usual case
         rows = cell.tolist()
         if is_clearly_regular(rows if cell.ndim == 2 else rows[0]):
             return True
@@ -229,6 +233,9 @@ def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> b
 
 
 def _has_open_axes(cell: torch.Tensor) -> bool:
+    # a replay looks for cells that have some, or are singular, and then leaves the call
+    if differ_in_replays(cell) and not read_fault(usable_cells(cell.detach(), False).isnan().any().to(torch.int32)):
+        return False
     try:
         return check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # systems may share one cell
     except ValuesError as error:
