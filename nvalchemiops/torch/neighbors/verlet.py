@@ -73,7 +73,8 @@ class VerletList:
     fill_value : int, optional
         Padding of the matrix; n_atoms by default.
     max_neighbors : int, optional
-        Initial width of the matrix. If a row does not fit, the matrix grows to a fifth more than the row needs.
+        Initial width of the matrix. If a row does not fit, the matrix grows to a fifth more than the row needs, rounded
+        up to a multiple of 16.
     return_neighbor_list : bool, optional
         Return lists of pairs instead of matrices. Their lengths differ between searches.
     method : str, optional
