@@ -220,7 +220,7 @@ def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> b
     if cell.shape[-2:] != (3, 3) or not cell.is_floating_point() or cell.layout is not torch.strided:
         return False
     if pbc is not None and differ_in_replays(pbc):
-        if read_fault((~pbc).any().to(torch.int32)):
+        if read_fault(pbc.logical_not().any().to(torch.int32)):
             return False
     # a list is faster than an operation of torch
     elif pbc is not None and not (pbc.tolist() in _ALL if pbc.numel() == 3 else bool(pbc.all())):
