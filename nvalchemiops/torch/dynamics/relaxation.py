@@ -159,7 +159,7 @@ def relax(
         A bad argument; a model that gives no stress, or results of a wrong shape; positions or cells that a transform
         of torch.func, or forward mode, differentiates.
     FloatingPointError
-        Forces, energies or stress are not finite, in all systems.
+        Forces, energies or stress are not finite, in all systems. An error that the model raises for all is not caught.
 
     Warns
     -----
