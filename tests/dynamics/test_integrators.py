@@ -100,6 +100,15 @@ def test_masses_in_any_form(dtype):
             masses(given)
 
 
+def test_velocities_in_any_form():
+    """As ASE has them, in memory that is only read, and as a list."""
+    given = np.linspace(-1.0, 1.0, 9).reshape(3, 3)
+    given.flags.writeable = False
+    for form in (given, given.tolist(), given.astype(np.float32)):
+        state = nve(1.0).start(System(torch.zeros(3, 3, dtype=float64)), springs(1.0), masses=1.0, velocities=form)
+        assert state.velocities.dtype == float64 and np.abs(state.velocities.numpy() - given).max() < 1e-7
+
+
 # -- energies -------------------------------------------------------------------------------------
 
 

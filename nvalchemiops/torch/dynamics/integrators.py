@@ -138,7 +138,7 @@ class Integrator:
         model: Model,
         *,
         masses: Any = None,
-        velocities: torch.Tensor | None = None,
+        velocities: Any = None,
         seed: int | torch.Tensor = 0,
         keys: torch.Tensor | None = None,
         removed: Number | None = None,
@@ -153,9 +153,10 @@ class Integrator:
         masses : (n_atoms,) tensor or array, or number, optional
             Infinite for frozen atoms: they keep their position, or their place in a cell that changes, and count in no
             temperature, pressure or momentum. By default the masses of the elements, in u, if ASE is installed.
-        velocities : (n_atoms, 3) tensor, optional
-            By default drawn for the temperature of the integrator, without motion of the centre of mass if that is
-            conserved; zero if the integrator has no temperature.
+        velocities : (n_atoms, 3) tensor or array, optional
+            Such as ``atoms.get_velocities()`` of ASE, with eV, angstrom and u. By default drawn for the temperature of
+            the integrator, without motion of the centre of mass if that is conserved; zero if the integrator has no
+            temperature.
         seed : int or (n_systems,) int tensor, optional
             Seed of velocities and noise, of up to 64 bits.
         keys : (n_systems,) int tensor, optional
@@ -189,12 +190,7 @@ class Integrator:
                 seeds_of(name, value, n_systems, positions.device) for name, value in (("seed", seed), ("keys", keys))
             )
             if velocities is not None:
-                checks.check_tensor("velocities", velocities)
-            if velocities is not None and velocities.shape != positions.shape:
-                raise ValueError(
-                    f"`velocities` must have shape (n_atoms, 3) = {tuple(positions.shape)}, "
-                    f"got {tuple(velocities.shape)}"
-                )
+                velocities = _velocities(velocities, positions)
             held = self.constraints
             same: dict[str, Any] = {**self.parameters, "seed": seed, "keys": keys, "removed": removed}
             same["constraints"] = None if held is None else (held.pairs, held.lengths, held.iterations)
@@ -455,6 +451,16 @@ def _masses(system: System, masses: Any) -> torch.Tensor:
     if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
         raise ValueError("`masses` must be positive")
     return masses.to(positions)
+
+
+def _velocities(velocities: Any, positions: torch.Tensor) -> torch.Tensor:
+    if not isinstance(velocities, torch.Tensor):
+        velocities = torch.tensor(velocities, dtype=positions.dtype, device=positions.device)
+    if velocities.shape != positions.shape:
+        raise ValueError(
+            f"`velocities` must have shape (n_atoms, 3) = {tuple(positions.shape)}, got {tuple(velocities.shape)}"
+        )
+    return velocities
 
 
 def _degrees_with(extra: Mapping[str, torch.Tensor], degrees: torch.Tensor) -> dict[str, torch.Tensor]:
