@@ -1,6 +1,6 @@
 """Checks of public arguments that describe atoms, cells and systems. Each message names the argument."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,17 @@ def check_flag(name: str, value: Any) -> bool:
     if not (isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1))):
         raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")
     return bool(value)
+
+
+def as_callables(name: str, value: Any) -> Sequence[Any]:
+    """Callables that are called again and again: one that is not in a sequence, and those of an iterator, are kept."""
+    if not isinstance(value, Iterable):
+        value = [value]
+    found = value if isinstance(value, Sequence) else list(value)
+    for one in found:
+        if not callable(one):
+            raise TypeError(f"`{name}` must be callables in a sequence, got {type(one).__name__}")
+    return found
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:

@@ -143,6 +143,20 @@ def test_a_hook_may_replace_the_state_and_its_parameters():
     assert found.records["temperature"][-1].min() > 2.0 * KT
 
 
+@pytest.mark.parametrize("options", ({}, {"checkpoint_every": 2}))
+def test_hooks_alone_and_of_an_iterator_are_called_after_each_step(options):
+    def calls(form):
+        states = []
+        simulate(GAS, ideal_gas, nve(0.1), 3, hooks=form(states.append), **ONE, **options)
+        return len(states)
+
+    assert calls(lambda hook: hook) == 3
+    assert calls(lambda hook: iter([hook, hook])) == calls(lambda hook: (hook, hook)) == 6
+    states = []
+    relax(GAS, springs(1.0), fmax=9.0, hooks=states.append)
+    assert [state.number for state in states] == [0]
+
+
 @pytest.mark.parametrize("make", (lambda kt: langevin(0.2, kt, friction=0.5), lambda kt: npt(0.2, kt, 1e-5)))
 def test_hooks_give_parameters_in_any_form(make):
     """Of three systems: a row (3,) would be broadcast to the three components of velocities."""
@@ -317,11 +331,10 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
         (lambda: nve(0.1), ONE | {"keys": torch.tensor([2**32])}, "keys"),
         (lambda: nve(0.1), ONE | {"keys": torch.tensor([-1])}, "keys"),
         (lambda: nve(0.1), ONE | {"hooks": [lambda state: True]}, "hooks"),
-        (lambda: nve(0.1), ONE | {"hooks": lambda state: None}, "hooks"),
+        (lambda: nve(0.1), ONE | {"hooks": None}, "hooks"),
         (lambda: nve(0.1), ONE | {"hooks": ["print"]}, "hooks"),
         (lambda: nve(0.1), ONE | {"record": {"one": "volume"}}, "record"),
         (lambda: nve(0.1), ONE | {"gradients": "yes"}, "gradients"),
-        (lambda: nve(0.1), ONE | {"velocities": [[0.0] * 3] * 4}, "velocities"),
         (lambda: nve(0.1), ONE | {"removed": "3"}, "removed"),
         (lambda: nve("0.1"), ONE, "dt"),
         (lambda: nve, ONE, "integrator"),

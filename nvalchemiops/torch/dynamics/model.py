@@ -5,7 +5,7 @@ Anything with this signature is a model: a function, a torch module, `SumOfTerms
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,8 +28,6 @@ from nvalchemiops.torch.systems import Neighbors, System
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
-
-AnyHook = TypeVar("AnyHook")
 
 
 class Evaluation(NamedTuple):
@@ -87,18 +85,6 @@ def check_model(model: Any) -> None:
     """Raise unless this can be called."""
     if not callable(model):
         raise TypeError(f"`model` must be callable with a System, got {type(model).__name__}")
-
-
-def check_hooks(hooks: Sequence[AnyHook]) -> Sequence[AnyHook]:
-    """The hooks as a sequence; raises unless they are callables."""
-    try:
-        found = hooks if isinstance(hooks, Sequence) else tuple(hooks)
-    except TypeError:
-        raise TypeError(f"`hooks` must be a sequence of callables, got {type(hooks).__name__}") from None
-    for hook in found:
-        if not callable(hook):
-            raise TypeError(f"`hooks` must be callables, got {type(hook).__name__}")
-    return found
 
 
 def check_returned(found: Any) -> None:

@@ -1,6 +1,6 @@
 """Relaxation of batches of systems: `relax`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, may_refuse,
 from nvalchemiops.torch.dynamics.model import (
     Evaluation,
     Model,
-    check_hooks,
     check_model,
     check_returned,
     check_same,
@@ -107,7 +106,7 @@ def relax(
     fixed: torch.Tensor | None = None,
     max_steps: int = 1000,
     compact_every: int | None = 10,
-    hooks: Sequence[Callable[[RelaxationProgress], None]] = (),
+    hooks: Callable[[RelaxationProgress], None] | Iterable[Callable[[RelaxationProgress], None]] = (),
     progress: bool = False,
 ) -> Relaxation:
     """Move atoms, and cells on request, to a minimum of the energy, each system of a batch on its own.
@@ -144,7 +143,7 @@ def relax(
         evaluated. This changes no result; see below. The model is then called with fewer systems. If it holds values
         for each atom or system of the batch given, or exclusions, choose None: all systems are then evaluated until
         the last one is done. A `SumOfTerms` with such values is recognized, and treated as with None.
-    hooks : sequence of callable, optional
+    hooks : callable, or sequence of them, optional
         Called with a `RelaxationProgress` after each evaluation.
     progress : bool, optional
         Whether to show a bar of systems that are done, if tqdm is installed.
@@ -197,8 +196,7 @@ def relax(
     elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
         raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
     check_model(model)
-    hooks = check_hooks(hooks)
-    fmax = checks.check_not_negative("fmax", fmax)
+    hooks, fmax = checks.as_callables("hooks", hooks), checks.check_not_negative("fmax", fmax)
     if smax is not None:
         smax = checks.check_not_negative("smax", smax)
         if cell is False:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from nvalchemiops.torch.autograd.functorch import keeps_graph
 from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_hooks, check_model, count_systems
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_model, count_systems
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.runtime._torch_internals import (
@@ -75,7 +75,7 @@ def simulate(
         "conserved",
     ),
     every: int = 1,
-    hooks: Sequence[Hook] = (),
+    hooks: Hook | Iterable[Hook] = (),
     trajectory: AnyPath | Sequence[AnyPath] | None = None,
     trajectory_every: int | None = None,
     append_trajectory: bool = False,
@@ -98,7 +98,7 @@ def simulate(
         Of `RECORDS`, or functions of the state. Temperatures are kT.
     every : int, optional
         Record the state before the first step, and after every so many steps.
-    hooks : sequence of callable, optional
+    hooks : callable, or sequence of them, optional
         ``hook(state)`` is called after each step; if it returns a state, the run goes on from that.
     trajectory : path, or sequence of paths for each system, optional
         Files for ASE to write, in a format to which frames can be added, such as ``.xyz`` or ``.traj``, with energies,
@@ -153,10 +153,9 @@ def simulate(
     if not isinstance(integrator, Integrator):
         raise TypeError(f"`integrator` must be an Integrator, such as nve(dt), got {integrator!r}")
     check_model(model)
-    hooks = check_hooks(hooks)
     steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
     trajectory_every = every if trajectory_every is None else trajectory_every
-    appends = checks.check_flag("append_trajectory", append_trajectory)
+    appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_callables("hooks", hooks)
     writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends)
     measures = _measures(record, integrator)
     measured: Any = functools.partial(_measured, measures)

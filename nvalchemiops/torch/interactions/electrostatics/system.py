@@ -199,7 +199,8 @@ def _check_periodicity(
         raise ValueError(
             "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
             "with one open axis, or use coulomb_energy or dsf_coulomb with a cutoff"
-            + "; if three axes are open, `vmap` cannot map over `batch_idx`" * bool((n_open == 3).any())
+            + "; if three axes are open, `vmap` cannot map over `batch_idx`"
+            * bool((n_open == 3).any())
         )
     if (n_open > 1).any():
         raise ValueError("`pbc`: the slab correction is for at most one open axis")
