@@ -10,6 +10,7 @@ import os
 import pkgutil
 import platform
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +26,31 @@ OPTIONAL_PACKAGES = ("torch", "jax", "ase")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 for success, 1 if some results are missing, 2 for misuse."""
+    """Run the command line and return its exit status: 0 for success, 1 if some results are missing, 2 for misuse.
+
+    If what reads its output has gone, it ends without a word, as programs do that the signal ends.
+    """
     # without standard error, notes and bars would go to standard output
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr or nowhere):
         options = _parser().parse_args(arguments)
         with warnings.catch_warnings():
             warnings.showwarning = _show_note
-            return options.run(options)
+            try:
+                status = options.run(options)
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+                return status
+            except BrokenPipeError:
+                _forget_output()
+                return 128 + signal.SIGPIPE
+
+
+def _forget_output() -> None:
+    """Let what is still to be written go nowhere: Python would tell of it when the process ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError, AttributeError):  # standard output that is not a file, or none
+        os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -465,5 +484,7 @@ def _of_ase(module: str, command: str, options: argparse.Namespace) -> int:
     try:
         found = importlib.import_module(f"nvalchemiops.ase.{module}")
         return int(getattr(found, command)(options))
+    except BrokenPipeError:
+        raise
     except (ImportError, ValueError, TypeError, FloatingPointError, OSError) as error:
         return fail(command, error)

@@ -1,6 +1,8 @@
 """The commands ``nvalchemiops energy``, ``md`` and ``relax``: structures in files, and nothing else is printed."""
 
 import json
+import os
+import signal
 import sys
 
 import ase.io
@@ -452,6 +454,17 @@ def test_without_standard_error_notes_are_nowhere(crystals, capsys, monkeypatch)
     options = ["--max-steps", "2", "--fmax", "1e-6", "--json"]
     assert cli.main(["relax", "argon.xyz", *ARGON, *options]) == 1
     assert len(json.loads(capsys.readouterr().out)["frames"]) == 2
+
+
+@pytest.mark.parametrize("arguments", (["energy"], ["md", "--temperature", "50", "--steps", "2"]))
+def test_a_reader_that_has_enough_ends_a_command(arguments, crystals, capsys, monkeypatch):
+    """As ``head`` does. What was not written is not told of at the end of the process."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", gone)
+        assert cli.main([arguments[0], "argon.xyz", *ARGON, *arguments[1:]]) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
 
 
 def test_molecules_move_and_relax(files, capsys):
