@@ -83,7 +83,7 @@ def _pair(options: argparse.Namespace) -> Term:
 def _electrostatics(options: argparse.Namespace) -> Term:
     return Electrostatics(
         options.electrostatics,
-        None if options.charges is None else _keywords("--charges", options.charges.split(",")),
+        None if options.charges is None else _keywords("--charges", [options.charges]),
         accuracy=options.accuracy,
         slab_correction=options.slab_correction,
         **_keywords("--electrostatics-parameters", options.electrostatics_parameters),
@@ -97,9 +97,9 @@ def _dispersion(options: argparse.Namespace) -> Term:
 
 
 def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:
-    """``["cutoff=10", "A:Mg-O=821.6"]`` as ``{"cutoff": 10, "A": {"Mg-O": 821.6}}``."""
+    """``["cutoff=10", "A:Mg-O=821.6"]`` as ``{"cutoff": 10, "A": {"Mg-O": 821.6}}``, also with commas in between."""
     found: dict[str, Any] = {}
-    for entry in entries or []:
+    for entry in ",".join(entries).split(",") if entries else []:
         key, equals, value = entry.partition("=")
         name, colon, member = key.partition(":")
         if not (equals and name and value) or (colon and not member):
@@ -142,6 +142,8 @@ def _frames(file: str, index: str) -> list[tuple[int, ase.Atoms]]:
         read: Any = ase.io.read(file, index=chosen if isinstance(chosen, int) else ":", do_not_split_by_at_sign=True)
     except (IndexError, StopIteration) as error:
         raise ValueError(f"{file} has no frame {index}") from error
+    except ase.io.formats.UnknownFileTypeError as error:  # its text is the end of the name, if that
+        raise ValueError(f"cannot read {file}: ASE does not know its format") from error
     except Exception as error:  # readers raise errors of many types for files of other formats
         raise ValueError(f"cannot read {file}: {str(error) or type(error).__name__}") from error
     if isinstance(chosen, int):

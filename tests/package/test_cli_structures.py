@@ -35,6 +35,7 @@ def files(tmp_path):
         atoms.rattle(0.1, seed=seed)
     ase.io.write(tmp_path / "salt.extxyz", crystals)
     ase.io.write(tmp_path / "water.xyz", molecule("H2O"))
+    (tmp_path / "words.txt").write_text("atoms\n")
     return tmp_path
 
 
@@ -117,6 +118,7 @@ def test_energy_takes_options_of_potentials(files, capsys):
 
     plain = of("cutoff=6", "sigma=2.4", "epsilon:Na=0.02", "epsilon:Cl=0.01")
     assert of("cutoff=6", "sigma=2.4", "epsilon:Na=0.02", "epsilon:*=0.01") == pytest.approx(plain, rel=1e-12)
+    assert of("cutoff=6,sigma=2.4", "epsilon:Na=0.02,epsilon:Cl=0.01") == plain, "as --charges are written"
     assert of("cutoff=6", "sigma=2.4", "epsilon=0.02") < plain
     assert of("cutoff=6", "sigma=2.4", "epsilon=0.02", "mixing=geometric", "shifted=true", "repulsive=9") != plain
     dsf = ["--electrostatics", "dsf", "--electrostatics-parameters", "cutoff=8", "alpha=0.2", *SALT, "--json"]
@@ -143,6 +145,7 @@ def test_energy_of_a_slab_with_charges_from_the_file(tmp_path, capsys):
 ENERGY_MISTAKES = {
     "no such file": (["missing.xyz", *SALT, "--electrostatics", "pme"], "cannot read missing.xyz: "),
     "not a structure": ([__file__, *SALT, "--electrostatics", "pme"], f"cannot read {__file__}: "),
+    "no format": (["words.txt", *SALT, "--electrostatics", "pme"], "words.txt: ASE does not know its format"),
     "nothing": (
         ["salt.extxyz"],
         "nothing to compute: give --potential, --electrostatics, --dispersion, or several of them",
