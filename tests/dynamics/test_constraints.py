@@ -588,6 +588,14 @@ def test_a_cluster_that_cannot_be_solved_is_not_a_number_and_others_go_on():
     assert integrator.conserved(state).isfinite().tolist() == [False, True]
 
 
+def test_pairs_in_any_form():
+    """Arrays of indices and lists of tuples, as ASE's constraints take them."""
+    for given in (np.array([[0, 1], [0, 2]]), [(0, 1), (0, 2)], torch.tensor([[0, 1], [0, 2]])):
+        constraints = Constraints(given, [0.9, 1.1])
+        assert constraints.pairs.dtype == torch.int64 and constraints.pairs.tolist() == [[0, 1], [0, 2]]
+        assert constraints.lengths.tolist() == [0.9, 1.1] and constraints.groups == [(1, 2)]
+
+
 def test_errors_have_names():
     system, masses, _, pairs = molecules("water", "atom")
     options = {"masses": masses}

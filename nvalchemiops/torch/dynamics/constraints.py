@@ -12,7 +12,7 @@ its equations: it receives what the others know of its atoms, and sends back by 
 import contextlib
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,7 +51,7 @@ class Constraints:
 
     Parameters
     ----------
-    pairs : (n_pairs, 2) int tensor
+    pairs : (n_pairs, 2) int tensor or array
         Indices of atoms, in a batch those of the whole batch, with a domain the numbers of atoms. For rigid water these
         are three pairs for each molecule.
     lengths : float or (n_pairs,) tensor, length, optional
@@ -91,9 +91,10 @@ class Constraints:
     """
 
     def __init__(
-        self, pairs: torch.Tensor, lengths: float | torch.Tensor | None = None, *, iterations: int = 5
+        self, pairs: Any, lengths: float | torch.Tensor | None = None, *, iterations: int = 5
     ) -> None:
-        checks.check_tensor("pairs", pairs)
+        if not isinstance(pairs, torch.Tensor):
+            pairs = torch.tensor(pairs)
         if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise ValueError(f"`pairs` must have shape (n_pairs, 2), got {tuple(pairs.shape)}")
         if pairs.is_floating_point() or pairs.dtype == torch.bool:
