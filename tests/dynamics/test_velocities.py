@@ -1,5 +1,6 @@
 """Maxwell-Boltzmann velocities, momenta, kinetic energies, degrees of freedom, and chains as an operator."""
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -17,6 +18,7 @@ from nvalchemiops.torch.dynamics import (
 )
 from nvalchemiops.torch.operators.chains import chain_steps, move_chains
 from nvalchemiops.torch.systems import System
+from tests.support.mistakes import assert_named
 
 from .systems import float64, springs
 
@@ -144,6 +146,18 @@ def test_seeds_have_64_bits():
         assert not torch.equal(found, maxwell_boltzmann(MASSES, 1.0, BATCH, 4, seed=1))
 
 
+def test_seeds_and_keys_in_any_form():
+    batch = torch.tensor([0, 1], dtype=torch.int32)
+
+    def drawn(seed, keys=None):
+        return maxwell_boltzmann(torch.ones(2, dtype=float64), 1.0, batch, 2, seed=seed, keys=keys)
+
+    for seed in (np.int64(3), np.array(3), torch.tensor(3), [3, 3], np.array([3, 3]), torch.tensor([3, 3])):
+        assert torch.equal(drawn(seed), drawn(3))
+    for keys in ((0, 5), np.array([0, 5], dtype=np.uint32)):
+        assert torch.equal(drawn(3, keys), drawn(3, torch.tensor([0, 5])))
+
+
 @pytest.mark.parametrize(
     "arguments",
     (
@@ -158,12 +172,33 @@ def test_seeds_have_64_bits():
         {"keys": torch.ones(2)},
         {"keys": 2**32},
         {"keys": -1},
+        {"seed": [1.5]},
+        {"seed": [1, 2]},
+        {"keys": [-1]},
+        {"keys": np.array([2**32])},
     ),
 )
 def test_bad_arguments_are_named(arguments):
     given = {"masses": torch.ones(2, dtype=float64), "temperature": 1.0} | arguments
     with pytest.raises((ValueError, TypeError), match=f"`{next(iter(arguments))}`"):
         maxwell_boltzmann(**given)
+
+
+def test_arrays_of_numpy_are_named():
+    """Each call with one argument that is not a tensor."""
+    v, x, m = numbers(N, 3), numbers(N, 3, seed=1), MASSES
+    of_two = {"velocities": v, "masses": m}
+    calls = (kinetic_energy, of_two), (temperature, of_two), (remove_momentum, of_two)
+    assert_named(
+        (
+            f"{call.__name__}, {name}",
+            lambda call=call, values=values, name=name: call(**values | {name: values[name].numpy()}),
+            TypeError,
+            f"`{name}` must be a torch.Tensor, got ndarray: use torch.as_tensor",
+        )
+        for call, values in (*calls, (remove_rotation, of_two | {"positions": x}))
+        for name in values
+    )
 
 
 @pytest.mark.parametrize("length", (1, 2, 3, 5))

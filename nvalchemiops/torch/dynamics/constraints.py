@@ -90,9 +90,7 @@ class Constraints:
     >>> rigid = Constraints(pairs)
     """
 
-    def __init__(
-        self, pairs: Any, lengths: float | torch.Tensor | None = None, *, iterations: int = 5
-    ) -> None:
+    def __init__(self, pairs: Any, lengths: float | torch.Tensor | None = None, *, iterations: int = 5) -> None:
         if not isinstance(pairs, torch.Tensor):
             pairs = torch.tensor(pairs)
         if pairs.ndim != 2 or pairs.shape[1] != 2:

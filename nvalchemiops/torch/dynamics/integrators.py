@@ -139,8 +139,8 @@ class Integrator:
         *,
         masses: Any = None,
         velocities: Any = None,
-        seed: int | torch.Tensor = 0,
-        keys: torch.Tensor | None = None,
+        seed: Any = 0,
+        keys: Any = None,
         removed: Number | None = None,
     ) -> State:
         """The state from which steps start.
@@ -157,9 +157,9 @@ class Integrator:
             Such as ``atoms.get_velocities()`` of ASE, with eV, angstrom and u. By default drawn for the temperature of
             the integrator, without motion of the centre of mass if that is conserved; zero if the integrator has no
             temperature.
-        seed : int or (n_systems,) int tensor, optional
+        seed : int or (n_systems,) int tensor or array, optional
             Seed of velocities and noise, of up to 64 bits.
-        keys : (n_systems,) int tensor, optional
+        keys : (n_systems,) int tensor or array, optional
             Number of each system, 0 .. 2³² - 1, by default its index. Random numbers of a system depend on the seed, on
             its key, on the places of its atoms in it, and on the step. So a system has the same noise in any batch.
         removed : float or (n_systems,) tensor, optional

@@ -7,8 +7,9 @@ All functions take ``batch_idx`` (n_atoms,) int32, the system of each atom, and 
 atoms are those that this rank owns, results of systems are those of all atoms, and the calls are collective.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
@@ -72,21 +73,24 @@ def temperature_of(kinetic: torch.Tensor, degrees: torch.Tensor) -> torch.Tensor
     return 2.0 * kinetic / degrees.clamp(min=1.0)
 
 
-def seeds_of(name: str, value: int | torch.Tensor | None, n_systems: int, device: torch.device) -> torch.Tensor:
+def seeds_of(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
     """Integers (n_systems,) int64: the same for all systems, or one for each; by default 0, 1, 2 ..."""
     if value is None:
         return torch.arange(n_systems, device=device)
+    if isinstance(value, (np.ndarray, list, tuple)):
+        value = torch.tensor(value, device=device)
     if not isinstance(value, torch.Tensor):
         if type(value) is int and 2**63 <= value < 2**64:
             value -= 2**64  # the same bits: seeds of torch may have no sign
         value = torch.full((n_systems,), checks.check_int(name, value, 64), dtype=torch.int64, device=device)
-    if value.ndim == 0:
-        value = value.repeat(n_systems)
-    if value.shape != (n_systems,) or value.is_floating_point():
+    if value.shape not in ((), (n_systems,)) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
-    if name == "keys" and may_read(value) and bool(((value < 0) | (value >= 2**32)).any()):
+    found = value.to(torch.int64)
+    if found.ndim == 0:
+        found = found.to(device).repeat(n_systems)
+    if name == "keys" and may_read(found) and bool(((found < 0) | (found >= 2**32)).any()):
         raise ValueError("`keys` must be numbers 0 .. 2³² - 1")
-    return value.to(torch.int64)
+    return found
 
 
 def degrees_of_freedom(
@@ -135,9 +139,10 @@ def kinetic_tensor(
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Tensors (n_systems, 3, 3) ``Σ m v v^T / 2`` in float64, whose trace is the kinetic energy."""
+    division = Division.of(masses, batch_idx, num_systems, domain)
+    checks.check_tensor("velocities", velocities)
     momenta = (0.5 * inertia_of(masses) * velocities).to(torch.float64)
-    products = momenta.unsqueeze(-1) * velocities.to(torch.float64).unsqueeze(-2)
-    return Division.of(masses, batch_idx, num_systems, domain).sums(products)
+    return division.sums(momenta.unsqueeze(-1) * velocities.to(torch.float64).unsqueeze(-2))
 
 
 def temperature(
@@ -160,8 +165,8 @@ def maxwell_boltzmann(
     batch_idx: torch.Tensor | None = None,
     num_systems: int | None = None,
     *,
-    seed: int | torch.Tensor = 0,
-    keys: torch.Tensor | None = None,
+    seed: Any = 0,
+    keys: Any = None,
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Velocities (n_atoms, 3) from the Maxwell-Boltzmann distribution, with the dtype of the masses.
@@ -174,9 +179,9 @@ def maxwell_boltzmann(
         kT: multiply kelvin by `nvalchemiops.constants.KELVIN`.
     batch_idx, num_systems, domain
         See the module.
-    seed : int or (n_systems,) int tensor, optional
+    seed : int or (n_systems,) int tensor or array, optional
         Of up to 64 bits.
-    keys : (n_systems,) int tensor, optional
+    keys : (n_systems,) int tensor or array, optional
         Number of each system, 0 .. 2³² - 1, by default its index. Velocities depend on the seed, on the key, and on the
         place of an atom in its system, not on other systems of the batch.
 
@@ -213,6 +218,7 @@ def remove_momentum(
 ) -> torch.Tensor:
     """Velocities without the motion of the centre of mass of the atoms that are not frozen."""
     division, inertia = Division.of(masses, batch_idx, num_systems, domain), inertia_of(masses).to(torch.float64)
+    checks.check_tensor("velocities", velocities)
     drift = mean_by_mass(division, inertia, velocities)
     without = velocities - division.of_atoms(drift, len(masses)).to(velocities.dtype)
     # a single atom is at rest then: what rounding leaves of its velocity would count as motion, with a temperature
@@ -236,6 +242,8 @@ def remove_rotation(
     as they are.
     """
     division, inertia = Division.of(masses, batch_idx, num_systems, domain), inertia_of(masses).to(torch.float64)
+    checks.check_tensor("velocities", velocities)
+    checks.check_tensor("positions", positions)
     places = positions.to(torch.float64)
     arms = places - division.of_atoms(mean_by_mass(division, inertia, places), len(masses))
     angular = division.sums(inertia * torch.linalg.cross(arms, velocities.to(torch.float64)))
