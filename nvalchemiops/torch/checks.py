@@ -21,7 +21,18 @@ DEVICES = ("cpu", "cuda")
 def kind_of(value: Any) -> str:
     """The type of an argument that is not a tensor, for a message, with advice."""
     advice = ": use torch.as_tensor" if isinstance(value, (np.ndarray, list, tuple)) else ""
-    return type(value).__name__ + advice
+    return type(value).__name__ + (": use System.from_ase" if _is_atoms(value) else advice)
+
+
+def _is_atoms(value: Any) -> bool:
+    """Whether these are atoms of ASE, which need not be installed."""
+    return hasattr(value, "get_atomic_numbers")
+
+
+def refuse_atoms(name: str, value: Any) -> None:
+    """Raise for atoms of ASE where a system is needed."""
+    if _is_atoms(value):
+        raise TypeError(f"`{name}` must be a System, got {kind_of(value)}")
 
 
 def check_tensor(name: str, tensor: Any) -> None:

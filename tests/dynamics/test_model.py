@@ -8,12 +8,14 @@ from torch.autograd import forward_ad
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTREE_IN_EV
 from nvalchemiops.notices import NvalchemiopsWarning
-from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms
+from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms, nve, relax, simulate
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald
 from nvalchemiops.torch.interactions.pair import PairPotential, born_mayer_huggins, lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
+from tests.support.mistakes import assert_named
 
 from .systems import argon, crystal, few_atoms, float64, joined, wells
 
@@ -317,6 +319,24 @@ def test_systems_of_a_batch_may_share_a_cell(model):
     shared = model(both._replace(cell=one.cell, pbc=None))
     for found, expected in zip(shared, apart):
         assert found.shape == expected.shape and (found - expected).abs().max() < 1e-13
+
+
+def test_atoms_of_ase_are_told_how_to_become_a_system():
+    atoms, lj = crystal(1), lennard_jones(5.0)
+    calls = {
+        "run": lambda: simulate(atoms, argon(), nve(1.0), 1),
+        "start": lambda: nve(1.0).start(atoms, argon()),
+        "relaxation": lambda: relax(atoms, argon()),
+        "sum of terms": lambda: argon()(atoms),
+        "energies": lambda: FromEnergies(lambda system: system.positions.sum())(atoms),
+        "charges": lambda: Electrostatics()(atoms),
+        "pairs": lambda: lj(atoms, sigma=3.4, epsilon=0.0104),
+        "neighbors": lambda: neighbor_list(atoms, 5.0),
+    }
+    assert_named((name, call, TypeError, "got Atoms: use System.from_ase") for name, call in calls.items())
+    system = System.from_ase(atoms)._replace(numbers=atoms.numbers)
+    with pytest.raises(TypeError, match=r"`numbers` must be a .*Tensor, got ndarray"):
+        nve(1.0).start(system, argon())
 
 
 def test_bad_arguments_are_named():

@@ -166,7 +166,7 @@ class Chart:
         self, system: System, *, cell: bool | str | CellFilter = False, fixed: torch.Tensor | None = None
     ) -> None:
         if not isinstance(system, System):
-            raise TypeError(f"`system` must be a System, got {type(system).__name__}")
+            raise TypeError(f"`system` must be a System, got {checks.kind_of(system)}")
         positions, domain = system.positions, system.domain
         checks.check_positions(positions, finite=False)
         if domain is None:

@@ -177,6 +177,7 @@ class Integrator:
         With a ``domain`` this is a collective call: masses and velocities are those of the atoms that this rank owns,
         all other arguments are the same on all ranks.
         """
+        checks.refuse_atoms("system", system)
         domain = system.domain
         with together(domain):
             system, n_systems = _rows(system)
@@ -440,6 +441,7 @@ def _masses(system: System, masses: Any) -> torch.Tensor:
             raise ValueError(
                 "`masses` are needed, since ASE, which has those of the elements, is not installed"
             ) from None
+        checks.check_tensor("numbers", system.numbers)
         table = torch.as_tensor(atomic_masses, device=positions.device)
         masses = table[system.numbers.to(torch.int64)]
     if not isinstance(masses, torch.Tensor):

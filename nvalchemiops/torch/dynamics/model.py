@@ -213,6 +213,7 @@ class SumOfTerms:
     @engine.with_own_plans
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress of the sum."""
+        checks.refuse_atoms("system", system)
         listed = of_sums = None
         if system.domain is None:
             of_slabs = has_slabs(system.pbc)
@@ -420,6 +421,7 @@ class FromEnergies:
 
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress."""
+        checks.refuse_atoms("system", system)
         if torch.is_inference_mode_enabled():
             # no graph is kept in it, so there would be no forces
             with torch.inference_mode(False), torch.no_grad():

@@ -149,7 +149,7 @@ def simulate(
     change in each step. ``run.state.system.domain`` brings values back to the ranks that hold the atoms.
     """
     if not isinstance(start, System | State):
-        raise TypeError(f"`start` must be a System or a State, got {type(start).__name__}")
+        raise TypeError(f"`start` must be a System or a State, got {checks.kind_of(start)}")
     if not isinstance(integrator, Integrator):
         raise TypeError(f"`integrator` must be an Integrator, such as nve(dt), got {integrator!r}")
     check_model(model)
