@@ -68,7 +68,8 @@ class PairPotential:
     ) -> Any:
         """Energies and, if requested, forces, gradients of parameters and virial. Arguments are as in torch.
 
-        In place of positions and cell it takes a `System`, and `Neighbors`, of arrays.
+        In place of positions and cell it takes a `System`, and `Neighbors`, of arrays. Results are then an array or a
+        tuple, too, without names.
         """
         if isinstance(positions, System):
             system, near = positions, (cell, arguments.pop("neighbors", None))
