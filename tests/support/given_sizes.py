@@ -13,7 +13,15 @@ import torch
 
 from nvalchemiops.torch import segment_ops, spline
 from nvalchemiops.torch.interactions import dispersion, electrostatics, lj, pair
-from nvalchemiops.torch.neighbors import formats, neighbor_list, rebuild_detection
+from nvalchemiops.torch.neighbors import (
+    batch_cell_list,
+    batch_naive_neighbor_list_dual_cutoff,
+    cell_list,
+    formats,
+    naive_neighbor_list,
+    neighbor_list,
+    rebuild_detection,
+)
 from nvalchemiops.torch.systems import Neighbors, System
 from tests.support import cases
 from tests.support.systems import in_form, neighbors_of
@@ -299,6 +307,14 @@ LISTS: dict[str, Call] = {
     "neighbor_list, naive": lambda g: neighbor_list(g.x, CUTOFF, method="naive", check=False, max_neighbors=WIDTH),
     "neighbor_list, cell list": lambda g: neighbor_list(
         g.x, CUTOFF, g.cell, batch_idx=g.sorted_idx, method="batch_cell_list", check=False, max_neighbors=WIDTH
+    ),
+    "cell_list": lambda g: cell_list(g.x, CUTOFF, g.cell[0], g.pbc, check=False, max_neighbors=WIDTH),
+    "batch_cell_list": lambda g: batch_cell_list(
+        g.x, CUTOFF, g.cell, None, g.sorted_idx, check=False, **memory(g)
+    ),
+    "naive_neighbor_list": lambda g: naive_neighbor_list(g.x, CUTOFF, check=False, max_neighbors=WIDTH),
+    "batch_naive_neighbor_list_dual_cutoff": lambda g: batch_naive_neighbor_list_dual_cutoff(
+        g.x, CUTOFF, 2.0, g.sorted_idx, cell=g.cell, check=False, **memory(g, "1"), **memory(g, "2")
     ),
     "batch_neighbor_list_needs_rebuild": lambda g: rebuild_detection.batch_neighbor_list_needs_rebuild(
         g.x + 0.1, g.x, g.idx, 0.3, num_systems=N_SYSTEMS

@@ -27,12 +27,14 @@ def cell_list(
     return_distances: bool = False,
     neighbor_vectors: torch.Tensor | None = None,
     neighbor_distances: torch.Tensor | None = None,
+    *,
+    check: bool = True,
     **without_effect: Any,
 ) -> Tensors:
     """Neighbor list of one system, its atoms sorted into bins. Arguments and results as in `neighbor_list`."""
     ignore("cell_list", without_effect)
     systems = Systems(positions, cell, pbc, None, None, target_indices, rebuild_flags)
-    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check=check)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
@@ -59,12 +61,14 @@ def batch_cell_list(
     neighbor_vectors: torch.Tensor | None = None,
     neighbor_distances: torch.Tensor | None = None,
     batch_ptr: torch.Tensor | None = None,
+    *,
+    check: bool = True,
     **without_effect: Any,
 ) -> Tensors:
     """Neighbor lists of a batch, atoms sorted into bins. Arguments and results as in `neighbor_list`."""
     ignore("batch_cell_list", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags)
-    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check=check)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
@@ -91,12 +95,13 @@ def naive_neighbor_list(
     neighbor_vectors: torch.Tensor | None = None,
     neighbor_distances: torch.Tensor | None = None,
     target_indices: torch.Tensor | None = None,
+    check: bool = True,
     **without_effect: Any,
 ) -> Tensors:
     """Neighbor list of one system by tests of all pairs. Arguments and results as in `neighbor_list`."""
     ignore("naive_neighbor_list", without_effect)
     systems = Systems(positions, cell, pbc, None, None, target_indices, rebuild_flags)
-    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check=check)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
@@ -125,12 +130,13 @@ def batch_naive_neighbor_list(
     neighbor_vectors: torch.Tensor | None = None,
     neighbor_distances: torch.Tensor | None = None,
     target_indices: torch.Tensor | None = None,
+    check: bool = True,
     **without_effect: Any,
 ) -> Tensors:
     """Neighbor lists of a batch by tests of all pairs. Arguments and results as in `neighbor_list`."""
     ignore("batch_naive_neighbor_list", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags)
-    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check=check)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
@@ -156,12 +162,14 @@ def naive_neighbor_list_dual_cutoff(
     num_neighbors2: torch.Tensor | None = None,
     rebuild_flags: torch.Tensor | None = None,
     wrap_positions: bool = True,
+    *,
+    check: bool = True,
     **without_effect: Any,
 ) -> Tensors:
     """Two neighbor lists of one system by tests of all pairs: the results of `neighbor_list` for each cutoff."""
     ignore("naive_neighbor_list_dual_cutoff", without_effect)
     systems = Systems(positions, cell, pbc, rebuild_flags=rebuild_flags)
-    form = Form(half_fill, fill_value, return_neighbor_list)
+    form = Form(half_fill, fill_value, return_neighbor_list, check=check)
     out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
     out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
     cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
@@ -189,12 +197,14 @@ def batch_naive_neighbor_list_dual_cutoff(
     num_neighbors2: torch.Tensor | None = None,
     rebuild_flags: torch.Tensor | None = None,
     wrap_positions: bool = True,
+    *,
+    check: bool = True,
     **without_effect: Any,
 ) -> Tensors:
     """Two neighbor lists of a batch by tests of all pairs: the results of `neighbor_list` for each cutoff in turn."""
     ignore("batch_naive_neighbor_list_dual_cutoff", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, None, rebuild_flags)
-    form = Form(half_fill, fill_value, return_neighbor_list)
+    form = Form(half_fill, fill_value, return_neighbor_list, check=check)
     out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
     out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
     cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
