@@ -102,6 +102,11 @@ def channels(g: Given) -> torch.Tensor:
     return torch.stack([g.q, g.q.cos()], 1)
 
 
+def traceless(g: Given) -> torch.Tensor:
+    off = torch.ones(3, 3, dtype=g.x.dtype, device=g.x.device) - torch.eye(3, dtype=g.x.dtype, device=g.x.device)
+    return g.q[:, None, None] * off
+
+
 def tables(g: Given) -> dict[str, torch.Tensor]:
     table = torch.outer(g.q[:2], g.q[:2])
     return {"c": table, "a": table.exp(), "species": (g.numbers == 8).int()}
@@ -144,6 +149,17 @@ SUMS: dict[str, Call] = {
     ),
     "ewald_summation of Gaussians": lambda g: electrostatics.ewald_summation(
         g.x, g.q, g.cell, ALPHA, miller_bounds=(2, 3, 2), widths=0.3, **g.near
+    ),
+    "electrostatic_potential": lambda g: electrostatics.electrostatic_potential(
+        *(g.x, g.q, g.cell),
+        dipoles=g.x.sin(),
+        quadrupoles=traceless(g),
+        widths=0.3,
+        receiver_widths=[0.4, 0.5],
+        alpha=ALPHA,
+        miller_indices=g.prepared["k-vectors"],
+        derivatives=2,
+        **g.near,
     ),
     "EwaldSummation": lambda g: module(g, electrostatics.EwaldSummation(ALPHA, 2.0, CUTOFF))(
         g.x, g.q, g.cell, **g.near

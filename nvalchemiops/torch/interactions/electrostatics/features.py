@@ -521,10 +521,10 @@ def _own_potential(system: ChargedSystem, a: torch.Tensor, derivatives: int) -> 
         gradient = moments[..., 1:4] if moments.shape[-1] > 1 else torch.zeros_like(moments).expand(-1, -1, 3)
         columns.append(b1[:, None, None] * gradient)
     if derivatives > 1:
+        unit = torch.eye(3, dtype=torch.float64, device=moments.device)  # a constant of the host would be copied
+        diagonal = torch.cat([unit[0], unit[1, 1:], unit[2, 2:]])
         # moments on the diagonal are half the quadrupole
-        factors = torch.tensor([2.0, 1.0, 1.0, 2.0, 1.0, 2.0], dtype=torch.float64, device=moments.device)
-        second = moments[..., 4:] * factors if moments.shape[-1] > 4 else 0.0
-        diagonal = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=moments.device)
+        second = moments[..., 4:] * (1.0 + diagonal) if moments.shape[-1] > 4 else 0.0
         columns.append(b2[:, None, None] * second - b1[:, None, None] * moments[..., :1] * diagonal)
     return torch.cat(columns, -1)
 

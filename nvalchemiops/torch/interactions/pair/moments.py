@@ -17,6 +17,7 @@ from nvalchemiops.interactions.pair.derivatives import CELL, VIRIAL
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.moments import GATHERED
 from nvalchemiops.kernels.moments import count, raised
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
@@ -226,22 +227,27 @@ def _by_position(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
 
 def _by_axis(higher: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
     """The entries (..., 3, n_moments) of ``higher`` that have one more derivative with respect to x, y and z."""
-    # batched backward passes, `is_grads_batched`, have no rule for `unflatten`
-    return higher.index_select(-1, _places(moments)).view(*higher.shape[:-1], 3, moments.shape[-1])
-
-
-def _places(moments: torch.Tensor) -> torch.Tensor:
-    """Indices (3 n_moments,) of the moments with one more derivative with respect to x, y and z."""
-    order = order_of(moments.shape[-1])
+    order, device = order_of(moments.shape[-1]), moments.device
     if is_eager(moments):
-        return _kept_places(order, moments.device)
-    return torch.tensor(_RAISED[order], device=moments.device).flatten()
+        found = higher.index_select(-1, _kept_places(order, device))
+    elif layout(device.type).reads:
+        found = higher.index_select(-1, _places(order, device))
+    else:  # a compiled graph would copy the indices to the GPU in each call
+        columns = higher.unbind(-1)
+        found = torch.stack([columns[place] for axis in _RAISED[order] for place in axis], -1)
+    # batched backward passes, `is_grads_batched`, have no rule for `unflatten`
+    return found.view(*higher.shape[:-1], 3, moments.shape[-1])
+
+
+def _places(order: int, device: torch.device) -> torch.Tensor:
+    """Indices (3 n_moments,) of the moments with one more derivative with respect to x, y and z."""
+    return torch.tensor(_RAISED[order], device=device).flatten()
 
 
 @functools.cache
 def _kept_places(order: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(_RAISED[order], device=device).flatten()
+        return _places(order, device)
 
 
 def _raise(moments: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
