@@ -142,8 +142,8 @@ def electrostatic_potential(
         As for `ewald_summation`.
     pbc, slab_correction, surface_dielectric
         As for `ewald_summation`: the potential is the gradient of the energy with these terms. They need a ``cell``,
-        unless no axis is periodic: in systems without a periodic axis all pairs are summed, outside of compiled graphs,
-        which give NaN.
+        unless no axis is periodic: in systems without a periodic axis all pairs are summed. Exported programs and
+        compiled graphs on a GPU give NaN there.
     exclusions, exclusion_factors
         As for `ewald_summation`: pairs of atoms whose nearest images do not interact, or are scaled by a factor.
     domain : Domain, optional
