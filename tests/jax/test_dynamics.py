@@ -457,3 +457,12 @@ def test_functions_of_velocities_are_those_of_torch(name):
         np.testing.assert_allclose(slope, of_torch, rtol=1e-12, atol=1e-13)
     with pytest.raises(ValueError, match="`num_systems` is needed"):
         getattr(dynamics, name)(*arguments, batch_idx=batch_idx)
+
+
+def test_seeds_and_keys_of_velocities_may_be_traced():
+    def drawn(seed, key):
+        return dynamics.maxwell_boltzmann(jnp.ones(2), 1.0, seed=seed, keys=key)
+
+    expected = drawn(5, np.array([3]))
+    assert np.array_equal(jax.jit(drawn)(jnp.array([5]), jnp.array([3])), expected)
+    assert np.array_equal(jax.vmap(drawn)(jnp.array([4, 5]), jnp.array([[3], [3]]))[1], expected)

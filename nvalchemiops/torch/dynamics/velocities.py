@@ -7,6 +7,7 @@ All functions take ``batch_idx`` (n_atoms,) int32, the system of each atom, and 
 atoms are those that this rank owns, results of systems are those of all atoms, and the calls are collective.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,8 +166,8 @@ def maxwell_boltzmann(
     batch_idx: torch.Tensor | None = None,
     num_systems: int | None = None,
     *,
-    seed: Any = 0,
-    keys: Any = None,
+    seed: int | torch.Tensor | np.ndarray | Sequence[int] = 0,
+    keys: torch.Tensor | np.ndarray | Sequence[int] | None = None,
     domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Velocities (n_atoms, 3) from the Maxwell-Boltzmann distribution, with the dtype of the masses.
