@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from typing import NamedTuple
 
 import ase.build
 import ase.io
@@ -350,6 +351,24 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
 def test_bad_arguments_are_named(make, options, word):
     with pytest.raises((ValueError, TypeError), match=f"`{word}`"):
         simulate(GAS, ideal_gas, make(), 1, **options)
+
+
+class OfAnotherClass(NamedTuple):
+    energies: torch.Tensor
+    forces: torch.Tensor
+    stress: torch.Tensor | None = None
+
+
+def test_models_may_return_the_fields_of_an_evaluation():
+    def model(system):
+        return OfAnotherClass(*springs(1.0)(system))
+
+    for call in (
+        lambda model: nve(0.1).start(GAS, model, **ONE).evaluation.forces,
+        lambda model: simulate(GAS, model, nve(0.1), 2, **ONE).state.velocities,
+        lambda model: relax(GAS, model).system.positions,
+    ):
+        assert torch.equal(call(model), call(springs(1.0)))
 
 
 def test_models_return_evaluations():

@@ -15,8 +15,8 @@ from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Stochast
 from nvalchemiops.torch.dynamics.model import (
     Evaluation,
     Model,
+    as_evaluation,
     check_model,
-    check_returned,
     check_same,
     check_shapes,
     count_systems,
@@ -367,8 +367,7 @@ class Integrator:
 
 def _results(model: Model, state: State) -> Evaluation:
     """What a model gives, with forces in the precision of the velocities, and without a graph where none is kept."""
-    found = model(state.system)
-    check_returned(found)
+    found = as_evaluation(model(state.system))
     if found.forces.dtype != state.velocities.dtype:
         found = found._replace(forces=found.forces.to(state.velocities.dtype))
     # a model that enables gradients for its forces may leave a graph with its energies

@@ -87,10 +87,13 @@ def check_model(model: Any) -> None:
         raise TypeError(f"`model` must be callable with a System, got {type(model).__name__}")
 
 
-def check_returned(found: Any) -> None:
-    """Raise unless this is what a model returns."""
-    if not isinstance(found, Evaluation):
+def as_evaluation(found: Any) -> Evaluation:
+    """What a model returned: an Evaluation, or another class with its fields, as TorchScript makes of it."""
+    if isinstance(found, Evaluation):
+        return found
+    if not all(hasattr(found, name) for name in Evaluation._fields):
         raise TypeError(f"`model` must return an Evaluation, got {type(found).__name__}")
+    return Evaluation(found.energies, found.forces, found.stress)
 
 
 def check_shapes(found: Evaluation, n_systems: int, n_atoms: int) -> None:

@@ -19,8 +19,8 @@ from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, may_refuse,
 from nvalchemiops.torch.dynamics.model import (
     Evaluation,
     Model,
+    as_evaluation,
     check_model,
-    check_returned,
     check_same,
     check_shapes,
     holds_atoms,
@@ -326,7 +326,7 @@ def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Ev
                 "it holds values for each atom or system of the whole batch, give `compact_every=None`."
             )
         raise
-    check_returned(found)
+    found = as_evaluation(found)
     check_shapes(found, chart.n_systems, chart.n_atoms)
     # a copy, since optimizers remember forces, and the next call of a model may write into the same memory
     found = found.without_graph()
