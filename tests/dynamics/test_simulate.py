@@ -353,6 +353,21 @@ def test_bad_arguments_are_named(make, options, word):
         simulate(GAS, ideal_gas, make(), 1, **options)
 
 
+class Wrapped:
+    """An integrator that another object stands for."""
+
+    def __init__(self, integrator):
+        self.integrator = integrator
+
+    def __getattr__(self, name):
+        return getattr(self.integrator, name)
+
+
+def test_integrators_may_be_wrapped():
+    found = [simulate(GAS, springs(1.0), make(nve(0.1)), 2, **ONE).state for make in (Wrapped, lambda same: same)]
+    assert torch.equal(found[0].system.positions, found[1].system.positions)
+
+
 class OfAnotherClass(NamedTuple):
     energies: torch.Tensor
     forces: torch.Tensor

@@ -150,7 +150,8 @@ def simulate(
     """
     if not isinstance(start, System | State):
         raise TypeError(f"`start` must be a System or a State, got {checks.kind_of(start)}")
-    if not isinstance(integrator, Integrator):
+    parts = ("start", "resume", "step", "parameters", "constraints", "per_atom")  # also of what wraps an integrator
+    if isinstance(integrator, type) or not all(hasattr(integrator, name) for name in parts):
         raise TypeError(f"`integrator` must be an Integrator, such as nve(dt), got {integrator!r}")
     check_model(model)
     steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
