@@ -16,6 +16,7 @@ from ase.optimize.fire2 import FIRE2 as AseFIRE2
 from scipy.optimize import minimize_scalar
 
 from nvalchemiops.ase import Calculator, Pair
+from nvalchemiops.notices import NvalchemiopsWarning
 from nvalchemiops.torch.dynamics import FIRE, FIRE2, LBFGS, CellFilter, Evaluation, FromEnergies, relax
 from nvalchemiops.torch.systems import System
 from tests.dynamics.relaxation import (
@@ -297,3 +298,19 @@ def test_torch_models_whose_forces_come_from_autograd() -> None:
         with pytest.raises(ValueError, match="`positions` of the system is differentiated"):
             transform()
     assert torch.func.grad(lambda x: last(x.detach()) * x.sum())(start).shape == start.shape
+
+
+def test_relaxed_energies_in_transforms_have_derivatives_by_a_cell_that_stays() -> None:
+    """Forces are zero, so energies of the relaxed system change as at constant positions."""
+    places = 0.2 * torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+    cell = torch.eye(3, dtype=torch.float64) + 0.1
+    model = FromEnergies(lambda s: ((s.positions - places @ s.cell.reshape(3, 3)) ** 2).sum() + (s.cell**2).sum())
+
+    def relaxed(box, **options):
+        return model.function(relax(System(places, cell=box), model, "lbfgs", fmax=1e-8, **options).system)
+
+    with pytest.warns(NvalchemiopsWarning, match="its `system.cell` alone"):
+        slope = torch.func.grad(relaxed)(cell)
+    assert (slope - 2.0 * cell).abs().max() < 1e-7
+    with pytest.raises(ValueError, match="`cell` of the system is differentiated"):
+        torch.func.grad(lambda box: relaxed(box, cell=True))(cell)

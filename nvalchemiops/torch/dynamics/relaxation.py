@@ -9,10 +9,9 @@ import torch
 from torch.autograd import forward_ad
 
 from nvalchemiops.layout import layout
-from nvalchemiops.notices import notify
+from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, may_refuse, systems_refused
@@ -28,7 +27,7 @@ from nvalchemiops.torch.dynamics.model import (
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
-from nvalchemiops.torch.runtime._torch_internals import is_wrapped
+from nvalchemiops.torch.runtime._torch_internals import is_wrapped, unwrapped
 from nvalchemiops.torch.systems import System
 
 ASK_EVERY = 10
@@ -155,8 +154,8 @@ def relax(
     Raises
     ------
     ValueError, TypeError
-        A bad argument; a model that gives no stress, or results of a wrong shape; positions or cells that a transform
-        of torch.func, or forward mode, differentiates.
+        A bad argument; a model that gives no stress, or results of a wrong shape; positions, or cells that relax, that
+        a transform of torch.func, or forward mode, differentiates.
     FloatingPointError
         Forces, energies or stress are not finite, in all systems. An error that the model raises for all is not caught.
 
@@ -164,6 +163,8 @@ def relax(
     -----
     ConvergenceWarning
         Systems did not converge, or failed.
+    NvalchemiopsWarning
+        A transform of torch.func, or forward mode, differentiates a cell that does not relax.
 
     Notes
     -----
@@ -211,8 +212,7 @@ def relax(
     given = system.system if isinstance(system, RelaxationState) else system
     domain = given.domain if isinstance(given, System) else None
     if isinstance(given, System):
-        for key in ("positions", "cell"):
-            _refuse_transforms(key, getattr(given, key))
+        _check_transforms(given, cell)
     name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
     arguments = {"optimizer": name, "fmax": fmax, "smax": smax, "cell": described(cell)}
     with together(domain, now=True):
@@ -307,12 +307,29 @@ def relax(
     )
 
 
-def _refuse_transforms(name: str, value: torch.Tensor | None) -> None:
-    """Raise for derivatives that would be zero without a word; results without a graph tell of themselves."""
-    if not isinstance(value, torch.Tensor) or not is_differentiated(value):
-        return
-    if forward_ad.unpack_dual(value).tangent is not None or is_wrapped(value):
-        raise ValueError(f"`{name}` of the system is differentiated, but results of `relax` are constants: detach it")
+def _check_transforms(system: System, cell: bool | str | CellFilter) -> None:
+    """Raise for derivatives that would be zero without a word; warn where those by a cell that stays may be meant."""
+    for name, value in (("positions", system.positions), ("cell", system.cell)):
+        if not _is_transformed(value):
+            continue
+        if name == "positions" or cell:
+            text = f"`{name}` of the system is differentiated, but results of `relax` are constants: detach it"
+            raise ValueError(text)
+        text = "`cell` of the system is differentiated, but of the results of `relax` its `system.cell` alone"
+        notify(f"{text}: positions and `evaluation` are constants", NvalchemiopsWarning)
+
+
+def _is_transformed(value: torch.Tensor | None) -> bool:
+    """Whether a transform, or forward mode, differentiates this; results without a graph tell of themselves."""
+    while isinstance(value, torch.Tensor):
+        if forward_ad.unpack_dual(value).tangent is not None:
+            return True
+        if not is_wrapped(value):
+            return False
+        if value.requires_grad and torch.is_grad_enabled():
+            return True
+        value = unwrapped(value)
+    return False
 
 
 def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Evaluation:
