@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from scipy.linalg import expm, expm_frechet
 
 from nvalchemiops.torch.dynamics import CellFilter, Chart, Evaluation, npt, relax, simulate
@@ -149,3 +150,11 @@ def test_names_allow_the_changes_that_npt_allows(name: str, mask: tuple[bool, bo
         assert change[allowed].abs().min() > 1e-6 and (allowed.all() or change[~allowed].abs().max() < 1e-14)
         sizes = change.diagonal()[axes]
         assert (sizes - sizes[0]).abs().max() < 1e-14 if name == "isotropic" else (sizes[0] - sizes[-1]).abs() > 1e-8
+
+
+def test_systems_without_atoms_have_any_cell_factor_and_pressure() -> None:
+    """Numbers of atoms, the factors of ASE, are zero then."""
+    atoms = System.from_ase([crystal(1), Atoms(cell=[3.0, 4.0, 5.0], pbc=True), crystal(2)])
+    counts = torch.bincount(atoms.batch_idx, minlength=3)
+    chart = Chart(atoms, cell=CellFilter(cell_factor=counts, scalar_pressure=torch.tensor([0.1, torch.nan, 0.1])))
+    assert torch.equal(chart.at(chart.start).cell, atoms.cell)

@@ -208,18 +208,20 @@ class Chart:
 
         factor = counts.clamp(min=1.0) if self._options.cell_factor is None else self._options.cell_factor
         axes = torch.ones_like(counts, dtype=torch.bool) if pbc is None else pbc.reshape(-1, 3).any(1)
+        relaxes = (counts > 0) & axes
+        factor = of_each("cell_factor", factor, n, device).detach().squeeze(1)
         self._per_system = {
             "mask": _mask(self._options, n, device),
-            "factor": of_each("cell_factor", factor, n, device).detach().squeeze(1),
+            "factor": torch.where(relaxes, factor, 1.0),  # numbers of atoms, as in ASE, may be zero
             "pressure": of_each("scalar_pressure", self._options.scalar_pressure, n, device).detach().squeeze(1),
-            "relaxes": (counts > 0) & axes,
+            "relaxes": relaxes,
             "volume": _cofactors(self._lattice)[1].abs(),
         }
         for name, key, least in (("cell_factor", "factor", 0.0), ("scalar_pressure", "pressure", -1.0)):
             value = self._per_system[key]
-            if may_read(value) and not bool((value.isfinite() & (value.abs() > least)).all()):
+            if may_read(value) and not bool((value.isfinite() & (value.abs() > least) | ~relaxes).all()):
                 raise ValueError(f"`{name}` must be finite{' and not zero' if least == 0.0 else ''}")
-        flat = self._per_system["relaxes"] & ~(self._per_system["volume"] > 0.0)
+        flat = relaxes & ~(self._per_system["volume"] > 0.0)
         if may_read(flat) and bool(flat.any()):
             raise ValueError(
                 f"`cell` of system {int(flat.nonzero()[0])} has no volume, so it has no stress to relax: give three "
