@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from nvalchemiops.jax._jax_internals import vary_alike, vary_like_results
@@ -172,7 +173,7 @@ class Integrator:
         ValueError
             A bad argument, named in the message.
         """
-        if isinstance(options.get("seed"), int) and jax.dtypes.canonicalize_dtype("int64") != "int64":
+        if isinstance(options.get("seed"), int | np.integer) and jax.dtypes.canonicalize_dtype("int64") != "int64":
             checks.check_int("seed", options["seed"])  # arrays would have its lower half
         if is_traced((tuple(system), options)):
             raise TypeError("`start` reads values: call it outside of jit, and replace fields of the state inside")

@@ -140,7 +140,7 @@ def test_units():
 
 def test_seeds_have_64_bits():
     """Those of torch, and times in nanoseconds, do not fit into 32 bits."""
-    for seed, same in ((torch.tensor(7), 7), (2**40 + 1, 2**40 + 1), (2**64 - 1, -1), (2**63, -(2**63))):
+    for seed, same in ((torch.tensor(7), 7), (2**40 + 1, 2**40 + 1), (2**64 - 1, -1), (np.uint64(2**63), -(2**63))):
         found = maxwell_boltzmann(MASSES, 1.0, BATCH, 4, seed=seed)
         assert torch.equal(found, maxwell_boltzmann(MASSES, 1.0, BATCH, 4, seed=torch.full((4,), same)))
         assert not torch.equal(found, maxwell_boltzmann(MASSES, 1.0, BATCH, 4, seed=1))

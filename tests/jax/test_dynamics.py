@@ -401,8 +401,9 @@ def test_errors_name_what_is_wrong():
         jit(lambda t: dynamics.langevin(0.1, t))(0.1)
     with pytest.raises(ValueError, match="`masses` are needed"):
         integrator.start(system, spring)
-    with jax.enable_x64(False), pytest.raises(ValueError, match="`seed` must fit into 32 bits"):
-        integrator.start(system, spring, masses=np.ones(2), seed=2**40)
+    for seed in (2**40, np.int64(2**40)):
+        with jax.enable_x64(False), pytest.raises(ValueError, match="`seed` must fit into 32 bits"):
+            integrator.start(system, spring, masses=np.ones(2), seed=seed)
     with pytest.raises(ValueError, match="must be positive"):
         dynamics.nve(-1.0).start(system, spring, masses=jnp.ones(2))
     state = integrator.start(system, spring, masses=jnp.ones(2), seed=np.int64(0))

@@ -81,8 +81,8 @@ def seeds_of(name: str, value: Any, n_systems: int, device: torch.device) -> tor
     if isinstance(value, (np.ndarray, list, tuple)):
         value = torch.tensor(value, device=device)
     if not isinstance(value, torch.Tensor):
-        if type(value) is int and 2**63 <= value < 2**64:
-            value -= 2**64  # the same bits: seeds of torch may have no sign
+        if isinstance(value, int | np.integer) and 2**63 <= value < 2**64:
+            value = int(value) - 2**64  # the same bits: seeds of torch may have no sign
         value = torch.full((n_systems,), checks.check_int(name, value, 64), dtype=torch.int64, device=device)
     if value.shape not in ((), (n_systems,)) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
