@@ -101,7 +101,7 @@ class FromASE:
 
     def _takes_charges(self) -> bool:
         """Whether a term is known to be a sum over the initial charges."""
-        terms = getattr(self.calculator, "terms", ())
+        terms = self.calculator.terms if isinstance(self.calculator, Calculator) else ()
         return any(isinstance(term, Electrostatics) and term.charges is None for term in terms)
 
     # -- all in one call ------------------------------------------------------------------------------

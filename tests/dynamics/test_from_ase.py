@@ -246,3 +246,6 @@ def test_charges_of_the_system_have_no_gradients():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         FromASE(Calculator(Electrostatics("dsf", CHARGES, cutoff=5.0, alpha=0.2)))(system)
+        other = EMT()
+        other.terms = None  # a calculator of another package may mean anything by it
+        FromASE(other)(System.from_ase(ase.build.bulk("Cu"))._replace(charges=torch.ones(1, requires_grad=True)))
