@@ -300,7 +300,7 @@ def test_torch_models_whose_forces_come_from_autograd() -> None:
     assert torch.func.grad(lambda x: last(x.detach()) * x.sum())(start).shape == start.shape
 
 
-def test_relaxed_energies_in_transforms_have_derivatives_by_a_cell_that_stays() -> None:
+def test_relaxed_energies_in_transforms_have_derivatives_by_what_stays() -> None:
     """Forces are zero, so energies of the relaxed system change as at constant positions."""
     places = 0.2 * torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
     cell = torch.eye(3, dtype=torch.float64) + 0.1
@@ -314,3 +314,11 @@ def test_relaxed_energies_in_transforms_have_derivatives_by_a_cell_that_stays() 
     assert (slope - 2.0 * cell).abs().max() < 1e-7
     with pytest.raises(ValueError, match="`cell` of the system is differentiated"):
         torch.func.grad(lambda box: relaxed(box, cell=True))(cell)
+
+    def along_charges(charges):
+        model = FromEnergies(lambda s: (s.positions - s.charges.unsqueeze(1)).square().sum() + s.charges.square().sum())
+        return model.function(relax(System(places, charges), model, "lbfgs", fmax=1e-8).system)
+
+    with pytest.warns(NvalchemiopsWarning, match="its `system.charges` alone"):
+        slope = torch.func.grad(along_charges)(places[:, 0])
+    assert (slope - 2.0 * places[:, 0]).abs().max() < 1e-7

@@ -164,7 +164,7 @@ def relax(
     ConvergenceWarning
         Systems did not converge, or failed.
     NvalchemiopsWarning
-        A transform of torch.func, or forward mode, differentiates a cell that does not relax.
+        A transform of torch.func, or forward mode, differentiates charges, or a cell that does not relax.
 
     Notes
     -----
@@ -308,14 +308,14 @@ def relax(
 
 
 def _check_transforms(system: System, cell: bool | str | CellFilter) -> None:
-    """Raise for derivatives that would be zero without a word; warn where those by a cell that stays may be meant."""
-    for name, value in (("positions", system.positions), ("cell", system.cell)):
-        if not _is_transformed(value):
+    """Raise for derivatives that would be zero without a word; warn where those by what stays may be meant."""
+    for name in ("positions", "cell", "charges", "dipoles", "quadrupoles", "widths"):
+        if not _is_transformed(getattr(system, name)):
             continue
-        if name == "positions" or cell:
+        if name == "positions" or (name == "cell" and cell):
             text = f"`{name}` of the system is differentiated, but results of `relax` are constants: detach it"
             raise ValueError(text)
-        text = "`cell` of the system is differentiated, but of the results of `relax` its `system.cell` alone"
+        text = f"`{name}` of the system is differentiated, but of the results of `relax` its `system.{name}` alone"
         notify(f"{text}: positions and `evaluation` are constants", NvalchemiopsWarning)
 
 
