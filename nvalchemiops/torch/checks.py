@@ -76,14 +76,14 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def as_callables(name: str, value: Any) -> Sequence[Any]:
-    """Callables that are called again and again: one that is not in a sequence, and those of an iterator, are kept."""
+def as_hooks(value: Any) -> Sequence[Any]:
+    """Functions that are called again and again: one that is not in a sequence, and those of an iterator, are kept."""
     if not isinstance(value, Iterable):
         value = [value]
     found = value if isinstance(value, Sequence) else list(value)
     for one in found:
         if not callable(one):
-            raise TypeError(f"`{name}` must be callables in a sequence, got {type(one).__name__}")
+            raise TypeError(f"`hooks` must be callables in a sequence, got {type(one).__name__}")
     return found
 
 

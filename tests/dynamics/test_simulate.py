@@ -82,6 +82,9 @@ def test_a_state_is_loaded_where_it_is_asked_for(tmp_path):
             assert type(loaded) is type(saved)
             found = {t.device.type for t in tree_leaves(loaded) if isinstance(t, torch.Tensor)}
             assert found == {device}
+    other = tmp_path / "older.pt"
+    torch.save(torch.load(tmp_path / "0.pt"), other, _use_new_zipfile_serialization=False)
+    assert torch.equal(load_state(other).velocities, state.velocities)
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (False, True, True)])

@@ -197,7 +197,7 @@ def relax(
     elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
         raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
     check_model(model)
-    hooks, fmax = checks.as_callables("hooks", hooks), checks.check_not_negative("fmax", fmax)
+    hooks, fmax = checks.as_hooks(hooks), checks.check_not_negative("fmax", fmax)
     if smax is not None:
         smax = checks.check_not_negative("smax", smax)
         if cell is False:

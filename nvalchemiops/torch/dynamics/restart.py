@@ -112,17 +112,22 @@ def _plain(value: Any) -> Any:
 
 def _loaded(path: str | PathLike[str], device: torch.device | str | None) -> Any:
     """What is in the file; None if torch did not write it, or there is something else than tensors in it."""
+    is_archive = True
     if isinstance(path, str | PathLike):
         with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):
-                return None
-            with zipfile.ZipFile(file) as archive:
-                if not any(name.endswith("data.pkl") for name in archive.namelist()):
-                    return None
+            is_archive = zipfile.is_zipfile(file)
+            if is_archive:
+                with zipfile.ZipFile(file) as archive:
+                    if not any(name.endswith("data.pkl") for name in archive.namelist()):
+                        return None
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError:
         return None
+    except (EOFError, RuntimeError, ValueError):
+        if is_archive:
+            raise
+        return None  # the older format of torch has no other sign of what is wrong
 
 
 def _write(path: str | PathLike[str], content: Any) -> None:

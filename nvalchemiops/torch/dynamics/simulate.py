@@ -156,7 +156,7 @@ def simulate(
     check_model(model)
     steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
     trajectory_every = every if trajectory_every is None else trajectory_every
-    appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_callables("hooks", hooks)
+    appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_hooks(hooks)
     writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends)
     measures = _measures(record, integrator)
     measured: Any = functools.partial(_measured, measures)
