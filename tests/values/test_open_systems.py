@@ -384,6 +384,8 @@ def test_vmap_over_systems_or_neighbors_of_a_batch_with_molecules(batch):
         slices = [value if axis is None else value[None] for value, axis in zip((of_atom, matrix), mapped)]
         with pytest.raises(ValueError, match=r"`pbc`.*`vmap`"):
             torch.vmap(energies, mapped)(*slices)
+    with pytest.raises(ValueError, match="if `vmap` maps over `pbc` or `batch_idx`"):
+        torch.vmap(lambda of_atom: SUMS["ewald"](positions, charges, None, batch_idx=of_atom, pbc=False))(of_atom[None])
 
 
 def test_transforms_of_molecules_alone_and_among_crystals(batch):

@@ -148,7 +148,7 @@ def check_system(
     charges: Any = atoms.charges
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions, channels=True)
-    cell = check_periodic_cells(atoms.cell, positions)
+    cell = check_periodic_cells(atoms.cell, positions, atoms.pbc)
     # before the values of the cell: a system with open axes may have vectors of zeros
     slab_axes, valid = _check_periodicity(atoms.pbc, positions, cell.shape[0], slab_correction)
     check_cells(cell)
@@ -161,14 +161,15 @@ def check_system(
     return system._replace(slab_axes=slab_axes, valid=valid, widths=widths, of_points=of_points)
 
 
-def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
+def check_periodic_cells(cell: Any, positions: torch.Tensor, pbc: Any = None) -> torch.Tensor:
     """The cells (n_systems, 3, 3); raise if there are none, or if dtype or device differ from the positions."""
     if cell is None:
         raise ValueError(
             "`cell` is required: an Ewald sum is for periodic systems; for systems that are not periodic give "
             "pbc=False, which sums over all pairs, or use coulomb_energy"
-            + "; in compiled graphs virials and energies of several molecules also need cells, whose values do not "
-            "matter: they say how many systems there are" * torch.compiler.is_compiling()
+            + "; values cannot be read in exported programs, in compiled graphs on a GPU, or if `vmap` maps over `pbc` "
+            "or `batch_idx`; in other compiled graphs virials and energies of several molecules also need cells, whose "
+            "values do not matter: they say how many systems there are" * (pbc is not None)
         )
     cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
     if cell.shape[0] == 0:
