@@ -1,5 +1,6 @@
 """Cases for several ranks: modules, training, single precision, ASE. See `ranks.py`."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -248,18 +249,20 @@ def transforms_of_functions(group: Any) -> None:
 
         def of_own(
             own: torch.Tensor,
+            cell: torch.Tensor = atoms.cell,
             domain: Domain = domain,
             q: torch.Tensor = q,
             method: Any = method,
             options: Any = options,
         ) -> torch.Tensor:
-            return method(own, q, atoms.cell, 0.7, domain=domain, **options)
+            return method(own, q, cell, 0.7, domain=domain, **options)
 
         for transform, function, at in (
             (torch.func.hessian, share, x),
             (torch.func.jacfwd, share, x),
             (torch.func.vmap, share, torch.stack([x, x])),
             (torch.func.vmap, of_own, torch.stack([own, own])),
+            (torch.func.vmap, functools.partial(of_own, own), torch.stack([atoms.cell, atoms.cell])),
         ):
             with pytest.raises(NotImplementedError, match="cannot map over a call with a `domain`"):
                 transform(function)(at)

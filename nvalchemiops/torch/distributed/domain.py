@@ -558,7 +558,7 @@ class Domain(Ranks):
     def _check(self, atoms: System) -> None:
         """Raise unless this rank owns these atoms, in the cells of this domain. Must be called inside `_together`."""
         checks.check_positions(atoms.positions, finite=False)
-        if is_mapped(atoms.positions):
+        if any([isinstance(value, torch.Tensor) and is_mapped(value) for value in (atoms.positions, atoms.cell)]):
             refuse_slices()
         if atoms.positions.shape[0] != self.n_owned:
             raise ValueError(
