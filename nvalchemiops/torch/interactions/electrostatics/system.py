@@ -200,7 +200,7 @@ def _check_periodicity(
         raise ValueError(
             "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
             "with one open axis, or use coulomb_energy or dsf_coulomb with a cutoff"
-            + "; if three axes are open, `vmap` cannot map over `batch_idx`"
+            + "; if three axes are open, there can be no `domain`, and `vmap` cannot map over `batch_idx`"
             * bool((n_open == 3).any())
         )
     if (n_open > 1).any():
