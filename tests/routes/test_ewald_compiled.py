@@ -487,6 +487,13 @@ def test_a_bad_system_is_nan_alone_where_neighbors_are_found_inside():
             assert found[batch_idx == 0].isnan().all() and torch.equal(found[batch_idx == 1], right[batch_idx == 1])
 
 
+@pytest.mark.parametrize("function", [ewald_summation, electrostatic_potential])
+def test_a_cell_of_another_shape_is_named_as_in_eager_mode(function):
+    call = functools.partial(function, alpha=ALPHA, k_cutoff=3.3, cutoff=CUTOFF)
+    with pytest.raises(Exception, match="`cell` must have shape"):
+        compiled(call)(*ONE[:2], ONE.cell[..., :2])
+
+
 def test_other_errors_are_not_taken_for_wrong_values(monkeypatch):
     """What fails inside of the library, or of torch, is an error, in the sum and in its gradient."""
 

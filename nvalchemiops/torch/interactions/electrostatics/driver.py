@@ -64,9 +64,10 @@ def in_graph(asked: EwaldSum) -> EwaldSum:
     atoms, options = asked.atoms, asked.options
     if not torch.compiler.is_compiling() or not isinstance(atoms.positions, torch.Tensor):
         return asked
-    if isinstance(options.alpha, float) and isinstance(atoms.cell, torch.Tensor):
+    cell = atoms.cell
+    if isinstance(options.alpha, float) and isinstance(cell, torch.Tensor) and cell.shape[-2:] == (3, 3):
         # a tensor: a graph would be compiled again for each number
-        alpha = per_system("alpha", options.alpha, atoms.cell.reshape(-1, 3, 3).shape[0], atoms.cell.device)
+        alpha = per_system("alpha", options.alpha, cell.reshape(-1, 3, 3).shape[0], cell.device)
         asked = asked._replace(options=options._replace(alpha=alpha))
     # a tensor, since the op of a CPU takes no lists, and the operations of a graph know no open systems
     if isinstance(atoms.pbc, (list, tuple)) and layout(atoms.positions.device.type).reads:
