@@ -53,7 +53,7 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
         asked = asked._replace(atoms=asked.atoms._replace(positions=asked.atoms.positions.detach(), cell=cell))
     with shares.whole_call(asked.atoms.domain):
         found = one_or_several(_ewald_sum(asked))
-    if asked.options.slab_correction is True and is_listed(asked.neighbors) and is_eager():
+    if asked.options.slab_correction is True and is_listed(asked.neighbors) and not torch.compiler.is_compiling():
         warn_of_missing_images(asked)
     return found
 

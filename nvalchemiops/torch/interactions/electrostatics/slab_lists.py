@@ -1,30 +1,34 @@
 """Lists of slabs that a caller gives: a sum that is corrected for slabs needs images across the vacuum as well."""
 
+import math
+
 import torch
 
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum
-from nvalchemiops.torch.neighbors.rows import build_rows, listed_slots, pair_distances, row_indices, rows_of
+from nvalchemiops.torch.neighbors.rows import Rows, build_rows, listed_slots, pair_distances, row_indices, rows_of
 from nvalchemiops.torch.runtime.cache import cached_by_identity
-from nvalchemiops.torch.runtime.context import is_eager, may_read
+from nvalchemiops.torch.runtime.context import may_read, may_recognize
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
-LOOKED_AT = 4096
-"""Pairs of a list that tell how far it reaches."""
+LOOKED_AT = 64
+"""Atoms whose rows tell how far a list reaches."""
 
 
 def warn_of_missing_images(asked: EwaldSum) -> None:
-    """Warn if the list was searched with the open axis of a slab, whose vacuum is narrower than the list reaches.
+    """Warn if the list was searched with the open axis of a slab, whose vacuum is narrower than the sum over pairs.
 
-    The arguments are valid. Values are read once for each list, on a CPU and outside of recordings only.
+    The arguments are valid. Values are read once for each list, on a CPU and outside of recordings only. A list of
+    inference mode would be looked at in each call, and is not.
     """
-    atoms, near = asked.atoms, asked.neighbors
+    near = asked.neighbors
     shifts = near.shifts if near.neighbor_list is not None else near.matrix_shifts
-    if shifts is None or atoms.domain is not None or not is_eager(shifts) or current_recorder() is not None:
-        return  # a plan holds nothing but the sum
-    if not may_read(*[t for t in (*near, *atoms[:5]) if isinstance(t, torch.Tensor)]):
+    if shifts is None or asked.atoms.domain is not None or not may_recognize(shifts) or not may_read(shifts):
         return
+    if current_recorder() is not None:
+        return  # a plan holds nothing but the sum
     (lacks,) = cached_by_identity("images of a slab", shifts, (), lambda: (_lacks_images(asked),))
     if bool(lacks):
         notify(
@@ -35,31 +39,31 @@ def warn_of_missing_images(asked: EwaldSum) -> None:
 
 
 def _lacks_images(asked: EwaldSum) -> torch.Tensor:
-    """Whether pairs across the vacuum are closer than the farthest of some that are listed."""
+    """Whether pairs across the vacuum count, and are closer than the farthest of some that are listed."""
     atoms = asked.atoms
+    none = torch.zeros((), dtype=torch.bool)
+    if not may_read(*[t for t in (*asked.neighbors, *atoms[:5]) if isinstance(t, torch.Tensor)]):
+        return none
     x, cell = atoms.positions.detach().double(), atoms.cell.detach().double().reshape(-1, 3, 3)  # type: ignore[union-attr]
-    none, n_systems = x.new_zeros((), dtype=torch.bool), cell.shape[0]
+    n_systems = cell.shape[0]
     rows = rows_of(asked.neighbors._replace(half_list=False), x, periodic=True)
     pbc = checks.pbc_tensor(atoms.pbc, x.device).reshape(-1, 3).expand(n_systems, 3)
     of = torch.zeros_like(x[:, 0], dtype=torch.int64) if atoms.batch_idx is None else atoms.batch_idx.long()
     is_slab = (pbc.sum(1, keepdim=True) == 2).expand(n_systems, 3)
     is_open = (~pbc & is_slab)[of]  # (n_atoms, 3)
-    cell = torch.where(
-        is_slab.unsqueeze(-1), cell, torch.eye(3, dtype=cell.dtype, device=x.device)
-    )  # of molecules: may be zeros
-    if rows is None or not bool(is_open.any()):
+    in_slabs = is_open.any(1).nonzero().squeeze(1)
+    if rows is None or rows.shifts is None or not in_slabs.numel():
         return none
-    is_atom = (rows.neighbors >= 0) & (rows.neighbors < len(x))  # of others the sum is NaN
-    listed = (listed_slots(rows) & is_atom).nonzero().squeeze(1)
-    first = row_indices(rows, len(x))[listed]
-    assert rows.shifts is not None
-    if listed.numel() == 0 or bool(((rows.shifts[listed] != 0) & is_open[first]).any()):
-        return none
-    few = slice(0, LOOKED_AT)
-    i, j, shift = first[few], rows.neighbors[listed[few]].long(), rows.shifts[listed[few]].double()
-    apart = x[j] - x[i] + (shift.unsqueeze(1) @ cell[of[i]]).squeeze(1)
-    reach = float(apart.norm(dim=1)[is_open[i].any(1)].amax()) if bool(is_open[i].any()) else 0.0
+    cell = torch.where(is_slab.unsqueeze(-1), cell, torch.eye(3, dtype=cell.dtype))  # of molecules: may be zeros
+    i, slots = _rows_of_atoms(rows, in_slabs[:: -(-in_slabs.numel() // LOOKED_AT)])
+    j = rows.neighbors[slots].long().clamp(0, len(x) - 1)  # of atoms that do not exist the sum is NaN
+    apart = x[j] - x[i] + (rows.shifts[slots].double().unsqueeze(1) @ cell[of[i]]).squeeze(1)
+    reach = min(float(apart.norm(dim=1).amax()) if slots.numel() else 0.0, _needed(asked, n_systems))
     if reach == 0.0 or not _may_see_images(x, cell, of, is_open, reach):
+        return none
+    listed = listed_slots(rows).nonzero().squeeze(1)
+    first = row_indices(rows, len(x))[listed]
+    if bool(((rows.shifts[listed] != 0) & is_open[first]).any()):
         return none
     batch_idx = None if atoms.batch_idx is None else of.int()
     found = build_rows(x, reach, cell, batch_idx, is_slab)
@@ -67,6 +71,28 @@ def _lacks_images(asked: EwaldSum) -> torch.Tensor:
     assert found.shifts is not None
     across = ((found.shifts != 0) & is_open[first.long()]).any(1)
     return (across & (distances < (1.0 - 1e-6) * reach)).any()
+
+
+def _needed(asked: EwaldSum, n_systems: int) -> float:
+    """The distance from which on pairs add less than the accuracy, so that a list may lack them."""
+    options = asked.options
+    needed = math.inf if options.cutoff is None else float(options.cutoff)
+    if options.alpha is not None:
+        alpha = per_system("alpha", options.alpha, n_systems, asked.atoms.positions.device).detach()
+        needed = min(needed, math.sqrt(-math.log(options.accuracy)) / float(alpha.amin()))
+    return needed
+
+
+def _rows_of_atoms(rows: Rows, atoms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs (n,) in the rows of some atoms: their first atoms, and their slots."""
+    if rows.pointers is None:
+        begin, end = atoms * rows.width, (atoms + 1) * rows.width
+    else:
+        begin, end = rows.pointers[atoms].long(), rows.pointers[atoms + 1].long()
+    length = end - begin
+    slots = torch.arange(int(length.sum())) + (begin - (length.cumsum(0) - length)).repeat_interleave(length)
+    inside = rows.neighbors[slots] != rows.padding
+    return atoms.repeat_interleave(length)[inside], slots[inside]
 
 
 def _may_see_images(x: torch.Tensor, cell: torch.Tensor, of: torch.Tensor, is_open: torch.Tensor, reach: float) -> bool:
