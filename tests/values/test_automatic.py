@@ -210,6 +210,11 @@ def test_estimates_for_batches_with_molecules_are_those_of_the_others(method):
     inside = of_atom != 1
     crystals = System(batch.positions[inside], batch.charges[inside], cells[[0, 2]], of_atom[inside] // 2)
     expected = Electrostatics.estimate(crystals, 1e-5, method=method)
+    if method == "pme":
+        found = ParticleMeshEwald.estimate(batch, accuracy=1e-5, real_space_cutoff=[5.0, 1.0, 6.0])
+        expected = ParticleMeshEwald.estimate(crystals, accuracy=1e-5, real_space_cutoff=[5.0, 6.0])
+        with pytest.raises(ValueError, match=r"`real_space_cutoff` must be a number or have shape \(3,\), got \(2,\)"):
+            ParticleMeshEwald.estimate(batch, real_space_cutoff=torch.ones(2))
     assert type(found) is type(expected) and found.cutoff == expected.cutoff
     assert torch.equal(found.alpha[[0, 2]], expected.alpha) and found.alpha.shape == (3,)
     close(

@@ -382,8 +382,10 @@ class ParticleMeshEwald(ConfiguredSum):
             checks.check_place("positions", atoms.positions)
             costs = COSTS[atoms.positions.device.type]
             order = order_of_least_cost(checks.check_positive("accuracy", accuracy), costs)
-        if kept is not None and isinstance(real_space_cutoff, torch.Tensor) and real_space_cutoff.numel() > 1:
-            real_space_cutoff = real_space_cutoff.index_select(0, kept.to(real_space_cutoff.device))
+        if kept is not None and real_space_cutoff is not None:
+            n_systems, device = positions.cell.shape[0], kept.device  # type: ignore[union-attr]  # it is a System
+            cutoffs = per_system("real_space_cutoff", real_space_cutoff, n_systems, device, wait=True)
+            real_space_cutoff = cutoffs.index_select(0, kept)
         found = pme_parameters(atoms, accuracy, real_space_cutoff, order, long_range=MeshSum(order, None))
         reach = float(found.real_space_cutoff.max())
         return cls(_of_all(found.alpha, kept, positions), found.mesh_dimensions, order, reach, accuracy=accuracy)
