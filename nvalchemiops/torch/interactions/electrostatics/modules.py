@@ -10,7 +10,7 @@ from nvalchemiops.interactions.electrostatics.error_models import COSTS, DEFAULT
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.open_systems import periodic_part, periodicity
+from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems, periodic_part, periodicity
 from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
@@ -94,7 +94,14 @@ def _of_all(values: torch.Tensor, kept: torch.Tensor | None, positions: Any) -> 
 
 
 def _cell_of(cell: Any) -> Any:
-    return cell.cell if isinstance(cell, System) else cell
+    """The cells of a system; in a batch unit cells for molecules without one, which are summed over all pairs."""
+    if not isinstance(cell, System):
+        return cell
+    cells, is_open = cell.cell, open_systems(cell)
+    if cells is None or is_open is None or is_open.all():
+        return cells
+    none = is_open.to(cells.device) & (cells.detach() == 0.0).flatten(1).all(1)
+    return torch.where(none[:, None, None], torch.eye(3, dtype=cells.dtype, device=cells.device), cells)
 
 
 class ConfiguredSum(ExactModule):
