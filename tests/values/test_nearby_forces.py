@@ -1,23 +1,36 @@
 """The estimate of forces by near neighbors, of a sample of the atoms of a large system."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+from nvalchemiops.torch.interactions.electrostatics import (
+    Electrostatics,
+    ParticleMeshEwald,
+    estimate_errors,
+    ewald_summation,
+)
 from nvalchemiops.torch.interactions.electrostatics.accuracy import nearby_forces
 from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_of_neighbors, force_on_host
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
 from nvalchemiops.torch.systems import System
+from tests.lanes.fibers import gpu_layout
 from tests.support.systems import batch, crystal, disordered
 
 REACH = 7.0
 
 
-def by_sample(system, rows, reach, spacing):
-    return force_on_host(system, rows, reach, np.array(spacing.tolist()), sampled=True)
+def by_sample(system, rows, reach, spacing, on_mesh=False):
+    return force_on_host(system, rows, reach, np.array(spacing.tolist()), sampled=True, on_mesh=on_mesh)
+
+
+def on_gpu(*given, **options):
+    with gpu_layout():
+        return by_sample(*given, **options)
 
 
 def estimate(system, rows=None, measure=by_sample):
@@ -64,6 +77,32 @@ def test_few_large_forces_are_looked_for_among_all_atoms(unrounded):
             assert found == pytest.approx(expected, rel=1e-12)
         else:
             assert found < 1.15 * expected  # a force that is taken for too small costs time, not accuracy
+
+
+def test_a_mesh_is_finer_where_few_atoms_are_charged():
+    """There the force of a charge on itself, an error of a mesh, does not vanish among those of the others."""
+    worst = {"ewald": 0.0, "pme": 0.0}
+    for seed in range(3):
+        x = crystal("rocksalt", 5.6, 6, 0.2, seed).positions
+        charges = torch.zeros(len(x), dtype=torch.float64)
+        charges[0], charges[40] = 1.0, -1.0
+        system = System(x, charges, 16.8 * torch.eye(3, dtype=torch.float64))
+        exact = Electrostatics(1e-10, method="ewald")(system, compute_forces=True).forces
+        calls = {method: Electrostatics(1e-5, method=method) for method in worst}
+        for method, call in (*calls.items(), ("pme", ParticleMeshEwald.estimate(system, accuracy=1e-5))):
+            error = (call(system, compute_forces=True).forces - exact).norm() / exact.norm()
+            worst[method] = max(worst[method], float(error))
+        mesh = {"mesh_dimensions": (24, 24, 24), "spline_order": 6}
+        coarse = ParticleMeshEwald(0.5, **mesh, cutoff=10.0)(system, compute_forces=True).forces
+        known = {"alpha": 0.5, "real_space_cutoff": 10.0, "charges": charges}
+        expected = estimate_errors(x, system.cell, **known, **mesh).total
+        assert 1 / 3 < float(expected / ((coarse - exact).norm() / exact.norm())) < 3.0
+        on_mesh = functools.partial(by_sample, on_mesh=True)
+        found = estimate(system, measure=on_mesh)
+        assert found < 0.6 * estimate(system)
+        for others in (force_of_neighbors, on_gpu):
+            assert estimate(system, measure=functools.partial(others, on_mesh=True)) == found
+    assert max(worst.values()) < 3e-5  # as documented
 
 
 def test_small_systems_have_no_sample(unrounded):

@@ -209,7 +209,7 @@ def pme_parameters(
     else:
         if r_c is None:
             r_c = _mesh_cutoff(sizes, core.Target(accuracy), order, core.COSTS[positions.device.type])
-        target = _target(accuracy, atoms, sizes, r_c)
+        target = _target(accuracy, atoms, sizes, r_c, on_mesh=True)
         alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     mesh = choice.mesh_for(sizes, alpha, target, order, safety, padding, strengths)
     spacing = sizes.lengths / np.array(mesh)
@@ -311,7 +311,10 @@ def estimate_errors(
     else:
         model = sizes.mesh_model(*mesh_and_order(mesh_dimensions, check_spline_order(spline_order)))
     target = _target(1.0, atoms, sizes, cutoff)
-    errors = core.expected_errors(splitting, cutoff, sizes.spacing, model, target)
+    of_pairs, of_reciprocal = core.expected_errors(splitting, cutoff, sizes.spacing, model, target)
+    if mesh_dimensions is not None:
+        of_reciprocal *= target.force / _target(1.0, atoms, sizes, cutoff, on_mesh=True).force
+    errors = of_pairs, of_reciprocal
     tensors = (torch.as_tensor(e, dtype=torch.float64, device=device) for e in (*errors, np.hypot(*errors)))
     return ErrorEstimate(*tensors)
 
@@ -402,7 +405,9 @@ def _sizes_of(atoms: System) -> Sizes:
     return sizes_of(cell, counted(batch_idx, cell.shape[0], positions.shape[0]))
 
 
-def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.ndarray) -> core.Target:
+def _target(
+    accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.ndarray, on_mesh: bool = False
+) -> core.Target:
     typical = core.Target(accuracy)
     if atoms.charges is None:
         return typical
@@ -414,7 +419,7 @@ def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.
     reach = np.minimum(real_space_cutoff, core.NEARBY * sizes.spacing)
     rows = build_rows(system.positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
     known = torch.as_tensor(reach, device=system.positions.device)
-    return typical._replace(force=force_on_host(system, rows, known, sizes.spacing))
+    return typical._replace(force=force_on_host(system, rows, known, sizes.spacing, on_mesh=on_mesh))
 
 
 def _mesh_cutoff(sizes: Sizes, target: core.Target, order: int, costs: core.Costs) -> np.ndarray:

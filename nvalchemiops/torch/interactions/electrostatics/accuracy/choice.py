@@ -247,7 +247,7 @@ def _choose(
 
         near = _kept_or_made(splittings, of_reach, nearest)
         measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=True)
-        force = measure(system, rows, near, spacing)
+        force = measure(system, rows, near, spacing, on_mesh=hasattr(long_range, "spline_order"))
 
     def settled() -> "tuple[torch.Tensor, np.ndarray | None, core.Target]":
         target, suited = optimal_target, model

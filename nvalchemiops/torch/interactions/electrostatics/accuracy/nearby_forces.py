@@ -48,40 +48,51 @@ CROWDED = 16.0
 """Density around atoms, relative to the average, beyond which estimates do not search for neighbors."""
 
 
-def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
+def force_of_neighbors(
+    system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor, on_mesh: bool = False
+) -> torch.Tensor:
     """RMS of the forces (n_systems,) in units of (Σq²/N)/d², from neighbors up to ``reach`` (n_systems,).
 
-    ``spacing`` (n_systems,) is d. Nothing is read on the host, and all atoms are used.
+    ``spacing`` (n_systems,) is d. Nothing is read on the host, and all atoms are used. For ``on_mesh`` see
+    `error_models.force_of`.
     """
     with torch.no_grad():
-        return _force_of(system.sums(_squares(system, rows, reach)), spacing, torch)
+        return _force_of(system.sums(_squares(system, rows, reach)), spacing, torch, on_mesh)
 
 
 def _squares(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
     """The columns (n_atoms, n) whose sums over the atoms are the arguments of `_force_of`."""
     forces, charges = _nearby_forces(system, rows, reach), system.moments[..., 0].detach()
-    return torch.cat([forces, charges, torch.ones_like(forces[:, :1])], 1).to(torch.float64).square()
+    both = torch.cat([forces, charges, torch.ones_like(forces[:, :1])], 1).to(torch.float64).square()
+    return torch.cat([both, both[:, 3:-1].sum(1, keepdim=True).square()], 1)
 
 
-def _force_of(sums: Any, spacing: Any, xp: Any) -> Any:
-    """The estimate (n_systems,) from sums of the squares of components of forces, of charges, and of ones."""
-    of_forces, of_charges, count = sums[:, :3].sum(1), sums[:, 3:-1].sum(1), sums[:, -1]
+def _force_of(sums: Any, spacing: Any, xp: Any, on_mesh: bool) -> Any:
+    """The estimate (n_systems,) from sums of the squares of components of forces, of charges, of ones, and of q²."""
+    of_forces, of_charges, count = sums[:, :3].sum(1), sums[:, 3:-2].sum(1), sums[:, -2]
+    per_source = count * sums[:, -1] / xp.square(of_charges) if on_mesh else None
     # RMS of the forces / (mean square of the charges / d²)
-    return core.force_of(xp.sqrt(of_forces * count) / of_charges * xp.square(spacing), count, xp)
+    return core.force_of(xp.sqrt(of_forces * count) / of_charges * xp.square(spacing), count, xp, per_source)
 
 
 def force_on_host(
-    system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: np.ndarray, sampled: bool = False
+    system: ChargedSystem,
+    rows: Rows,
+    reach: torch.Tensor,
+    spacing: np.ndarray,
+    sampled: bool = False,
+    on_mesh: bool = False,
 ) -> np.ndarray:
     """`force_of_neighbors` on the host; if ``sampled``, from a sample of the atoms of one large system.
 
     Must not be called while compiling.
     """
     if system.domain is not None:
-        return on_host(force_of_neighbors(system, rows, reach, torch.as_tensor(spacing, device=reach.device)))
+        distance = torch.as_tensor(spacing, device=reach.device)
+        return on_host(force_of_neighbors(system, rows, reach, distance, on_mesh))
     if not layout(system.positions.device.type).reads:
         with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):
-            return _force_of(on_host(_by_plan(_sums_of_system, system, rows, reach)), spacing, np)
+            return _force_of(on_host(_by_plan(_sums_of_system, system, rows, reach)), spacing, np, on_mesh)
     of_forces = None
     sample = _sample(system.n_atoms) if sampled and system.n_systems == 1 else None
     with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):  # without charges, for infinite positions
@@ -97,7 +108,11 @@ def force_on_host(
         of_charges = _sums_of_squares(system.charges, system)
         count = counted(system.batch_idx, system.n_systems, system.n_atoms)
         nearby = np.sqrt(of_forces * count) / of_charges * np.square(spacing)
-        return core.force_of(nearby, count)
+        per_source = None
+        if on_mesh:
+            squares = system.charges.detach().to(torch.float64).square().sum(1, keepdim=True)
+            per_source = count * _sums_of_squares(squares, system) / np.square(of_charges)
+        return core.force_of(nearby, count, np, per_source)
 
 
 def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
