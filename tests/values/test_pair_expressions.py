@@ -586,7 +586,12 @@ def test_what_is_infinite_at_the_cutoff_cannot_be_shifted():
         with pytest.raises(ValueError, match="`shifted`"):
             PairPotential(text, ("q",) * ("q1" in text), cutoff=2.0, shifted=True)
     # the limit from below counts
-    for text, value in (("(cutoff - r)^3*log(cutoff - r)*q1*q2 + 3/r", 1.5), ("exp(1/(r - cutoff)) + q1*q2", 0.7**2)):
+    finite = {
+        "(cutoff - r)^3*log(cutoff - r)*q1*q2 + 3/r": 1.5,
+        "exp(1/(r - cutoff)) + q1*q2": 0.7**2,
+        "atan(1/(cutoff - r))*q1*q2": 0.7**2 * math.pi / 2,
+    }
+    for text, value in finite.items():
         energy = {}
         for flag in (False, True):
             formula = Formula(text, ("q",), shifted=flag)

@@ -167,7 +167,7 @@ def pair_energy(formula: Formula) -> Any:
         at_cutoff = energy.subs(symbols.squared, symbols.cutoff**2)
         # what a selection does not take may be infinite
         taken = at_cutoff.replace(lambda e: type(e).__name__ == "Select", lambda _: sympy.Dummy())
-        if taken.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo):
+        if taken.has(*_no_numbers()):
             at_cutoff = _limit_at_cutoff(energy, symbols)
         if at_cutoff is None:
             raise ValueError("`shifted`: `expression` is not finite at the cutoff")
@@ -191,8 +191,14 @@ def _limit_at_cutoff(energy: Any, symbols: Symbols) -> Any:
             return None  # the logarithm of something negative
     except (ArithmeticError, NotImplementedError, RecursionError, TypeError, ValueError):
         return None
-    is_known = not found.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.I, sympy.Limit, sympy.AccumBounds, below)
-    return found if is_known else None
+    return None if found.has(*_no_numbers(), sympy.I, sympy.Limit, below) else found
+
+
+def _no_numbers() -> tuple[Any, ...]:
+    """What sympy has in place of numbers that do not exist, the last of them for ``atan(1/0)``."""
+    import sympy
+
+    return sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.AccumBounds
 
 
 @functools.cache
