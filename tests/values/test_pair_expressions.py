@@ -352,7 +352,7 @@ def test_a_comparison_outside_of_the_domain_is_no_crash():
     """The comparison of both orders meets sqrt(r - 1) at r < 1."""
     PairPotential("(q1^2 - q2^2)/(q1 - q2)*step(sqrt(r - 1))", **CHARGES)
     # and, at some distances, numbers of more digits than there is memory
-    for text in ("tanh(exp(r^20))", "r^exp(r^9)", "lower_gamma(0.5, exp(r^9))"):
+    for text in ("tanh(exp(r^20))", "r^exp(r^9)", "lower_gamma(0.5, exp(r^9))", "lower_gamma(3, -exp(r^9))"):
         pair_energy(Formula(text))
 
 

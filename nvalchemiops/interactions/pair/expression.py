@@ -267,8 +267,6 @@ def _check_symmetry(energy: Any, symbols: Symbols) -> None:
     functions: dict[str, Callable[..., Any]] = {
         "Step": lambda x: int(x >= 0),
         "Select": lambda c, a, b: a if c else b,
-        # the integral to infinity, where the rest is nothing and takes forever
-        "LowerGamma": lambda a, x: (mpmath.gamma(a) if x > 1e4 else mpmath.gammainc(a, 0, x)) * x**-a,
     }
 
     def in_range(name: str, x: Any) -> Any:
@@ -277,6 +275,12 @@ def _check_symmetry(energy: Any, symbols: Symbols) -> None:
             raise OverflowError
         return getattr(mpmath, name)(x)
 
+    def lower_gamma(a: Any, x: Any) -> Any:
+        """Likewise: the integral to infinity, where the rest is nothing and takes forever, as does exp(1e12)."""
+        if x < -1e4:
+            raise OverflowError
+        return (mpmath.gamma(a) if x > 1e4 else mpmath.gammainc(a, 0, x)) * x**-a
+
     def power(base: Any, exponent: Any) -> Any:
         """Likewise: without an end for 2**exp(1e12)."""
         if abs(exponent) > MAX_NUMBER:
@@ -284,7 +288,7 @@ def _check_symmetry(energy: Any, symbols: Symbols) -> None:
         return base**exponent
 
     functions |= {name: functools.partial(in_range, name) for name in _ELEMENTARY}
-    functions["Power"] = power
+    functions |= {"Power": power, "LowerGamma": lower_gamma}
     modules: list[Any] = [functions, "mpmath"]
     both = []
     for expression in (energy, exchanged):
