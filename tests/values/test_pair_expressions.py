@@ -240,6 +240,7 @@ def test_exponents_are_differentiable():
 def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
     """Where their exponentials are infinite, too, also with terms that are zero and with numbers as factors."""
     text = "1/(1 + x + step(r - 99)) + 1/cosh(k*(r - 5))^2 + exp(-r)/(1 + exp(20*r - 100)); x = exp(k*(r - 5))"
+    text = f"1/(x + 1/x + 2) + {text}"
     at = torch.tensor([0.02, 4.9, 5.2, far / 2, far], dtype=dtype)
     directions = torch.tensor([0.48, -0.6, 0.64], dtype=dtype)
     positions = torch.stack([torch.zeros(5, 3, dtype=dtype), at[:, None] * directions], dim=1).flatten(0, 1)
@@ -250,6 +251,7 @@ def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
     r = at.double().requires_grad_()
     x = 20.0 * (r - 5.0)
     expected = (1.0 + torch.exp(-r)) * torch.sigmoid(-x) + 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
+    expected = expected + torch.sigmoid(x) * torch.sigmoid(-x)
     (slope,) = torch.autograd.grad(expected.sum(), r)
     found = (forces[::2].double() * directions).sum(1)
     torch.testing.assert_close(found, slope, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-30)
@@ -283,6 +285,7 @@ SUMS_OF_EXPONENTIALS = {
     "log(exp(x) + exp(-x) + 2)": lambda x: 2.0 * torch.nn.functional.softplus(x) - x,
     "exp(-exp(x))": lambda x: torch.exp(-torch.exp(x.clamp(max=9.0))),
     "step(6 - r)*exp(exp(x))": lambda x: torch.exp(torch.exp(x.clamp(max=2.0))) * (x < 2.0),
+    "(1 - exp(x))^6/(1 + exp(x))^6": lambda x: torch.tanh(0.5 * x) ** 6,
 }
 
 
@@ -291,16 +294,24 @@ def test_sums_of_exponentials_are_finite_at_any_distance(text):
     """Energies and forces; with exponentials that are infinite, they were infinite or NaN."""
     formula = Formula(f"{text}; x = 2*(r - 5)")
     squared = symbols_of(formula).squared
-    r = torch.tensor([0.5, 4.7, 5.3, 30.0, 600.0], dtype=torch.float64, requires_grad=True)
+    r = torch.tensor([0.5, 4.7, 5.05, 5.3, 30.0, 600.0], dtype=torch.float64, requires_grad=True)
     expected = SUMS_OF_EXPONENTIALS[text](2.0 * (r - 5.0))
     (slope,) = torch.autograd.grad(expected.sum(), r)
     results = {name: in_range(e) for name, e in derivatives(Request(formula, (), "wr")).items()}
     functions = [{"Step": lambda x: np.heaviside(x, 1.0), "Select": lambda c, a, b: np.where(c != 0, a, b)}, "numpy"]
+    functions[0]["Largest"] = lambda *numbers: functools.reduce(np.maximum, numbers)
     with np.errstate(all="ignore"):
         found = [sympy.lambdify([squared], results[name], functions) for name in ("energy", "derivative")]
         energy, derivative = (torch.as_tensor(f(r.detach().numpy() ** 2)) for f in found)
     torch.testing.assert_close(energy, expected.detach(), rtol=1e-12, atol=1e-30)
     torch.testing.assert_close(derivative * r.detach(), slope, rtol=1e-11, atol=1e-30)
+
+
+def test_exponentials_that_are_always_finite_are_left_as_they_are():
+    """Those of Gaussians are multiplied by a step, in many pairs of all: there is nothing to select."""
+    for text in ("step(3 - r)*erfc(a*r)/r", "step(3 - r)*erfc(r/select(step(3 - r), 2 + a^2, 1))"):
+        for expression in derivatives(Request(Formula(text, (), ("a",)), (), "wrg")).values():
+            assert in_range(expression) == expression
 
 
 def test_one_sided_derivatives_at_kinks():

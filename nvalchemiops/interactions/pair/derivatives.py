@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from nvalchemiops.interactions.pair.expression import (
     Formula,
+    Largest,
     Select,
     Step,
     pair_energy,
@@ -374,6 +375,11 @@ class _Printer:
             # a NaN as condition gives NaN
             text = f"{condition} == one(0.0) ? {b} : {condition} == {condition} ? {a} : {condition}"
             return self.keep(text, shared)
+        if name == "largest":
+            found = self.keep(texts[0], shared)
+            for text in texts[1:]:
+                found = self.keep(f"{found.text} >= {text} ? {found.text} : {text}", shared)
+            return found
         return self.keep(f"{self.function(name, shared)}({', '.join(texts)})", shared)
 
     def wide(self, code: _Code, shared: bool) -> str:
@@ -400,6 +406,14 @@ def _in_range(expression: Any) -> Any:
     def grows(x: Any) -> bool:
         factors = (f.as_base_exp() for term in sympy.Add.make_args(x) for f in sympy.Mul.make_args(term))
         return any(grows(e) if base == sympy.E else base.has(*lengths) and e.is_positive for base, e in factors)
+
+    def may_be_infinite(x: Any) -> bool:
+        """Whether this exponent grows, unlike that of ``exp(-a^2 r^2)``, which error functions have."""
+        known = x.replace(
+            lambda e: type(e).__name__ == "Select" and all(part.is_nonnegative for part in e.args[1:]),
+            lambda e: sympy.Dummy(positive=True),
+        )
+        return not known.is_nonpositive and grows(x.expand())
 
     def multiple(y: Any, x: Any) -> int:
         """How often x is in y, rounded for each term: without it y is smaller."""
@@ -435,30 +449,48 @@ def _in_range(expression: Any) -> Any:
         rest, outer = split(product)
         if outer.has(sympy.exp):  # one exponential: exp(y) exp(-exp(y)) is infinity times zero
             product = times(rest, outer)
-        found = sympy.Add(*map(without_infinities, terms_of(product)))
+        found = without_infinities(with_scaled_sums(product))
         # a step where its factors may be infinite: zero times infinity
-        steps = [f for f in sympy.Mul.make_args(found) if type(f).__name__ == "Step"]
-        if steps and found.has(sympy.exp):
+        factors = sympy.Mul.make_args(found)
+        steps = [f for f in factors if type(f).__name__ == "Step"]
+        if steps and any(may_be_infinite(e.args[0]) for e in found.atoms(sympy.exp)):
             condition = sympy.Mul(*steps)
-            return Select(condition, condition * sympy.Mul(*(f for f in found.args if f not in steps)), condition)
+            return Select(condition, condition * sympy.Mul(*(f for f in factors if f not in steps)), condition)
         return found
 
-    def terms_of(product: Any) -> tuple[Any, ...]:
-        """A product of ``exp(x) - exp(-x)`` by sums with exponentials as terms, each of which is finite at large x."""
-        above: list[Any] = []
-        below: list[Any] = []
-        for factor in sympy.Mul.make_args(product):
-            base, exponent = factor.as_base_exp()
-            is_sum = base.is_Add and exponent.is_Integer and any(grows(split(t)[1].expand()) for t in base.args)
-            if is_sum:
-                (above if exponent > 0 else below).append(factor)
-        if not above or not below:
-            return (product,)
-        expanded = sympy.Mul(*above).expand()
-        if len(expanded.args) > MOST_TERMS:
-            return (product,)
-        rest = product / sympy.Mul(*above)
-        return tuple(term * rest for term in expanded.args)
+    def exponents_of(x: Any) -> list[Any]:
+        """Exponents that grow, of the terms of a sum."""
+        found = {y for y in (split(term)[1] for term in x.args) if grows(y.expand())} if x.is_Add else set()
+        return sorted(found, key=sympy.default_sort_key)
+
+    def scaled(x: Any) -> tuple[Any, Any]:
+        """A sum with exponentials, of which the largest is taken out where it is large, and the exponent of that."""
+        exponents = exponents_of(x)
+        if not exponents:
+            return x, sympy.S.Zero
+        largest = exponents[0] if len(exponents) == 1 else Largest(*exponents)
+        is_large = Step(largest - LARGE_EXPONENT)
+        divided = sympy.Add(*(times(rest, y - largest) for rest, y in map(split, x.args)))
+        return Select(is_large, divided, x), Select(is_large, largest, sympy.S.Zero)
+
+    def grow_together(x: Any, y: Any) -> bool:
+        there, here = (z.expand().as_coefficients_dict() for z in (x, y))
+        return any(there[term] * number > 0 for term, number in here.items() if term.has(*lengths))
+
+    def with_scaled_sums(product: Any) -> Any:
+        """A product of ``exp(x) - exp(-x)`` by sums with exponentials is infinity times zero at large x."""
+        rest, outer = split(product)
+        powers = [f.as_base_exp() for f in sympy.Mul.make_args(rest)]
+        above, below = (
+            [x for base, e in powers if e.is_number and e * sign > 0 for x in exponents_of(base)] for sign in (1, -1)
+        )
+        if not any(grow_together(x, y) for x in above for y in below):
+            return product
+        rest = sympy.S.One
+        for base, e in powers:
+            smaller, exponent = scaled(base) if e.is_number else (base, sympy.S.Zero)
+            rest, outer = rest * smaller**e, outer + e * exponent
+        return times(rest, outer)
 
     def without_infinities(product: Any) -> Any:
         rest, outer = split(product)
@@ -475,25 +507,16 @@ def _in_range(expression: Any) -> Any:
         return product
 
     def logarithm(x: Any) -> Any:
-        """Of a sum with exponentials, the largest of which are taken out where they are large."""
-        exponents = [y for y in (split(term)[1] for term in sympy.Add.make_args(x)) if grows(y.expand())]
-        if not x.is_Add or not exponents:
-            return sympy.log(x)
-        largest = functools.reduce(lambda a, b: Select(Step(a - b), a, b), dict.fromkeys(exponents))
-        is_large = Step(largest - LARGE_EXPONENT)
-        scaled = sympy.Add(*(times(rest, y - largest) for rest, y in map(split, x.args)))
-        return sympy.log(Select(is_large, scaled, x)) + Select(is_large, largest, sympy.S.Zero)
+        smaller, exponent = scaled(x)
+        return sympy.log(smaller) + exponent
 
     if not expression.has(sympy.exp, sympy.sinh, sympy.cosh):
         return expression
     return expression.replace(lambda e: e.is_Mul, regrouped).replace(sympy.log, logarithm)
 
 
-LARGE_EXPONENT = 30
-"""Exponentials of more than this are taken out of logarithms: exp(88) is infinite in float32."""
-
-MOST_TERMS = 64
-"""Longer sums are not multiplied out."""
+LARGE_EXPONENT = 5
+"""Exponentials of more than this are taken out of sums: exp(88) is infinite in float32, and so are powers of exp(9)."""
 
 
 def _with_shared_exponential(expression: Any) -> Any:

@@ -511,6 +511,11 @@ def Select(condition: Any, a: Any, b: Any) -> Any:
     return _own_functions()[1](condition, a, b)
 
 
+def Largest(*numbers: Any) -> Any:
+    """The largest of some numbers, in what kernels compute: ``max`` is a selection, which can be differentiated."""
+    return _own_functions()[3](*numbers)
+
+
 def LowerGamma(a: Any, x: Any) -> Any:
     """``x^-a γ(a, x)``, a form of the incomplete gamma function.
 
@@ -522,7 +527,7 @@ def LowerGamma(a: Any, x: Any) -> Any:
 
 
 @functools.cache
-def _own_functions() -> tuple[Any, Any, Any]:
+def _own_functions() -> tuple[Any, Any, Any, Any]:
     """The classes of these sympy functions, made on first use: importing this module must not import sympy."""
     import sympy
 
@@ -565,7 +570,11 @@ def _own_functions() -> tuple[Any, Any, Any]:
         def _eval_is_real(self) -> bool:
             return True
 
-    return Step, Select, LowerGamma
+    class Largest(sympy.Function):
+        def _eval_is_real(self) -> bool:
+            return True
+
+    return Step, Select, LowerGamma, Largest
 
 
 def _absolute(x: Any) -> Any:
