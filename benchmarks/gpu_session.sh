@@ -45,8 +45,7 @@ copy)
   mkdir -p "$folder"
   cp -r nvalchemiops "$folder/"
   find "$folder" -name __pycache__ -exec rm -r {} +
-  sed -i "$3" "$folder/$4"
-  if cmp -s "$4" "$folder/$4"; then
+  if ! sed -i "$3" "$folder/$4" || cmp -s "$4" "$folder/$4"; then
     rm -r "$folder"
     echo "'$3' does not change $4" >&2
     exit 1
