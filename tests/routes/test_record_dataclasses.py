@@ -44,18 +44,26 @@ class Named(dict):
     """Results of a model, as many libraries have them."""
 
 
+class Constant(dict):
+    """Its objects are made whole."""
+
+    def __setitem__(self, name, value):
+        raise TypeError("constant")
+
+
 def test_classes_of_dictionaries_are_kept():
     @record
     def again(found):
         assert type(found) is Named
         both = collections.defaultdict(list, {"c": 2.0 * found["x"]})
-        return Named(y=3.0 * found["x"]), collections.OrderedDict(b=found["x"] + 1.0), both
+        return Named(y=3.0 * found["x"]), collections.OrderedDict(b=found["x"] + 1.0), both, Constant(d=-found["x"])
 
     for k in range(4):
         x = torch.full((3,), float(k))
-        one, two, three = again(Named(x=x))
+        one, two, three, four = again(Named(x=x))
         assert type(one) is Named and type(two) is collections.OrderedDict and three["missing"] == []
         assert torch.equal(one["y"], 3.0 * x) and torch.equal(two["b"], x + 1.0) and torch.equal(three["c"], 2.0 * x)
+        assert isinstance(four, dict) and torch.equal(four["d"], -x)
     assert "1 recorded, 2 replayed" in again.explain()
 
 

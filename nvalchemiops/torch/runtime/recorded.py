@@ -446,7 +446,10 @@ def _form(values: Any, numbers: dict[torch.Tensor, int], takes_apart: bool) -> A
 
 def _kind_of_dict(values: dict[Any, Any]) -> type:
     """The class of a dictionary, or dict if its objects have more than their entries, which would be lost."""
-    kind, entries = type(values), set(map(id, values.values()))
+    kind = type(values)
+    if kind is dict:
+        return dict
+    entries = set(map(id, values.values()))
     extra = [value for value in getattr(values, "__dict__", {}).values() if id(value) not in entries]
     return dict if extra or hasattr(kind, "__slots__") else kind
 
@@ -478,6 +481,19 @@ def _is_constant(form: Any) -> bool:
     return type(form) is not _Place and (form[0] is None or all(map(_is_constant, form[2])))
 
 
+def _dict_of(kind: Any, entries: dict[Any, Any], default_factory: Any) -> dict[Any, Any]:
+    """The entries in an object of this class, or in a dict if it cannot be made, such as one that never changes."""
+    try:
+        found = kind.__new__(kind)
+        if issubclass(kind, collections.defaultdict):
+            found.default_factory = default_factory
+        for name, part in entries.items():
+            found[name] = part
+    except Exception:
+        return entries
+    return found
+
+
 def _put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if type(form) is _Place:
         return tensors[form.number]
@@ -488,12 +504,7 @@ def _put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if kind is dict:
         return dict(zip(names, parts))
     if issubclass(kind, dict):
-        found = kind.__new__(kind)
-        if issubclass(kind, collections.defaultdict):
-            found.default_factory = others[0]
-        for name, part in zip(names, parts):
-            found[name] = part
-        return found
+        return _dict_of(kind, dict(zip(names, parts)), *others)
     if names is not None:  # a dataclass
         found = object.__new__(kind)
         for name, part in zip(names, parts):
