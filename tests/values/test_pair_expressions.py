@@ -285,6 +285,7 @@ SUMS_OF_EXPONENTIALS = {
     "log(exp(x) + exp(-x) + 2)": lambda x: 2.0 * torch.nn.functional.softplus(x) - x,
     "exp(-exp(x))": lambda x: torch.exp(-torch.exp(x.clamp(max=9.0))),
     "step(6 - r)*exp(exp(x))": lambda x: torch.exp(torch.exp(x.clamp(max=2.0))) * (x < 2.0),
+    "log(cosh(x))": lambda x: torch.nn.functional.softplus(2.0 * x) - x - math.log(2.0),
     "(1 - exp(x))^6/(1 + exp(x))^6": lambda x: torch.tanh(0.5 * x) ** 6,
 }
 

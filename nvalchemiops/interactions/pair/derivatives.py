@@ -507,6 +507,10 @@ def _in_range(expression: Any) -> Any:
         return product
 
     def logarithm(x: Any) -> Any:
+        x = x.replace(
+            lambda e: isinstance(e, sympy.cosh) and grows(e.args[0].expand()),
+            lambda e: (sympy.exp(e.args[0]) + sympy.exp(-e.args[0])) / 2,
+        )
         smaller, exponent = scaled(x)
         return sympy.log(smaller) + exponent
 
