@@ -280,7 +280,7 @@ def test_no_exponential_multiplies_what_falls_off(text):
 
 
 SUMS_OF_EXPONENTIALS = {
-    "1/(exp(x) + exp(-x) + 2)": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
+    "exp(x)*exp(-x)/(exp(x) + exp(-x) + 2)": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
     "log(1 + exp(x))": torch.nn.functional.softplus,
     "log(exp(x) + exp(-x) + 2)": lambda x: 2.0 * torch.nn.functional.softplus(x) - x,
     "exp(-exp(x))": lambda x: torch.exp(-torch.exp(x.clamp(max=9.0))),

@@ -447,7 +447,7 @@ def _in_range(expression: Any) -> Any:
                     quotient = sympy.tanh(*base.args) ** (n if base.func == sympy.cosh else -n)
                     product = product / other**n * base**n * quotient
         rest, outer = split(product)
-        if outer.has(sympy.exp):  # one exponential: exp(y) exp(-exp(y)) is infinity times zero
+        if outer.has(sympy.exp) or outer.expand() == 0:  # one exponential: exp(y) exp(-exp(y)) is infinity times zero
             product = times(rest, outer)
         found = without_infinities(with_scaled_sums(product))
         # a step where its factors may be infinite: zero times infinity
