@@ -44,6 +44,13 @@ class Named(dict):
     """Results of a model, as many libraries have them."""
 
 
+@pytest.mark.parametrize("kept", [lambda x: types.MappingProxyType({"y": x}), lambda x: collections.deque([x])])
+def test_other_containers_of_results_are_refused(kept):
+    """Not returned with the numbers of the first call."""
+    with pytest.raises(RecordingError, match=r"a result is a (mappingproxy|deque) with tensors"):
+        record(lambda x: kept(2.0 * x))(torch.ones(3))
+
+
 class Constant(dict):
     """Its objects are made whole."""
 

@@ -538,10 +538,12 @@ def _tensors_behind(value: Any) -> list[torch.Tensor]:
             found += [value] if value.layout is torch.strided and value.numel() else []
         elif id(value) not in seen and not isinstance(value, (torch.nn.Module, types.ModuleType, type)):
             seen.add(id(value))
-            if isinstance(value, (tuple, list, set, frozenset)):
+            if isinstance(value, (tuple, list, set, frozenset, deque)):
                 waiting += value
             else:
-                waiting += (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
+                waiting += (
+                    value if isinstance(value, (dict, types.MappingProxyType)) else getattr(value, "__dict__", {})
+                ).values()
     return found
 
 
