@@ -85,6 +85,10 @@ def test_a_state_is_loaded_where_it_is_asked_for(tmp_path):
     other = tmp_path / "older.pt"
     torch.save(torch.load(tmp_path / "0.pt"), other, _use_new_zipfile_serialization=False)
     assert torch.equal(load_state(other).velocities, state.velocities)
+    for text in (b"header", b"step energy", b""):  # torch reads letters as instructions to unpickle
+        other.write_bytes(text)
+        with pytest.raises(ValueError, match="`path`"):
+            load_state(other)
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (False, True, True)])

@@ -17,6 +17,9 @@ from nvalchemiops.torch.systems import System
 
 FORMAT = "nvalchemiops 1"
 
+SIGN_OF_OLDER = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+"""The number with which files of torch's older format, which are no archives, begin."""
+
 
 def save_state(
     path: str | PathLike[str], state: State | RelaxationState | System, *, per_atom: Iterable[str] = ()
@@ -112,22 +115,20 @@ def _plain(value: Any) -> Any:
 
 def _loaded(path: str | PathLike[str], device: torch.device | str | None) -> Any:
     """What is in the file; None if torch did not write it, or there is something else than tensors in it."""
-    is_archive = True
     if isinstance(path, str | PathLike):
         with open(path, "rb") as file:
-            is_archive = zipfile.is_zipfile(file)
-            if is_archive:
+            if zipfile.is_zipfile(file):
                 with zipfile.ZipFile(file) as archive:
-                    if not any(name.endswith("data.pkl") for name in archive.namelist()):
-                        return None
+                    is_known = any(name.endswith("data.pkl") for name in archive.namelist())
+            else:
+                file.seek(0)
+                is_known = SIGN_OF_OLDER in file.read(64)
+        if not is_known:
+            return None
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError:
         return None
-    except (EOFError, RuntimeError, ValueError):
-        if is_archive:
-            raise
-        return None  # the older format of torch has no other sign of what is wrong
 
 
 def _write(path: str | PathLike[str], content: Any) -> None:
