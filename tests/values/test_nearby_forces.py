@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
@@ -103,6 +104,26 @@ def test_a_mesh_is_finer_where_few_atoms_are_charged():
         for others in (force_of_neighbors, on_gpu):
             assert estimate(system, measure=functools.partial(others, on_mesh=True)) == found
     assert max(worst.values()) < 3e-5  # as documented
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls of torch."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_a_mesh_asks_for_takes_no_operation_of_torch():
+    """Calls without alpha ask each time."""
+    counts = []
+    for on_mesh in (False, True, False, True):
+        with Calls() as calls:
+            estimate(disordered("water"), measure=functools.partial(by_sample, on_mesh=on_mesh))
+        counts.append(calls.count)
+    assert counts[2] == counts[3] > 0
 
 
 def test_small_systems_have_no_sample(unrounded):

@@ -104,13 +104,14 @@ def force_on_host(
             if in_sample is None:  # also without rows of a sample, so that the choice does not depend on them
                 of_forces = _by_sample(forces, sample)
             if of_forces is None:
-                of_forces = _sums_of_squares(forces, system)
-        of_charges = _sums_of_squares(system.charges, system)
+                of_forces = _sums_of_squares(on_host(forces), system)
+        charges = on_host(system.charges)
+        of_charges = _sums_of_squares(charges, system)
         count = counted(system.batch_idx, system.n_systems, system.n_atoms)
         nearby = np.sqrt(of_forces * count) / of_charges * np.square(spacing)
         per_source = None
         if on_mesh:
-            squares = system.charges.detach().to(torch.float64).square().sum(1, keepdim=True)
+            squares = np.square(charges, dtype=np.float64).sum(1, keepdims=True)
             per_source = count * _sums_of_squares(squares, system) / np.square(of_charges)
         return core.force_of(nearby, count, np, per_source)
 
@@ -153,9 +154,9 @@ def _by_plan(
     return found
 
 
-def _sums_of_squares(vectors: torch.Tensor, system: ChargedSystem) -> np.ndarray:
+def _sums_of_squares(vectors: np.ndarray, system: ChargedSystem) -> np.ndarray:
     """Sums (n_systems,) in float64 of the squares of vectors (n_atoms, n)."""
-    values = on_host(vectors).astype(np.float64, copy=False)
+    values = vectors.astype(np.float64, copy=False)
     if system.batch_idx is None:
         return np.square(values).sum().reshape(1)  # np.dot would wake threads, which then spin
     return np.bincount(on_host(system.batch_idx), (values * values).sum(1), system.n_systems)
