@@ -1,0 +1,93 @@
+"""Exponentials in pair potentials: energies and derivatives where they, or sums of them, are out of range."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import sympy
+import torch
+
+from nvalchemiops.interactions.pair.derivatives import Request, derivatives
+from nvalchemiops.interactions.pair.derivatives import _in_range as in_range
+from nvalchemiops.interactions.pair.expression import Formula, symbols_of
+from nvalchemiops.torch.interactions.pair import PairPotential
+
+
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 20.0), (torch.float64, 90.0)])
+def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
+    """Where their exponentials are infinite, too, also with terms that are zero and with numbers as factors."""
+    text = "1/(1 + x + step(r - 99)) + 1/cosh(k*(r - 5))^2 + exp(-r)/(1 + exp(20*r - 100)); x = exp(k*(r - 5))"
+    text = f"1/(x + 1/x + 2) + {text}"
+    at = torch.tensor([0.02, 4.9, 5.2, far / 2, far], dtype=dtype)
+    directions = torch.tensor([0.48, -0.6, 0.64], dtype=dtype)
+    positions = torch.stack([torch.zeros(5, 3, dtype=dtype), at[:, None] * directions], dim=1).flatten(0, 1)
+    i = torch.arange(10)
+    _, forces = PairPotential(text, (), ("k",))(
+        positions, neighbor_list=torch.stack([i, i ^ 1]), compute_forces=True, k=20.0
+    )
+    r = at.double().requires_grad_()
+    x = 20.0 * (r - 5.0)
+    expected = (1.0 + torch.exp(-r)) * torch.sigmoid(-x) + 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
+    expected = expected + torch.sigmoid(x) * torch.sigmoid(-x)
+    (slope,) = torch.autograd.grad(expected.sum(), r)
+    found = (forces[::2].double() * directions).sum(1)
+    torch.testing.assert_close(found, slope, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-30)
+
+
+def test_shifts_that_have_fallen_off_have_derivatives_by_parameters():
+    k = torch.tensor(20.0, requires_grad=True)
+    potential = PairPotential("1/(1 + exp(k*(r - 5)))", (), ("k",), cutoff=50.0, shifted=True)
+    x = torch.tensor([[0.0, 0.0, 0.0], [4.875, 0.0, 0.0]])
+    (slope,) = torch.autograd.grad(potential(x, neighbor_list=torch.tensor([[0, 1], [1, 0]]), k=k).sum(), k)
+    falls = torch.sigmoid(torch.tensor(2.5))
+    torch.testing.assert_close(slope, 0.125 * falls * (1.0 - falls), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("text", ["1/(1 + exp(r^2 - a))", "1/((1 + exp(a*r - 2))*(1 + exp(a*r - 3)))"])
+def test_no_exponential_multiplies_what_falls_off(text):
+    """In second derivatives, either, which are the same numbers."""
+    formula = Formula(text, (), ("a",))
+    symbols = symbols_of(formula)
+    at = {symbols.squared: 1.7, symbols.of_system[0]: 0.9, sympy.Symbol("b0", real=True): 0.3}
+    for expression in derivatives(Request(formula, ("r",), "r")).values():
+        found = in_range(expression)
+        assert float((found / expression).subs(at)) == pytest.approx(1.0, rel=1e-12)
+        factors = [f for e in sympy.preorder_traversal(found) if e.is_Mul for f in e.args if isinstance(f, sympy.exp)]
+        assert not any(f.has(symbols.squared) for f in factors)
+
+
+SUMS_OF_EXPONENTIALS = {
+    "exp(x)*exp(-x)/(exp(x) + exp(-x) + 2)": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
+    "log(1 + exp(x))": torch.nn.functional.softplus,
+    "log(exp(x) + exp(-x) + 2)": lambda x: 2.0 * torch.nn.functional.softplus(x) - x,
+    "exp(-exp(x))": lambda x: torch.exp(-torch.exp(x.clamp(max=9.0))),
+    "step(6 - r)*exp(exp(x))": lambda x: torch.exp(torch.exp(x.clamp(max=2.0))) * (x < 2.0),
+    "log(cosh(x))": lambda x: torch.nn.functional.softplus(2.0 * x) - x - math.log(2.0),
+    "(1 - exp(x))^6/(1 + exp(x))^6": lambda x: torch.tanh(0.5 * x) ** 6,
+}
+
+
+@pytest.mark.parametrize("text", SUMS_OF_EXPONENTIALS)
+def test_sums_of_exponentials_are_finite_at_any_distance(text):
+    """Energies and forces; with exponentials that are infinite, they were infinite or NaN."""
+    formula = Formula(f"{text}; x = 2*(r - 5)")
+    squared = symbols_of(formula).squared
+    r = torch.tensor([0.5, 4.7, 5.05, 5.3, 30.0, 600.0], dtype=torch.float64, requires_grad=True)
+    expected = SUMS_OF_EXPONENTIALS[text](2.0 * (r - 5.0))
+    (slope,) = torch.autograd.grad(expected.sum(), r)
+    results = {name: in_range(e) for name, e in derivatives(Request(formula, (), "wr")).items()}
+    functions = [{"Step": lambda x: np.heaviside(x, 1.0), "Select": lambda c, a, b: np.where(c != 0, a, b)}, "numpy"]
+    functions[0]["Largest"] = lambda *numbers: functools.reduce(np.maximum, numbers)
+    with np.errstate(all="ignore"):
+        found = [sympy.lambdify([squared], results[name], functions) for name in ("energy", "derivative")]
+        energy, derivative = (torch.as_tensor(f(r.detach().numpy() ** 2)) for f in found)
+    torch.testing.assert_close(energy, expected.detach(), rtol=1e-12, atol=1e-30)
+    torch.testing.assert_close(derivative * r.detach(), slope, rtol=1e-11, atol=1e-30)
+
+
+def test_exponentials_that_are_always_finite_are_left_as_they_are():
+    """Those of Gaussians are multiplied by a step, in many pairs of all: there is nothing to select."""
+    for text in ("step(3 - r)*erfc(a*r)/r", "step(3 - r)*erfc(r/select(step(3 - r), 2 + a^2, 1))"):
+        for expression in derivatives(Request(Formula(text, (), ("a",)), (), "wrg")).values():
+            assert in_range(expression) == expression
