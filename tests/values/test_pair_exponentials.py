@@ -88,6 +88,7 @@ def test_sums_of_exponentials_are_finite_at_any_distance(text):
 
 def test_exponentials_that_are_always_finite_are_left_as_they_are():
     """Those of Gaussians are multiplied by a step, in many pairs of all: there is nothing to select."""
-    for text in ("step(3 - r)*erfc(a*r)/r", "step(3 - r)*erfc(r/select(step(3 - r), 2 + a^2, 1))"):
+    texts = ["step(3 - r)*erfc(a*r)/r", "step(3 - r)*erfc(r/select(step(3 - r), 2 + a^2, 1))"]
+    for text in [*texts, "log(a + exp(-r) + exp(-a^2*r))", "1/(a + exp(-r) + exp(-2*r))"]:
         for expression in derivatives(Request(Formula(text, (), ("a",)), (), "wrg")).values():
             assert in_range(expression) == expression

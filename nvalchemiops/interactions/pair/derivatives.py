@@ -459,8 +459,8 @@ def _in_range(expression: Any) -> Any:
         return found
 
     def exponents_of(x: Any) -> list[Any]:
-        """Exponents that grow, of the terms of a sum."""
-        found = {y for y in (split(term)[1] for term in x.args) if grows(y.expand())} if x.is_Add else set()
+        """Exponents of the terms of a sum that may be large."""
+        found = {y for y in (split(term)[1] for term in x.args) if may_be_infinite(y)} if x.is_Add else set()
         return sorted(found, key=sympy.default_sort_key)
 
     def scaled(x: Any) -> tuple[Any, Any]:
