@@ -455,7 +455,7 @@ def _in_range(expression: Any) -> Any:
         steps = [f for f in factors if type(f).__name__ == "Step"]
         if steps and any(may_be_infinite(e.args[0]) for e in found.atoms(sympy.exp)):
             condition = sympy.Mul(*steps)
-            return Select(condition, condition * sympy.Mul(*(f for f in factors if f not in steps)), condition)
+            return Select(condition, sympy.Mul(*(f for f in factors if f not in steps)), sympy.S.Zero)
         return found
 
     def exponents_of(x: Any) -> list[Any]:
