@@ -92,3 +92,13 @@ def test_exponentials_that_are_always_finite_are_left_as_they_are():
     for text in [*texts, "log(a + exp(-r) + exp(-a^2*r))", "1/(a + exp(-r) + exp(-2*r))"]:
         for expression in derivatives(Request(Formula(text, (), ("a",)), (), "wrg")).values():
             assert in_range(expression) == expression
+
+
+def test_a_parameter_that_is_nan_is_seen_beyond_a_step():
+    """A step hides exponentials that are infinite, but no mistake."""
+    potential = PairPotential("step(6 - r)*a*exp(exp(k*r))", (), ("a", "k"))
+    x = torch.tensor([[0.0, 0.0, 0.0], [9.0, 0.0, 0.0]])
+    for a, k in ((2.0, torch.nan), (torch.nan, 2.0), (2.0, 2.0)):
+        energies, forces = potential(x, neighbor_list=torch.tensor([[0, 1], [1, 0]]), a=a, k=k, compute_forces=True)
+        for found in (energies, forces[:, 0]):
+            assert found.eq(0.0).all() if a == k else found.isnan().all()

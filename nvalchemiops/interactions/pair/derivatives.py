@@ -454,8 +454,10 @@ def _in_range(expression: Any) -> Any:
         factors = sympy.Mul.make_args(found)
         steps = [f for f in factors if type(f).__name__ == "Step"]
         if steps and any(may_be_infinite(e.args[0]) for e in found.atoms(sympy.exp)):
-            condition = sympy.Mul(*steps)
-            return Select(condition, sympy.Mul(*(f for f in factors if f not in steps)), sympy.S.Zero)
+            condition, others = sympy.Mul(*steps), sympy.Mul(*(f for f in factors if f not in steps))
+            # zero, but for parameters that are NaN
+            symbols = sorted(others.free_symbols, key=sympy.default_sort_key)
+            return Select(condition, others, condition * Step(sympy.Add(*symbols)))
         return found
 
     def exponents_of(x: Any) -> list[Any]:
