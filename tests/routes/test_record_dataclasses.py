@@ -44,11 +44,27 @@ class Named(dict):
     """Results of a model, as many libraries have them."""
 
 
-@pytest.mark.parametrize("kept", [lambda x: types.MappingProxyType({"y": x}), lambda x: collections.deque([x])])
-def test_other_containers_of_results_are_refused(kept):
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+OTHER_CONTAINERS = {
+    "mappingproxy": lambda x: types.MappingProxyType({"y": x}),
+    "deque": lambda x: collections.deque([x]),
+    "dict_values": lambda x: {"y": x}.values(),
+    "generator": lambda x: (number * x for number in range(2)),
+    "Slotted": Slotted,
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_CONTAINERS)
+def test_other_containers_of_results_are_refused(kind):
     """Not returned with the numbers of the first call."""
-    with pytest.raises(RecordingError, match=r"a result is a (mappingproxy|deque) with tensors"):
-        record(lambda x: kept(2.0 * x))(torch.ones(3))
+    with pytest.raises(RecordingError, match=f"a result is a {kind} with tensors"):
+        record(lambda x: OTHER_CONTAINERS[kind](2.0 * x))(torch.ones(3))
 
 
 class Constant(dict):

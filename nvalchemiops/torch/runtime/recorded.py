@@ -3,10 +3,11 @@
 import collections
 import dataclasses
 import functools
+import inspect
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Sequence, ValuesView
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -538,13 +539,21 @@ def _tensors_behind(value: Any) -> list[torch.Tensor]:
             found += [value] if value.layout is torch.strided and value.numel() else []
         elif id(value) not in seen and not isinstance(value, (torch.nn.Module, types.ModuleType, type)):
             seen.add(id(value))
-            if isinstance(value, (tuple, list, set, frozenset, deque)):
-                waiting += value
-            else:
-                waiting += (
-                    value if isinstance(value, (dict, types.MappingProxyType)) else getattr(value, "__dict__", {})
-                ).values()
+            waiting += _held_by(value)
     return found
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """The elements of a container or the attributes of another object; what a generator will need."""
+    if isinstance(value, (tuple, list, set, frozenset, deque, ValuesView, ItemsView)):
+        return value
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return value.values()
+    if isinstance(value, types.GeneratorType):
+        return inspect.getgeneratorlocals(value).values()
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
 
 
 _DEPENDENT = "arguments and other tensors of the function have gradients by the same tensors"
