@@ -41,7 +41,7 @@ def warn_of_missing_images(asked: EwaldSum) -> None:
 def _lacks_images(asked: EwaldSum) -> torch.Tensor:
     """Whether pairs across the vacuum count, and are closer than the farthest of some that are listed."""
     atoms = asked.atoms
-    none = torch.zeros((), dtype=torch.bool)
+    none = torch.zeros((), dtype=torch.bool, device="cpu")
     if not may_read(*[t for t in (*asked.neighbors, *atoms[:5]) if isinstance(t, torch.Tensor)]):
         return none
     x, cell = atoms.positions.detach().double(), atoms.cell.detach().double().reshape(-1, 3, 3)  # type: ignore[union-attr]
@@ -54,7 +54,9 @@ def _lacks_images(asked: EwaldSum) -> torch.Tensor:
     in_slabs = is_open.any(1).nonzero().squeeze(1)
     if rows is None or rows.shifts is None or not in_slabs.numel():
         return none
-    cell = torch.where(is_slab.unsqueeze(-1), cell, torch.eye(3, dtype=cell.dtype))  # of molecules: may be zeros
+    cell = torch.where(
+        is_slab.unsqueeze(-1), cell, torch.eye(3, dtype=cell.dtype, device=cell.device)
+    )  # of molecules: may be zeros
     i, slots = _rows_of_atoms(rows, in_slabs[:: -(-in_slabs.numel() // LOOKED_AT)])
     j = rows.neighbors[slots].long().clamp(0, len(x) - 1)  # of atoms that do not exist the sum is NaN
     apart = x[j] - x[i] + (rows.shifts[slots].double().unsqueeze(1) @ cell[of[i]]).squeeze(1)
@@ -90,7 +92,9 @@ def _rows_of_atoms(rows: Rows, atoms: torch.Tensor) -> tuple[torch.Tensor, torch
     else:
         begin, end = rows.pointers[atoms].long(), rows.pointers[atoms + 1].long()
     length = end - begin
-    slots = torch.arange(int(length.sum())) + (begin - (length.cumsum(0) - length)).repeat_interleave(length)
+    slots = torch.arange(int(length.sum()), device=atoms.device) + (
+        begin - (length.cumsum(0) - length)
+    ).repeat_interleave(length)
     inside = rows.neighbors[slots] != rows.padding
     return atoms.repeat_interleave(length)[inside], slots[inside]
 
