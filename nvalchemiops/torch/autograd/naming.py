@@ -125,7 +125,7 @@ class _TooManyValues(Exception):
 
 
 class _Text(str):
-    """A part of an identity that stands for itself."""
+    """A part of an identity that is text already."""
 
 
 def _parts(value: Any, seen: dict[int, tuple[Any, int]]) -> Iterable[Any]:
