@@ -1,5 +1,6 @@
 """`System` and `Neighbors` of JAX arrays: pytrees, with the fields of those of `nvalchemiops.torch.systems`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,10 +11,11 @@ from nvalchemiops.jax.dtypes import torch_dtype
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
 from nvalchemiops.jax.operators import from_torch_values, to_torch
 from nvalchemiops.jax.utils import is_traced
-from nvalchemiops.torch import systems
+from nvalchemiops.torch.systems import Neighbors as TorchNeighbors
+from nvalchemiops.torch.systems import System as TorchSystem
 
 
-class System(systems.System):
+class System(TorchSystem):
     """Atoms of one system or of a batch: a pytree of arrays, of which those that are None are no leaves.
 
     Fields are those of `nvalchemiops.torch.systems.System`. A function that `from_torch` wraps gets it with tensors.
@@ -36,6 +38,12 @@ class System(systems.System):
         kind = torch_dtype(jax.dtypes.canonicalize_dtype(dtype))
         found: System = from_torch_values(super().from_ase(atoms, to_torch(charges), dtype=kind, **others))
         return found
+
+    @classmethod
+    def concatenate(cls, systems: Iterable[TorchSystem]) -> "System":
+        """One batch of several systems, outside of ``jit``; see `nvalchemiops.torch.systems.System.concatenate`."""
+        given = [TorchSystem(*fields) for fields in _on_host("systems", systems)]
+        return cls(*from_torch_values(tuple(super().concatenate(given))))
 
     @property
     def volume(self) -> Any:
@@ -65,13 +73,20 @@ class System(systems.System):
         return Neighbors(pairs=found[0], row_pointers=found[1], shifts=shifts, cutoff=cutoff, half=half)
 
 
-class Neighbors(systems.Neighbors):
+class Neighbors(TorchNeighbors):
     """Neighbors of all atoms: a pytree, in which ``padding``, ``cutoff`` and ``half`` are static.
 
     Fields are those of `nvalchemiops.torch.systems.Neighbors`.
     """
 
     __slots__ = ()
+
+    @classmethod
+    def concatenate(cls, neighbors: Iterable[TorchNeighbors], systems: Iterable[TorchSystem]) -> "Neighbors":
+        """The neighbors in one batch of several systems; see `nvalchemiops.torch.systems.Neighbors.concatenate`."""
+        given = [TorchNeighbors(*fields) for fields in _on_host("neighbors", neighbors)]
+        beside = [TorchSystem(*fields) for fields in _on_host("systems", systems)]
+        return cls(*from_torch_values(tuple(super().concatenate(given, beside))))
 
     @classmethod
     def from_state(cls, state: NeighborListState) -> "Neighbors":
@@ -85,7 +100,15 @@ class Neighbors(systems.Neighbors):
         return cls(matrix=state.lists[0][0], padding=state.fill_value, **given)
 
 
-_STATIC = systems.Neighbors._fields.index("padding")
+def _on_host(what: str, values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """The fields of systems or neighbors as tensors."""
+    given = [tuple(value) for value in values]
+    if is_traced(given):
+        raise TypeError(f"`{what}` are traced: make one batch outside of jit and grad")
+    return [tuple(map(to_torch, value)) for value in given]
+
+
+_STATIC = TorchNeighbors._fields.index("padding")
 """Index of the first field that is static."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.dynamics.model import count_systems
+from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.systems import System

@@ -13,12 +13,13 @@ first arguments. It takes `Neighbors` too, or builds them. Its results have name
 
 import itertools
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from nvalchemiops.arguments import check_positive
+from nvalchemiops.torch.batching import joined_neighbors, joined_systems
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import volumes_of
@@ -121,6 +122,38 @@ class System(NamedTuple):
             cell, pbc = cell[0], pbc[0]
         numbers = joined([a.numbers for a in systems], torch.int32)
         return cls(joined([a.positions for a in systems], dtype), found, cell, batch_idx, pbc, numbers)
+
+    @classmethod
+    def concatenate(cls, systems: Iterable["System"]) -> "System":
+        """One batch of several systems, for example in the ``collate_fn`` of a ``DataLoader``.
+
+        Parameters
+        ----------
+        systems : iterable of System
+            Systems or batches, of any sizes; crystals, slabs and molecules.
+
+        Returns
+        -------
+        System
+            With ``batch_idx``, and all values with gradients. If some systems have a cell, those without get one of
+            zeros with ``pbc`` False, which means no periodicity; ``pbc`` is there if a system needs it.
+
+        Raises
+        ------
+        ValueError
+            There is no system; charges, numbers or other values of atoms are given for some systems only, or have other
+            shapes; a system has a ``domain``.
+
+        Examples
+        --------
+        >>> batch = System.concatenate([System(positions, cell=cell), System(positions[:2])])
+        >>> batch.batch_idx.tolist(), batch.pbc[:, 0].tolist()
+        ([0, 0, 0, 0, 0, 0, 0, 0, 1, 1], [True, False])
+        """
+        systems = list(systems)
+        if not systems:
+            raise ValueError("`systems` holds no system")
+        return cls(**joined_systems(systems))
 
     def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> "System":
         """The system on another device, or with real numbers of another dtype; gradients flow through it.
@@ -279,6 +312,40 @@ class Neighbors(NamedTuple):
             if most > matrix.shape[1]:
                 raise ValueError(f"`matrix` has {matrix.shape[1]} columns, but an atom has {most} neighbors")
         return cls(None, None, matrix, shifts, padding, cutoff, half)
+
+    @classmethod
+    def concatenate(cls, neighbors: Iterable["Neighbors"], systems: Iterable[System]) -> "Neighbors":
+        """The neighbors in one batch of several systems, from those of each system.
+
+        Parameters
+        ----------
+        neighbors : iterable of Neighbors
+            All of them pairs or all matrices, which may differ in width and padding.
+        systems : iterable of System
+            The system of each, as for `System.concatenate`.
+
+        Returns
+        -------
+        Neighbors
+            The cutoff is the smallest one, or None if one is None.
+
+        Raises
+        ------
+        ValueError
+            There are no neighbors; their number is not that of the systems; they have different formats, or are half
+            lists in part; or they do not fit the atoms of their system.
+
+        Examples
+        --------
+        >>> systems = [System(positions, cell=cell), System(positions[:2])]
+        >>> near = Neighbors.concatenate([system.neighbors(3.0) for system in systems], systems)
+        >>> torch.equal(near.pairs, System.concatenate(systems).neighbors(3.0).pairs)
+        True
+        """
+        neighbors = list(neighbors)
+        if not neighbors:
+            raise ValueError("`neighbors` holds none")
+        return cls(**joined_neighbors(neighbors, list(systems)))
 
     def to(self, device: torch.device | str | None = None) -> "Neighbors":
         """The neighbors on another device."""

@@ -42,6 +42,21 @@ def test_systems_of_ase_are_those_of_torch():
     assert nvalchemiops.jax.System is System and {"System", "Neighbors"} <= set(dir(nvalchemiops.jax))
 
 
+def test_one_batch_of_several():
+    """Those of torch, as arrays."""
+    systems, given = [System.from_ase(a) for a in ATOMS], [in_torch.System.from_ase(a) for a in ATOMS]
+    near, lists = ([s.neighbors(4.0) for s in parts] for parts in (systems, given))
+    found = System.concatenate(systems), Neighbors.concatenate(near, systems)
+    expected = in_torch.System.concatenate(given), in_torch.Neighbors.concatenate(lists, given)
+    for values, others in zip(found, expected):
+        for value, other in zip(values, others):
+            assert isinstance(value, jax.Array) == isinstance(other, torch.Tensor)
+            np.testing.assert_array_equal(value, other)
+    assert [*map(type, found)] == [System, Neighbors]
+    with pytest.raises(TypeError, match="`systems` are traced: make one batch outside of jit"):
+        jax.jit(System.concatenate)(systems)
+
+
 def test_none_is_no_leaf_and_flags_are_static():
     system = System.from_ase(ATOMS[0])
     near = system.neighbors(4.0, half=True)

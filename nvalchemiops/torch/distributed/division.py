@@ -6,10 +6,10 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.distributed.agreement import Agreement, kind_of
 from nvalchemiops.torch.distributed.bricks import check_weights
 from nvalchemiops.torch.distributed.domain import Domain
-from nvalchemiops.torch.dynamics.model import count_systems
 from nvalchemiops.torch.dynamics.relaxation_state import RelaxationState
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.systems import System, of_each_atom

@@ -9,6 +9,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
+from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.dynamics.cell_flows import Cell, Press, StretchedKick
 from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Stochastic, Tangent
@@ -19,7 +20,6 @@ from nvalchemiops.torch.dynamics.model import (
     check_model,
     check_same,
     check_shapes,
-    count_systems,
 )
 from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State

@@ -12,6 +12,7 @@ import torch
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
 from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
@@ -67,18 +68,6 @@ class Model(Protocol):
 
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and, for systems with cells, stress."""
-
-
-def count_systems(system: System) -> int:
-    """Number of systems. Reads ``batch_idx`` if neither the domain nor the cells nor ``pbc`` tell."""
-    if system.domain is not None:
-        return system.domain.n_systems
-    if system.batch_idx is None:
-        return 1
-    found = checks.systems_in_shapes((system.cell, 3), (system.pbc, 2))
-    if found is not None:
-        return found
-    return int(system.batch_idx.max()) + 1 if system.batch_idx.numel() else 0
 
 
 def check_model(model: Any) -> None:

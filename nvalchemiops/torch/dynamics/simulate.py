@@ -13,10 +13,11 @@ import torch
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import keeps_graph
+from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
-from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_model, count_systems
+from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_model
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.runtime._torch_internals import (

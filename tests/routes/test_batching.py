@@ -1,0 +1,154 @@
+"""One batch of several systems, and of their neighbors: the batch that one call makes, to the last bit."""
+
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk, molecule
+
+from nvalchemiops.torch import Neighbors, System
+from nvalchemiops.torch.dynamics import to_ase
+from nvalchemiops.torch.interactions.pair import PairPotential
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests.support.systems import batch, triclinic
+
+CHARGES = {"Na": 1.0, "Cl": -1.0, "O": -0.8, "H": 0.4}
+SALT, WATER = bulk("NaCl", "rocksalt", a=5.64, cubic=True), molecule("H2O")
+SLAB = Atoms("H2", [[0, 0, 0], [0, 0, 0.7]], cell=[4, 4, 9], pbc=(True, True, False))
+BATCHES = {
+    "crystals, molecules, slabs": [SALT, WATER, SLAB, Atoms()],
+    "crystals": [SALT, SALT[:5], SALT],
+    "molecules": [WATER, WATER[:1], WATER],
+    "the last one empty": [WATER, Atoms()],
+    "one": [SALT],
+}
+PAIR = PairPotential("q1*q2/(1 + r)", per_atom=("q",), cutoff=3.0)
+
+
+def same(found, expected):
+    assert type(found) is type(expected)
+    for name, value, other in zip(found._fields, found, expected, strict=True):
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other.dtype and torch.equal(value, other), name
+        else:
+            assert value == other, name
+
+
+def structures(name, dtype=torch.float64):
+    return [System.from_ase(atoms, CHARGES, dtype=dtype) for atoms in BATCHES[name]]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_systems_and_their_neighbors(name):
+    """As made from all structures at once, but for the form of a single one."""
+    systems = structures(name)
+    found = System.concatenate(iter(systems))
+    if len(systems) > 1:
+        crystals = name == "crystals"  # which need no `pbc`, if it is not given
+        same(found, System.from_ase(BATCHES[name], CHARGES))
+        without = System.concatenate([s._replace(pbc=None) for s in systems])
+        assert (without.pbc is None) == (crystals or name == "molecules")
+    for as_matrix in False, True:
+        for half in False, True:
+            options = {"as_matrix": as_matrix, "half": half}
+            near = [system.neighbors(3.0, **options) for system in systems]
+            joined, expected = Neighbors.concatenate(near, systems), found.neighbors(3.0, **options)
+            if as_matrix:  # a search may round its width up
+                width = joined.matrix.shape[1]
+                assert width == max(n.matrix.shape[1] for n in near)
+                expected = expected._replace(matrix=expected.matrix[:, :width])
+                if expected.shifts is not None:
+                    expected = expected._replace(shifts=expected.shifts[:, :width])
+            same(joined, expected)
+
+
+def test_batches_of_batches():
+    """Cells that all systems share, and atoms in any order."""
+    given = batch(triclinic(4), triclinic(3, seed=2))
+    first = System(given.positions, given.charges, given.cell, given.batch_idx)
+    order = torch.tensor([6, 1, 3, 0, 5, 2, 4])
+    mixed = System(first.positions[order], first.charges[order], first.cell, first.batch_idx[order])
+    shared = System(first.positions, first.charges, first.cell[0], first.batch_idx, torch.tensor([True] * 3))
+    found = System.concatenate([mixed, shared])
+    assert found.batch_idx.tolist() == [*mixed.batch_idx.tolist(), *(first.batch_idx + 2).tolist()]
+    assert torch.equal(found.cell, first.cell[[0, 1, 0, 0]]) and found.pbc.shape == (4, 3)
+    near = Neighbors.concatenate([s._replace(pbc=None).neighbors(3.0) for s in (mixed, shared)], [mixed, shared])
+    energies = PAIR(found, near, q=found.charges, energy_reduction="system").energies
+    alone = [PAIR(s, q=s.charges, energy_reduction="system").energies for s in (mixed, shared)]
+    torch.testing.assert_close(energies, torch.cat(alone))
+
+
+def test_values_of_atoms():
+    """Numbers that are the same for all stay numbers; others are written out; gradients arrive."""
+    crystal, free = structures("crystals, molecules, slabs", torch.float32)[:2]
+    x = free.positions.clone().requires_grad_()
+    wide, narrow = crystal._replace(widths=0.5), free._replace(widths=0.3, positions=x)
+    found = System.concatenate([wide, narrow, wide])
+    assert found.widths.tolist() == pytest.approx([0.5] * 8 + [0.3] * 3 + [0.5] * 8) and found.widths.dtype == x.dtype
+    (gradient,) = torch.autograd.grad(found.positions.square().sum(), x)
+    assert torch.equal(gradient, 2.0 * x)
+    assert System.concatenate([wide, wide]).widths == 0.5
+    assert list(map(len, to_ase(found))) == [8, 3, 8]
+    rows = torch.full((8,), 0.2)
+    assert torch.equal(
+        System.concatenate([wide._replace(widths=rows), narrow]).widths[6:9], torch.tensor([0.2, 0.2, 0.3])
+    )
+
+
+def test_neighbors_from_elsewhere():
+    """Other padding, room for more pairs, no pointers, empty lists of any number of atoms."""
+    systems = structures("crystals")
+    whole, cells = System.concatenate(systems), [(s.positions, 3.0, s.cell) for s in systems]
+    expected = PAIR(whole, q=whole.charges).energies
+
+    def energies(near):
+        return PAIR(whole, Neighbors.concatenate(near, systems), q=whole.charges).energies
+
+    padded = []
+    for number, where in enumerate(cells):
+        matrix, _, shifts = neighbor_list(*where, fill_value=-1 - number, max_neighbors=9 + number)
+        padded.append(Neighbors.from_matrix(matrix, shifts, padding=-1 - number))
+    torch.testing.assert_close(energies(padded), expected)
+    lists = [system.neighbors(3.0) for system in systems]
+    room = [
+        near._replace(
+            pairs=torch.nn.functional.pad(near.pairs, (0, 4)), shifts=torch.nn.functional.pad(near.shifts, (0, 0, 0, 4))
+        )
+        for near in lists
+    ]
+    torch.testing.assert_close(energies(room), expected)
+    bare = [lists[0], lists[1]._replace(row_pointers=None, cutoff=None), lists[2]]
+    torch.testing.assert_close(energies(bare), expected)
+    assert Neighbors.concatenate(bare, systems).cutoff is None
+    nothing = [
+        near._replace(pairs=near.pairs[:, :0], shifts=near.shifts[:0], row_pointers=near.row_pointers[:1])
+        for near in lists
+    ]
+    assert not energies(nothing).any()
+    assert not energies([Neighbors.from_matrix(p.matrix[:0], p.shifts[:0]) for p in padded]).any()
+
+
+def test_what_has_no_answer():
+    crystal, free, slab, _ = systems = structures("crystals, molecules, slabs")
+    for wrong, message in (
+        ([], "holds no system"),
+        ([crystal, free._replace(charges=None)], "`charges` of system number 1 is missing"),
+        (
+            [crystal, free._replace(charges=free.charges[:, None])],
+            "`charges` of all systems must have rows of the same",
+        ),
+        ([crystal, free._replace(domain=object())], "number 1 has a `domain`"),
+        ([crystal._replace(cell=crystal.cell.expand(2, 3, 3))], "`cell` is for 2 systems, but there are 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            System.concatenate(wrong)
+    near = [system.neighbors(3.0) for system in systems]
+    for neighbors, beside, message in (
+        ([], [], "`neighbors` holds none"),
+        (near, systems[:3], "of 4 systems, but there are 3"),
+        (near[:2], [crystal, slab], "number 1 is for 3 atoms, but its system has 2"),
+        ([near[0], free.neighbors(3.0, as_matrix=True)], [crystal, free], "one is a matrix, the other has pairs"),
+        ([near[0], free.neighbors(3.0, half=True)], [crystal, free], "number 1 has another `half`"),
+        ([Neighbors()], [crystal], "must have either pairs or a matrix"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Neighbors.concatenate(neighbors, beside)
