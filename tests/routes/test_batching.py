@@ -67,9 +67,11 @@ def test_batches_of_batches():
     first = System(given.positions, given.charges, given.cell, given.batch_idx)
     order = torch.tensor([6, 1, 3, 0, 5, 2, 4])
     mixed = System(first.positions[order], first.charges[order], first.cell, first.batch_idx[order])
-    shared = System(first.positions, first.charges, first.cell[0], first.batch_idx, torch.tensor([True] * 3))
+    periodic = torch.tensor([[True] * 3])
+    shared = System(first.positions, first.charges, first.cell[:1], first.batch_idx.long(), periodic)
     found = System.concatenate([mixed, shared])
     assert found.batch_idx.tolist() == [*mixed.batch_idx.tolist(), *(first.batch_idx + 2).tolist()]
+    assert found.batch_idx.dtype == torch.int32
     assert torch.equal(found.cell, first.cell[[0, 1, 0, 0]]) and found.pbc.shape == (4, 3)
     near = Neighbors.concatenate([s._replace(pbc=None).neighbors(3.0) for s in (mixed, shared)], [mixed, shared])
     energies = PAIR(found, near, q=found.charges, energy_reduction="system").energies
@@ -79,7 +81,7 @@ def test_batches_of_batches():
 
 def test_values_of_atoms():
     """Numbers that are the same for all stay numbers; others are written out; gradients arrive."""
-    crystal, free = structures("crystals, molecules, slabs", torch.float32)[:2]
+    crystal, free = structures("crystals, molecules, slabs")[:2]
     x = free.positions.clone().requires_grad_()
     wide, narrow = crystal._replace(widths=0.5), free._replace(widths=0.3, positions=x)
     found = System.concatenate([wide, narrow, wide])
@@ -87,10 +89,12 @@ def test_values_of_atoms():
     (gradient,) = torch.autograd.grad(found.positions.square().sum(), x)
     assert torch.equal(gradient, 2.0 * x)
     assert System.concatenate([wide, wide]).widths == 0.5
+    nothing = System(x[:0])  # no charges, and none missing
+    assert torch.equal(System.concatenate([nothing, crystal]).charges, crystal.charges)
     assert list(map(len, to_ase(found))) == [8, 3, 8]
-    rows = torch.full((8,), 0.2)
+    rows = torch.full((8,), 0.2, dtype=x.dtype)
     assert torch.equal(
-        System.concatenate([wide._replace(widths=rows), narrow]).widths[6:9], torch.tensor([0.2, 0.2, 0.3])
+        System.concatenate([wide._replace(widths=rows), narrow]).widths[6:9], rows.new_tensor([0.2, 0.2, 0.3])
     )
 
 
@@ -119,6 +123,11 @@ def test_neighbors_from_elsewhere():
     bare = [lists[0], lists[1]._replace(row_pointers=None, cutoff=None), lists[2]]
     torch.testing.assert_close(energies(bare), expected)
     assert Neighbors.concatenate(bare, systems).cutoff is None
+    farther = [near._replace(cutoff=3.0 + number) for number, near in enumerate(lists)]
+    assert Neighbors.concatenate(farther, systems).cutoff == 3.0
+    gaps = [near._replace(pairs=torch.where(near.pairs == 4, -1, near.pairs), padding=-1) for near in lists[:1]]
+    found = Neighbors.concatenate([lists[1], *gaps], systems[1::-1])
+    assert found.padding == 13 and found.pairs.max() == 13 and found.pairs.min() == 0
     nothing = [
         near._replace(pairs=near.pairs[:, :0], shifts=near.shifts[:0], row_pointers=near.row_pointers[:1])
         for near in lists
