@@ -1,5 +1,7 @@
 """Private names of torch: each means what is assumed, and without it results are the same or an error says why."""
 
+import importlib
+import inspect
 import json
 import logging
 import os
@@ -188,6 +190,15 @@ def test_compiled_code_is_told_from_exported_code():
     assert torch.equal(torch.compile(Asking(), backend="eager", fullgraph=True)(x), x)
     for strict in (False, True):
         assert torch.equal(torch.export.export(Asking(), (x,), strict=strict).module()(x), 2.0 * x)
+
+
+@pytest.mark.later
+def test_streams_of_compiled_graphs_have_the_names_that_are_looked_up():
+    trees = importlib.import_module("torch._inductor.cudagraph_trees")
+    assert getattr(trees.local, internals._MANAGERS) == {} and torch._C._is_key_in_tls(internals._MANAGERS)
+    assert "tree_manager" in vars(trees.TreeManagerContainer(0))
+    assert "self.stream = " in inspect.getsource(trees.CUDAGraphTreeManager.__init__)
+    assert not internals.belongs_to_compiled_graph(torch.device("cuda", 0))
 
 
 # -- without each name ----------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Results that are kept by value: the same as computed anew."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from nvalchemiops.torch.operators import segments
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.runtime import cache, context
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value, cached_on_device
-from tests.support.on_device import capturing, on_gpu, pretended_gpu
+from tests.support.on_device import capturing, on_gpu, on_stream, pretended_gpu
 from tests.support.processes import in_threads
 
 
@@ -283,6 +286,23 @@ def test_a_captured_graph_computes_its_own_results(recognized):
             assert recognized(x) is not before and recognized(other) is not recognized(other)
         assert recognized(x) is before and recognized.times == 4
         assert recognized(other) is recognized(other) and recognized.times == 5
+
+
+@pytest.mark.parametrize("manager", ["in this thread", "of a backward pass", "unknown", None])
+def test_compiled_code_takes_back_the_memory_in_which_it_warms_up(manager, recognized, monkeypatch):
+    """With mode="reduce-overhead" it does so on a stream of its own, and refuses to go on if others hold some of it."""
+    made = SimpleNamespace(stream=SimpleNamespace(cuda_stream=5)) if manager != "unknown" else SimpleNamespace()
+    managers = {0: SimpleNamespace(tree_manager=None if manager is None else made)}
+    local = SimpleNamespace() if manager == "of a backward pass" else SimpleNamespace(tree_manager_containers=managers)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(local=local))
+    monkeypatch.setattr(torch._C, "_is_key_in_tls", lambda name: name == "tree_manager_containers")
+    monkeypatch.setattr(torch._C, "_get_obj_in_tls", lambda name: managers)
+    x = on_gpu(numbers(1.0, 2.0))
+    with pretended_gpu():
+        for stream in (5, 3):
+            with on_stream(stream):
+                is_kept = recognized(x) is recognized(x)
+            assert is_kept == (manager is None or (stream == 3 and manager != "unknown"))
 
 
 @pytest.mark.parametrize("way", CHANGES)

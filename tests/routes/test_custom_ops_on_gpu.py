@@ -8,6 +8,7 @@ import warp as wp
 
 from nvalchemiops.torch.autograd import live_recordings, warp_stream_from_torch
 from nvalchemiops.torch.kernel import differentiable_kernel
+from nvalchemiops.torch.operators.segments import system_sums
 from tests.derivatives.test_kernel_functions import PRODUCT
 from tests.support.gpu import captured, waiting_is_an_error
 from tests.support.ops import (
@@ -101,6 +102,17 @@ def test_r03_reduce_overhead_mode_with_integer_indices():
         torch.compiler.cudagraph_mark_step_begin()
         found = torch.autograd.grad(compiled(x, w, index), (x, w))
         torch.testing.assert_close(found, torch.autograd.grad(cube_reference(x[index], w).sum(), (x, w)))
+
+
+def test_r03_reduce_overhead_mode_with_several_systems():
+    """Their order is sorted in the body of an op, which keeps it for later calls, but not in memory of the compiler."""
+    values, numbers = inputs()[0].detach(), torch.randint(5, (4_096,), dtype=torch.int32, device="cuda")
+    compiled = torch.compile(lambda values: 2.0 * system_sums(values, numbers, 5), fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = compiled(values).clone()
+        torch.testing.assert_close(found, 2.0 * system_sums(values, numbers, 5))
+        values.add_(1.0)
 
 
 @OPS

@@ -57,6 +57,30 @@ def stream_handle(device: torch.device) -> int:
     return handle
 
 
+_MANAGERS = "tree_manager_containers"
+
+
+def belongs_to_compiled_graph(device: torch.device) -> bool:
+    """Whether compiled code warms up or captures a CUDA graph on torch's current stream, as with "reduce-overhead".
+
+    All memory then comes from a pool. The compiler raises if more of it is held afterwards than its results, or gives
+    it to others.
+    """
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    try:
+        managers = getattr(trees.local, _MANAGERS, None)
+        if managers is None and torch._C._is_key_in_tls(_MANAGERS):  # in threads of backward passes
+            managers = torch._C._get_obj_in_tls(_MANAGERS)
+        if not managers or device.index not in managers:
+            return False
+        manager = managers[device.index].tree_manager
+        return manager is not None and manager.stream.cuda_stream == stream_handle(device)
+    except AttributeError:  # not known: in all calls after those of such code
+        return True
+
+
 # -- which derivatives are taken ------------------------------------------------------------------
 
 _derivatives = _find(

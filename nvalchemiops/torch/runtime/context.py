@@ -102,12 +102,14 @@ def may_recognize(tensor: torch.Tensor, on_host: bool = False) -> bool:
     """Whether results that depend on this tensor may be cached for later calls with the same tensor, on any device.
 
     They may in plain eager mode, if torch counts changes of the tensor and no gradient flows through it; but not while
-    a graph is captured, since the graph would hold addresses of results that the cache may drop: unless these are
-    numbers ``on_host``.
+    a graph is captured, since the graph would hold addresses of results that the cache may drop, nor while compiled
+    code warms up for one, since it takes back the memory: unless these are numbers ``on_host``.
     """
     if not is_eager(tensor) or tensor.requires_grad or tensor.is_inference():
         return False
-    return on_host or not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    if on_host or not tensor.is_cuda:
+        return True
+    return not (torch.cuda.is_current_stream_capturing() or internals.belongs_to_compiled_graph(tensor.device))
 
 
 # -- values ---------------------------------------------------------------------------------------
