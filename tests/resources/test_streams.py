@@ -1,12 +1,14 @@
 """Two parts of a call at the same time on a GPU: what waits for what."""
 
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed import Domain
+from nvalchemiops.torch.distributed.communication import begin_maximum
 from nvalchemiops.torch.interactions.electrostatics import particle_mesh_ewald
 from nvalchemiops.torch.runtime import streams
 
@@ -70,6 +72,26 @@ def test_the_second_part_waits_for_what_was_before_the_first(monkeypatch):
     notes.clear()
     assert streams.beside(*parts, torch.device("cpu")) == (1, (result, None))
     assert notes == ["pairs on main", "mesh on main"]
+
+
+def test_what_is_read_later_is_there_on_the_device_of_the_message(monkeypatch):
+    """Which need not be the current one: an event of another device would tell nothing of it."""
+    recorded = []
+
+    class Event:
+        def record(self, stream=None):
+            recorded.append(stream)
+
+        def query(self):
+            return True
+
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
+    tensor = SimpleNamespace(device=second, to=lambda *_, **__: torch.tensor([7]))
+    assert begin_maximum(tensor, Stream("in the place of a group", []))() == [7]
+    assert recorded == [second]
 
 
 @pytest.mark.gpu

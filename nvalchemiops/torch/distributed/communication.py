@@ -330,7 +330,7 @@ def begin_maximum(tensor: torch.Tensor, group: Any) -> Callable[[], list[Any]]:
     if tensor.device.type != "cpu":
         work.wait()  # the stream waits, not the host
         copy, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(tensor.device))  # another device may be the current one
 
     def read() -> list[Any]:
         with _named_failures(kind, group, messages):
