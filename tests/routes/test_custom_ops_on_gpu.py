@@ -107,11 +107,15 @@ def test_r03_reduce_overhead_mode_with_integer_indices():
 def test_r03_reduce_overhead_mode_with_several_systems():
     """Their order is sorted in the body of an op, which keeps it for later calls, but not in memory of the compiler."""
     values, numbers = inputs()[0].detach(), torch.randint(5, (4_096,), dtype=torch.int32, device="cuda")
-    compiled = torch.compile(lambda values: 2.0 * system_sums(values, numbers, 5), fullgraph=True, mode="reduce-overhead")
+
+    def doubled(values):
+        return 2.0 * system_sums(values, numbers, 5)
+
+    compiled = torch.compile(doubled, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         found = compiled(values).clone()
-        torch.testing.assert_close(found, 2.0 * system_sums(values, numbers, 5))
+        torch.testing.assert_close(found, doubled(values))
         values.add_(1.0)
 
 
