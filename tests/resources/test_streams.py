@@ -11,6 +11,7 @@ from nvalchemiops.torch.distributed import Domain
 from nvalchemiops.torch.distributed.communication import begin_maximum
 from nvalchemiops.torch.interactions.electrostatics import particle_mesh_ewald
 from nvalchemiops.torch.runtime import streams
+from tests.support.on_device import on_gpu
 
 
 class Stream:
@@ -72,6 +73,14 @@ def test_the_second_part_waits_for_what_was_before_the_first(monkeypatch):
     notes.clear()
     assert streams.beside(*parts, torch.device("cpu")) == (1, (result, None))
     assert notes == ["pairs on main", "mesh on main"]
+    # the backward pass of the second part may be the last to use what both are given
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: notes.append(f"given to {stream.name}"))
+    given = (on_gpu(torch.ones(1)), (on_gpu(torch.ones(1)), None, 2.0), torch.ones(1))
+    for with_graph in (True, False):
+        notes.clear()
+        with torch.set_grad_enabled(with_graph):
+            streams.beside(*parts, torch.device("cuda"), given)
+        assert notes.count("given to side") == 2 * with_graph
 
 
 def test_what_is_read_later_is_there_on_the_device_of_the_message(monkeypatch):

@@ -1,12 +1,13 @@
 """Work beside other work of the same call, on a GPU."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.recorder import tensors_in
 
 First = TypeVar("First")
 
@@ -18,13 +19,19 @@ def _side(device: torch.device) -> Any:
 
 
 def beside(
-    first: Callable[[], First], second: Callable[[], tuple[torch.Tensor | None, ...]], device: torch.device
+    first: Callable[[], First],
+    second: Callable[[], tuple[torch.Tensor | None, ...]],
+    device: torch.device,
+    given: Sequence[Any] = (),
 ) -> tuple[First, Any]:
     """The results of two functions that do not depend on each other; in eager mode on a GPU they run at the same time.
 
     The host calls them in this order on all ranks, so messages have one order. The second one runs on another
     stream, from what was computed before this call: while its messages travel, the first one computes. Messages of the
     first are sent before all messages of the second, which would hold them up.
+
+    The backward pass of the second one runs on the other stream, too, and may be the last to use a tensor ``given`` to
+    it, in nested tuples. The memory of these is not reused before that.
 
     Returns
     -------
@@ -35,6 +42,9 @@ def beside(
         return first(), second()
     here, side = torch.cuda.current_stream(device), _side(device)
     begun = here.record_event()
+    for used in tensors_in(given) if torch.is_grad_enabled() else ():
+        if used.device.type == device.type:
+            used.record_stream(side)
     found = first()
     side.wait_event(begun)
     with torch.cuda.stream(side):

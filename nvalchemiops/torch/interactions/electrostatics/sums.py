@@ -179,6 +179,7 @@ def _contributions(terms: Sequence[Term], system: ChargedSystem, derivatives: De
         lambda: [term.evaluate(system, derivatives) for term in others],
         lambda: last.evaluate(system, derivatives),
         system.positions.device,
+        (system, last),
     )
     return [*found, of_last]
 
