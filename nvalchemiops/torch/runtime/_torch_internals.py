@@ -81,6 +81,25 @@ def belongs_to_compiled_graph(device: torch.device) -> bool:
         return True
 
 
+_pools = (
+    _find("ending captures that failed", "_C._cuda_endAllocateToPool", "_C._cuda_releasePool")
+    if torch.version.cuda
+    else None
+)
+
+
+def leave_pool(device: torch.device, pool: Any) -> None:
+    """After a capture that the driver has ended: torch goes on as if it were under way, and frees no other memory."""
+    if _pools is None:
+        return
+    end, release = _pools
+    try:
+        end(device.index, pool)
+    except RuntimeError:  # torch has ended it, too
+        return
+    release(device.index, pool)
+
+
 # -- which derivatives are taken ------------------------------------------------------------------
 
 _derivatives = _find(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from nvalchemiops.torch.runtime._torch_internals import leave_pool
 from nvalchemiops.torch.runtime.cache import stream_of
 
 Tensors = Sequence[torch.Tensor]
@@ -50,7 +51,7 @@ class Graph:
                 current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
                 aside.wait_stream(current)
                 with torch.cuda.stream(aside):
-                    results = _capture(self._graph, function, memory)
+                    results = _capture(self._graph, function, memory, self.device)
                 current.wait_stream(aside)
                 self.n_bytes = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
         except Exception as error:  # the function has run before, so the cause is torch, the driver or another thread
@@ -65,16 +66,23 @@ class Graph:
             self._graph.replay()
 
 
-def _capture(graph: torch.cuda.CUDAGraph, function: Callable[[Tensors], Tensors], memory: Tensors) -> Tensors:
+def _capture(
+    graph: torch.cuda.CUDAGraph, function: Callable[[Tensors], Tensors], memory: Tensors, device: torch.device
+) -> Tensors:
+    pool = torch.cuda.graph_pool_handle()
     with _garbage_waits():
-        graph.capture_begin(capture_error_mode="thread_local")
         try:
-            results = function(memory)
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results = function(memory)
+            except BaseException:
+                with contextlib.suppress(Exception):  # which says no more than that there was an error before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         except BaseException:
-            with contextlib.suppress(Exception):  # which says no more than that there was an error before
-                graph.capture_end()
+            leave_pool(device, pool)
             raise
-        graph.capture_end()
     return results
 
 
@@ -97,7 +105,7 @@ def _find_out_whether_captures_work(device: torch.device, reason: str) -> None:
             number, aside = torch.zeros(1, device=device), torch.cuda.Stream()
             torch.cuda.synchronize()
             with torch.cuda.stream(aside):
-                _capture(torch.cuda.CUDAGraph(), lambda memory: (memory[0] + 1,), (number,))
+                _capture(torch.cuda.CUDAGraph(), lambda memory: (memory[0] + 1,), (number,), device)
             torch.cuda.synchronize()
     except Exception:
         _failed[device] = reason
