@@ -5,8 +5,6 @@ same calls of all operations.
 """
 
 import contextlib
-import gc
-import weakref
 from unittest import mock
 
 import pytest
@@ -16,7 +14,7 @@ from nvalchemiops.torch import RecordingError, plans, record
 from nvalchemiops.torch.interactions.electrostatics import driver, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.runtime import _torch_internals, engine, graphs, tables
+from nvalchemiops.torch.runtime import engine, graphs, tables
 from nvalchemiops.torch.runtime import plans as plans_in_runtime
 from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.torch.runtime.storage import storage_of
@@ -478,81 +476,6 @@ def test_gradients_of_batches_with_chosen_parameters(function, made, gpu):
     for _ in range(4):
         close(gradients(), expected, 1e-12)
     assert n_replays(made)
-
-
-class Capture:
-    """In the place of a graph of torch."""
-
-    is_open, ends = False, True
-
-    def capture_begin(self, **_):
-        self.is_open = True
-
-    def capture_end(self):
-        self.is_open = False
-        if not self.ends:
-            raise RuntimeError("the driver has ended it")
-
-
-@pytest.fixture
-def capture(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "its pool")
-    return Capture()
-
-
-SECOND = torch.device("cuda", 1)
-
-
-def test_garbage_waits_for_the_end_of_a_capture(capture):
-    """What it frees may need a call of the driver that ends the capture with an error."""
-    seen = []
-
-    class Circle:
-        def __init__(self):
-            self.itself = self
-
-    thresholds = gc.get_threshold()
-
-    def function(memory):
-        weakref.finalize(Circle(), lambda: seen.append(capture.is_open))
-        return [[number] for number in range(1000)][:1]
-
-    gc.set_threshold(10)
-    try:
-        for _ in range(3):
-            graphs._capture(capture, function, (), SECOND)
-        assert gc.isenabled()
-    finally:
-        gc.set_threshold(*thresholds)
-    gc.collect()
-    assert seen == [False] * 3
-
-
-@pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_memory_is_that_of_all_again_after_a_capture(ends, fails, capture, monkeypatch):
-    """Torch forgets it where the driver has ended a capture: then no memory that it keeps would be freed for others."""
-    underway = [(1, "its pool")]
-
-    def end(*place):
-        if ends:
-            raise RuntimeError("it has ended")
-        underway.remove(place)
-
-    released = []
-    monkeypatch.setattr(_torch_internals, "_pools", (end, lambda *place: released.append(place)))
-    capture.ends = ends
-
-    def function(memory):
-        if fails:
-            raise ZeroDivisionError
-        return ()
-
-    expected = ZeroDivisionError if fails else RuntimeError
-    with contextlib.nullcontext() if ends and not fails else pytest.raises(expected):
-        graphs._capture(capture, function, (), SECOND)
-    assert not capture.is_open
-    assert released == ([] if ends else [(1, "its pool")])
 
 
 # -- steps of users -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -48,13 +49,14 @@ class Graph:
         try:
             with torch.cuda.device(self.device):
                 reserved = torch.cuda.memory_reserved(self.device)
-                current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+                current, aside = torch.cuda.current_stream(), _aside(place_of(self.device))
                 aside.wait_stream(current)
                 with torch.cuda.stream(aside):
                     results = _capture(self._graph, function, memory, self.device)
                 current.wait_stream(aside)
                 self.n_bytes = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
         except Exception as error:  # the function has run before, so the cause is torch, the driver or another thread
+            _streams.asides.clear()
             self.reason = f"its capture has failed: {type(error).__name__}: {error}"
             _find_out_whether_captures_work(self.device, self.reason)
             return None
@@ -64,6 +66,27 @@ class Graph:
         """Enqueue the captured work on torch's current stream of the device."""
         with torch.cuda.device(self.device):
             self._graph.replay()
+
+
+class _OfThread(threading.local):
+    """The streams on which this thread captures graphs, by the place of their replays."""
+
+    def __init__(self) -> None:
+        self.asides: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+
+_streams = _OfThread()
+
+
+def _aside(place: tuple[torch.device, int]) -> torch.cuda.Stream:
+    """The stream on which graphs for this place are captured.
+
+    Torch keeps memory for matrix products, up to 32 MiB, for each stream and thread. A graph uses that of the stream of
+    its capture: one for the graphs of a place is enough, since they run one after the other.
+    """
+    if place not in _streams.asides:
+        _streams.asides[place] = torch.cuda.Stream()
+    return _streams.asides[place]
 
 
 def _capture(

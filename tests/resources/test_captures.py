@@ -1,0 +1,121 @@
+"""Captures of graphs, without a GPU: what happens around them, and what is left where they fail."""
+
+import contextlib
+import gc
+import weakref
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from nvalchemiops.torch.runtime import _torch_internals, graphs
+
+SECOND = torch.device("cuda", 1)
+
+
+class Capture:
+    """In the place of a graph of torch."""
+
+    is_open, ends = False, True
+
+    def capture_begin(self, **_):
+        self.is_open = True
+
+    def capture_end(self):
+        self.is_open = False
+        if not self.ends:
+            raise RuntimeError("the driver has ended it")
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "its pool")
+    return Capture()
+
+
+def test_garbage_waits_for_the_end_of_a_capture(capture):
+    """What it frees may need a call of the driver that ends the capture with an error."""
+    seen = []
+
+    class Circle:
+        def __init__(self):
+            self.itself = self
+
+    thresholds = gc.get_threshold()
+
+    def function(memory):
+        weakref.finalize(Circle(), lambda: seen.append(capture.is_open))
+        return [[number] for number in range(1000)][:1]
+
+    gc.set_threshold(10)
+    try:
+        for _ in range(3):
+            graphs._capture(capture, function, (), SECOND)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert seen == [False] * 3
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_memory_is_that_of_all_again_after_a_capture(ends, fails, capture, monkeypatch):
+    """Torch forgets it where the driver has ended a capture: then no memory that it keeps would be freed for others."""
+    underway = [(1, "its pool")]
+
+    def end(*place):
+        if ends:
+            raise RuntimeError("it has ended")
+        underway.remove(place)
+
+    released = []
+    monkeypatch.setattr(_torch_internals, "_pools", (end, lambda *place: released.append(place)))
+    capture.ends = ends
+
+    def function(memory):
+        if fails:
+            raise ZeroDivisionError
+        return ()
+
+    expected = ZeroDivisionError if fails else RuntimeError
+    with contextlib.nullcontext() if ends and not fails else pytest.raises(expected):
+        graphs._capture(capture, function, (), SECOND)
+    assert not capture.is_open
+    assert released == ([] if ends else [(1, "its pool")])
+
+
+class Cuda:
+    """In the place of the streams of a GPU, on which another thread is capturing a graph."""
+
+    def __init__(self, monkeypatch):
+        self.made, self.current = 0, SimpleNamespace(cuda_stream=0, wait_stream=id, synchronize=lambda: None)
+        for name, value in {
+            "current_stream": lambda device=None: self.current,
+            "Stream": self.stream,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "device": lambda device: contextlib.nullcontext(),
+            "memory_reserved": lambda device: 0,
+            "graph_pool_handle": lambda: "a pool",
+            "CUDAGraph": Capture,
+            "synchronize": mock.Mock(side_effect=RuntimeError("a thread captures on this device")),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(graphs, "place_of", lambda device: (device, self.current.cuda_stream))
+        monkeypatch.setattr(graphs, "_streams", graphs._OfThread())
+        monkeypatch.setattr(graphs, "_failed", {})
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: 0)
+
+    def stream(self):
+        self.made += 1
+        return SimpleNamespace(wait_stream=id)
+
+
+def test_graphs_of_a_place_are_captured_on_one_stream(monkeypatch):
+    """Torch keeps memory for each stream on which there was a matrix product."""
+    cuda = Cuda(monkeypatch)
+    for handle, expected in ((0, 1), (0, 1), (7, 2), (0, 2)):
+        cuda.current.cuda_stream = handle
+        assert graphs.Graph(SECOND).captured(lambda memory: memory, ()) == ()
+        assert cuda.made == expected
