@@ -119,3 +119,15 @@ def test_graphs_of_a_place_are_captured_on_one_stream(monkeypatch):
         cuda.current.cuda_stream = handle
         assert graphs.Graph(SECOND).captured(lambda memory: memory, ()) == ()
         assert cuda.made == expected
+
+
+def test_a_failure_beside_the_capture_of_another_thread_is_no_lasting_one(monkeypatch):
+    """The device as a whole cannot be waited for then."""
+    Cuda(monkeypatch)
+
+    def fails(memory):
+        raise torch.OutOfMemoryError("none left")
+
+    graph = graphs.Graph(SECOND)
+    assert graph.captured(fails, ()) is None and "none left" in graph.reason
+    assert not graphs._failed

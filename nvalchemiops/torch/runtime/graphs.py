@@ -125,11 +125,11 @@ def _find_out_whether_captures_work(device: torch.device, reason: str) -> None:
     """After a failure, such as a lack of memory, others may succeed; or torch or the driver make all of them fail."""
     try:
         with torch.cuda.device(device):
-            number, aside = torch.zeros(1, device=device), torch.cuda.Stream()
-            torch.cuda.synchronize()
+            number, current, aside = torch.zeros(1, device=device), torch.cuda.current_stream(), torch.cuda.Stream()
+            current.synchronize()  # not the device: that is an error while another thread captures, and for its capture
             with torch.cuda.stream(aside):
                 _capture(torch.cuda.CUDAGraph(), lambda memory: (memory[0] + 1,), (number,), device)
-            torch.cuda.synchronize()
+            current.synchronize()
     except Exception:
         _failed[device] = reason
 
