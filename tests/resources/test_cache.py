@@ -12,6 +12,7 @@ from nvalchemiops.torch.operators import segments
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.runtime import cache, context
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value, cached_on_device
+from tests.support.on_device import GPU as GPU_DEVICE
 from tests.support.on_device import capturing, on_gpu, on_stream, pretended_gpu
 from tests.support.processes import in_threads
 
@@ -242,6 +243,21 @@ def test_what_a_captured_graph_reads_is_kept_for_good(monkeypatch):
     assert not any(key[0] == "test: of no values" for key in cache._kept)
     monkeypatch.setattr(cache, "is_capturing", lambda: True)
     assert of_no_values(0) is before
+
+
+def test_a_graph_takes_what_the_call_before_has_used():
+    """What another stream computes may not be there when the graph is replayed."""
+
+    def number():
+        return cached_on_device("test: on a stream", GPU_DEVICE, (), lambda: (torch.ones(1),))[0]
+
+    with pretended_gpu():
+        found = []
+        for stream in (1, 2, 1, 2):
+            with on_stream(stream):
+                found.append(number())
+        with capturing(3):
+            assert number() is found[3] is found[1] is not found[2]
 
 
 # -- by identity ----------------------------------------------------------------------------------

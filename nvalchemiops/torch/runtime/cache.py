@@ -50,14 +50,14 @@ def cached_on_device(name: str, device: torch.device, others: Hashable, compute:
     On a GPU each stream has its own cached results: on another stream a result might not be computed yet, and torch
     reuses freed memory in the order of the stream on which it was allocated.
 
-    While a CUDA graph is captured, a cached result of any stream is used, and then kept for good, since the graph reads
-    it in each replay. A result that is not in the cache becomes a part of the graph.
+    While a CUDA graph is captured, the cached result that was used last is taken, of whatever stream, and then kept for
+    good, since the graph reads it in each replay. A result that is not in the cache becomes a part of the graph.
     """
     if not may_keep():
         return compute()
     key = (name, others, device)
     if is_capturing():
-        of_any_stream: list[tuple[Any, Any]] = list(_kept.items())
+        of_any_stream: list[tuple[Any, Any]] = list(_kept.items())[::-1]  # that of a call before first: it is there
         found = _captured.get(key) or next((kept[1] for k, kept in of_any_stream if k[:3] == key), None)
         if found is None:
             return compute()
