@@ -353,6 +353,18 @@ def test_what_cannot_be_done_again_is_refused_by_name(reason):
     OUTSIDE.zero_()
 
 
+@torch.library.custom_op("tests::noise_of_another", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def noise_of_another(x: torch.Tensor) -> torch.Tensor:
+    """In the place of an operation on a GPU, whose numbers are not those of a CPU."""
+    return x + torch.rand(x.shape, generator=torch.cuda.default_generators[-1])
+
+
+def test_random_numbers_of_a_gpu_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(), torch.Generator()))
+    with pytest.raises(RecordingError, match=r"noise_of_another.default draws random numbers"):
+        record(noise_of_another)(torch.ones(3))
+
+
 @warp_custom_op("tests::doubled_by_warp", [OutputSpec("y", wp.float32, lambda x: x.shape)], backward="none")
 def doubled_by_warp(x: torch.Tensor) -> torch.Tensor:
     return launched_by_warp(x)

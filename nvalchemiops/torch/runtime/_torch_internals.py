@@ -329,10 +329,13 @@ def result_and_draw(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
     """The result of an operation, and whether it has drawn random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs), False
-    given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator) and v.device.type == "cpu"]
-    generator = given[0] if given else torch.default_generator
-    before = generator.get_state()
-    return func(*args, **kwargs), not torch.equal(before, generator.get_state())
+    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+    generators = generators or [torch.default_generator, *torch.cuda.default_generators]
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        generators = [g for g in generators if g.device.type == "cpu"]  # those of a GPU cannot be asked
+    before = [g.get_state() for g in generators]
+    result = func(*args, **kwargs)
+    return result, not all(map(torch.equal, before, [g.get_state() for g in generators]))
 
 
 @functools.cache
