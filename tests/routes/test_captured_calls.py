@@ -82,6 +82,18 @@ def test_results_are_the_callers(made, calls, gpu):
     assert len(made) == 1 and n_replays(made) == 3
 
 
+def test_results_that_are_arguments_are_the_callers(made, gpu):
+    """Those of the first call, too, which has run with the memory of the graph."""
+    step = record(lambda x: (x, x[1:], 2.0 * x))
+    for number in (1.0, 2.0, 3.0):
+        x = torch.full((3,), number, device=gpu.device)
+        found = step(x)
+        for other in (4.0, 5.0):
+            step(torch.full_like(x, other))
+        assert all(map(torch.equal, found, (x, x[1:], 2.0 * x)))
+    assert n_replays(made)
+
+
 def test_numbers_of_the_host_are_those_of_the_capture(made, gpu):
     """Also of a stand-in: a replay runs no Python code."""
     factors, x = [2.0], torch.ones(3, dtype=torch.float64, device=gpu.device)

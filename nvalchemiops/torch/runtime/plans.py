@@ -260,6 +260,8 @@ def _captured(
         seen = Recorder(memory, (), borrowed, length, (), memory[len(copied) :] if length else (), makes_steps=False)
         with recording(seen):
             results = tuple([_in_memory(t).detach() for t in function(memory)])
+        # the memory will have the values of other calls
+        results = tuple([t.clone() if share_memory([t], memory) else t for t in results])
         if seen.reason:
             return Followed(None, results, seen.reason)
         room = length
