@@ -567,6 +567,16 @@ def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
     weights = torch.ones(3, dtype=torch.float64, device=gpu.device)
     with pytest.raises(RecordingError, match="reads values"):
         record(lambda x: x * float(weights.sum()))(x)
+    weights.requires_grad_()
+
+    def trained(x):
+        weights.grad = None
+        (x @ weights).sum().backward()
+        return 2.0 * x
+
+    with pytest.raises(RecordingError, match="a backward pass writes gradients"):
+        record(trained)(x)
+    weights.requires_grad_(False)
     step = record(step_of(calls, near, weights))
 
     def fails(graph, function, memory):

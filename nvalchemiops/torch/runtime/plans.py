@@ -262,8 +262,8 @@ def _captured(
             results = tuple([_in_memory(t).detach() for t in function(memory)])
         # the memory will have the values of other calls
         results = tuple([t.clone() if share_memory([t], memory) else t for t in results])
-        if seen.reason:
-            return Followed(None, results, seen.reason)
+        if reason := seen.reason or _writes_gradients(seen, memory):
+            return Followed(None, results, reason)
         room = length
         if length and not seen.needs_length and not any(length in t.shape for t in seen.kept.values()):
             room = (length + length // 4) // 64 * 64 + 64
@@ -301,15 +301,23 @@ def _part_like(memory: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _fault_of(recorder: Recorder, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
     """Why a call that was followed to its end gets no plan; an empty string if it gets one."""
+    if reason := _writes_gradients(recorder, arguments):
+        return reason
     external = [part for parts in recorder.external.values() for part in parts]
-    for tensor in (*arguments, *external):
-        if tensor.is_leaf and tensor.grad is not None and storage_of(tensor.grad) in recorder.kept:
-            return "a backward pass writes gradients into `.grad` of a tensor: use torch.autograd.grad"
     length = recorder.length
     if length and any(length in t.shape for t in (*recorder.kept.values(), *external)):
         return OF_LENGTH + "another axis has the same length"
     known = recorder.varying | recorder.kept.keys()
     return "" if all([storage_of(t) in known for t in results if t.numel()]) else "a result existed before the call"
+
+
+def _writes_gradients(recorder: Recorder, arguments: Sequence[torch.Tensor]) -> str:
+    """Why there is no plan of a call with a backward pass like ``loss.backward()``; an empty string if it has none."""
+    external = [part for parts in recorder.external.values() for part in parts]
+    for tensor in (*arguments, *external):
+        if tensor.is_leaf and tensor.grad is not None and storage_of(tensor.grad) in recorder.kept:
+            return "a backward pass writes gradients into `.grad` of a tensor: use torch.autograd.grad"
+    return ""
 
 
 def record(*arguments: Any, **options: Any) -> Followed:
