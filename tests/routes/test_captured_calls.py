@@ -559,6 +559,13 @@ def test_tensors_that_only_a_backward_pass_uses(made, gpu, monkeypatch):
     assert recorded._counts["recorded"] == 2 and n_replays(made)
 
 
+def of_much_memory(x):
+    """Twice the argument, if no recorder keeps all that is made."""
+    if current_recorder() is not None:
+        raise torch.OutOfMemoryError("none left")
+    return 2.0 * x
+
+
 def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
     """What reads values is refused by name; a capture that fails leaves the results."""
     near, x = pointers(gpu.device), calls.positions()
@@ -567,6 +574,10 @@ def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
     weights = torch.ones(3, dtype=torch.float64, device=gpu.device)
     with pytest.raises(RecordingError, match="reads values"):
         record(lambda x: x * float(weights.sum()))(x)
+    large = record(of_much_memory)
+    for _ in range(2):
+        assert torch.equal(large(x), 2.0 * x) and "since there is not enough memory" in large.explain()
+    assert large._counts["ordinary"] == 2
     weights.requires_grad_()
 
     def trained(x):

@@ -27,6 +27,10 @@ MOST_BYTES = 2**27
 """Largest memory of a plan of an operation on a CPU, in bytes."""
 
 
+NO_MEMORY = "there is not enough memory for a plan"
+"""Why a call on a GPU has not been made: it has to be made again without a plan."""
+
+
 class Plan:
     """The steps of a call, with their own memory.
 
@@ -258,8 +262,13 @@ def _captured(
     with torch.inference_mode(False):
         memory = [t.detach().clone().requires_grad_(t.requires_grad) for t in (*copied, *used)]
         seen = Recorder(memory, (), borrowed, length, (), memory[len(copied) :] if length else (), makes_steps=False)
-        with recording(seen):
-            results = tuple([_in_memory(t).detach() for t in function(memory)])
+        try:
+            with recording(seen):
+                results = tuple([_in_memory(t).detach() for t in function(memory)])
+        except torch.OutOfMemoryError:  # there may be enough without all that the recorder keeps
+            if seen.acts:  # other ranks would get messages twice
+                raise
+            return Followed(None, None, NO_MEMORY)
         # the memory will have the values of other calls
         results = tuple([t.clone() if share_memory([t], memory) else t for t in results])
         if reason := seen.reason or _writes_gradients(seen, memory):
@@ -330,7 +339,7 @@ def record(*arguments: Any, **options: Any) -> Followed:
         with torch.no_grad():
             plan, results, reason = follow(*arguments, most_bytes=MOST_BYTES, **options)
     except torch.OutOfMemoryError:  # there may be enough for the call without copies of its lists
-        return Followed(None, None, "there is not enough memory for a plan")
+        return Followed(None, None, NO_MEMORY)
     graph = options.get("graph")
     if plan is not None and graph is not None and plan.n_bytes > (most := graphs.most_bytes(graph.device)):
         plan, reason = None, f"its memory is more than {most} bytes"

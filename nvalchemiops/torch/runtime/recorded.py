@@ -20,7 +20,7 @@ from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_f
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.history import leaves_of
 from nvalchemiops.torch.runtime.openmp import fairly
-from nvalchemiops.torch.runtime.plans import Plan, follow
+from nvalchemiops.torch.runtime.plans import NO_MEMORY, Plan, follow
 from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder
 from nvalchemiops.torch.runtime.storage import storage_of
 
@@ -289,6 +289,9 @@ class Recorded:
                 plan, results, reason = follow(call, moving, changing=self._changing, graph=graph)
         finally:
             _records.release()
+        if reason == NO_MEMORY:
+            self._not_captured[key] = reason
+            return self._ordinary(reason, *given)
         form_of_results, found = returned[0]
         # the capture failed, not the function; or ranks come back from an error
         failed = "" if graph is None else graph.reason
