@@ -71,9 +71,21 @@ def test_each_device_has_its_own_streams(monkeypatch):
     monkeypatch.setattr(internals, "_raw_stream", (lambda index: 100 + index,))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=103))
-    monkeypatch.setattr(arrays, "warp_device", lambda device: None)
+    monkeypatch.setattr(arrays.wp, "device_from_torch", lambda device: f"device {device.index + 0}")
     monkeypatch.setattr(arrays, "_warp_stream", lambda index, handle: (index, handle))
-    assert [arrays.current_stream(torch.device(name)) for name in ("cuda:1", "cuda")] == [(1, 101), (3, 103)]
+    arrays.warp_device.cache_clear()
+    try:
+        assert [arrays.current_stream(torch.device(name)) for name in ("cuda:1", "cuda")] == [(1, 101), (3, 103)]
+    finally:
+        arrays.warp_device.cache_clear()
+    assert internals.stream_handle(torch.device("cuda")) == 103
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_warp_does_not_know_is_named():
+    """As with ROCm, or a driver that is too old for Warp."""
+    with pytest.raises(ValueError, match=r"a tensor is on 'cuda:0', but Warp finds .*\(found: none\)"):
+        arrays.warp_device(torch.device("cuda", 0))
 
 
 def test_transforms_are_counted():

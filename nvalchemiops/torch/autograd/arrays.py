@@ -155,7 +155,14 @@ def warp_device(device: torch.device) -> wp.Device:
     ensure_warp()
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"a tensor is on '{device}', but Warp supports only the CPU and CUDA devices")
-    return wp.device_from_torch(device)
+    try:
+        return wp.device_from_torch(device)
+    except IndexError:  # with ROCm, whose devices have this name in torch, or a driver that is too old
+        found = ", ".join(map(str, wp.get_cuda_devices())) or "none"
+        raise ValueError(
+            f"a tensor is on '{device}', but Warp finds no such GPU of NVIDIA with a driver that is new enough "
+            f"(found: {found})"
+        ) from None
 
 
 # -- streams --------------------------------------------------------------------------------------
@@ -171,9 +178,10 @@ def _warp_stream(device_index: int, handle: int) -> wp.Stream:
 
 def current_stream(device: torch.device) -> wp.Stream:
     """Torch's current CUDA stream on ``device`` as a Warp stream."""
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     warp_device(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _warp_stream(index, stream_handle(device))
+    return _warp_stream(device.index, stream_handle(device))
 
 
 @contextmanager
