@@ -25,6 +25,7 @@ from nvalchemiops.torch.launch import launch_adjoint
 from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection, rows
 from nvalchemiops.torch.operators.lattice import _geometry
 from nvalchemiops.torch.runtime import cache, graphs
+from nvalchemiops.torch.runtime.context import ValuesNeededError
 from tests.support import cases
 from tests.support.comparing import close_to_largest, weighted
 from tests.support.given_sizes import (
@@ -390,6 +391,29 @@ WAITING: dict[str, Call] = {
     "a list of the host": lambda g: electrostatics.ewald_real_space(g.x, g.q, g.cell, [ALPHA] * N_SYSTEMS, **g.near),
     "pairs of a matrix": lambda g: formats.get_neighbor_list_from_neighbor_matrix(g.matrix["neighbor_matrix"], g.idx),
 }
+
+
+REFUSED = {
+    "neighbor_list, checked": "check=False",
+    "neighbor_list, any width": "`max_neighbors`",
+    "neighbor_list, pairs": "`max_neighbors`",
+    "VerletList": "between replays",
+    "neighbors built": "`max_neighbors`",
+    "alpha chosen": "give neighbors and parameters",
+    "k-vectors by length": "give neighbors and parameters",
+    "mesh chosen": "give neighbors and parameters",
+    "elements": "D3Parameters.states",
+    "k-vectors prepared": "give neighbors and parameters",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of parameters for what the pretended GPU has computed
+@by_name(REFUSED)
+def test_what_reads_is_refused_by_name_in_a_capture(name, gpu):
+    """An error of the driver would end the capture, and torch does not recover from that."""
+    WAITING[name](gpu[0])  # as users are told to, so that kernels are loaded
+    with capturing(1), pytest.raises(ValuesNeededError, match=REFUSED[name]):
+        events(lambda: WAITING[name](gpu[0]))
 
 
 @by_name(READING | WAITING)

@@ -18,7 +18,7 @@ from nvalchemiops.torch.neighbors.formats import pairs_of_matrix
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.operators.segments import batch_idx_of
-from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read
+from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read, refuse_in_capture
 from nvalchemiops.torch.runtime.memory import is_out_of_memory, new_empty
 
 Tensors = tuple[torch.Tensor, ...]
@@ -263,6 +263,8 @@ def _search_matrix(
     def new(*shape: int) -> torch.Tensor:
         return new_empty((search.n_rows, *shape), torch.int32, search.positions.device)
 
+    if readable:
+        refuse_in_capture(search.positions, ops.IN_CAPTURE)
     _, matrix, shifts, count, *_ = room
     images: torch.Tensor | None
     if width is None:

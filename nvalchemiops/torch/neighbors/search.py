@@ -27,7 +27,7 @@ from nvalchemiops.torch.operators.segments import batch_idx_of
 from nvalchemiops.torch.operators.sorting import counted_rows, pointers_of_sorted, sort_rows
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import tracing_state
-from nvalchemiops.torch.runtime.context import eager, is_eager
+from nvalchemiops.torch.runtime.context import eager, is_eager, refuse_in_capture
 from nvalchemiops.torch.runtime.memory import new_empty
 from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.torch.runtime.storage import storage_of
@@ -38,6 +38,10 @@ SEARCH_LANES = 32
 
 MOST_SPARE_SLOTS = 2**22
 """Largest number of slots, besides a few for each atom, of a cell-list search that is requested by name."""
+
+
+IN_CAPTURE = "give `neighbor_list` a `max_neighbors` and check=False"
+"""How to search while a graph is captured."""
 
 
 class Search(NamedTuple):
@@ -399,6 +403,7 @@ def _searched(search: Search, filled: Callable[..., Tensors], op: Callable[[], T
     """
     if op is not None and (torch.compiler.is_compiling() or tracing_state()):
         return op()
+    refuse_in_capture(search.positions, IN_CAPTURE)
     lent: list[Scratch] = []
 
     def lend(size: int) -> Scratch:

@@ -18,7 +18,7 @@ from nvalchemiops.torch.neighbors.rebuild_detection import stale_systems
 from nvalchemiops.torch.neighbors.search import count_systems
 from nvalchemiops.torch.operators.segments import batch_idx_of, sorted_by_system
 from nvalchemiops.torch.runtime._torch_internals import is_unobserved, outside_of_transforms
-from nvalchemiops.torch.runtime.context import all_values_of, eager, is_eager, is_mapped, values_of
+from nvalchemiops.torch.runtime.context import all_values_of, eager, is_eager, is_mapped, refuse_in_capture, values_of
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
 __all__ = ["VerletList"]
@@ -179,6 +179,7 @@ class VerletList:
                 self.rebuilt = torch.zeros(len(seen), dtype=torch.bool)
                 return kept.result
         checks.check_positions(positions, finite=False)
+        refuse_in_capture(positions, "call `VerletList` between replays")
         if pbc is not None:
             pbc = checks.pbc_tensor(pbc, positions.device)
             pbc = pbc.expand(3) if pbc.ndim == 0 else pbc

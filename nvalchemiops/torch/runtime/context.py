@@ -69,6 +69,15 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_in_capture(tensor: torch.Tensor, advice: str) -> None:
+    """Raise if the host would wait for this tensor while a graph is captured, which the driver would end by an error.
+
+    Torch does not recover from that: it goes on as if the graph were captured.
+    """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValuesNeededError(f"values on a GPU would be read while a CUDA graph is captured: {advice}")
+
+
 @internals.only_inlined
 def is_eager(*tensors: torch.Tensor | None, under_modes: bool = False) -> bool:
     """Whether this is plain eager mode: only reverse-mode autograd sees the operations.
@@ -156,7 +165,8 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
     Raises
     ------
     ValuesNeededError
-        ``vmap`` maps over the tensor, so that it has other values in each slice; or it is fake, and has none.
+        ``vmap`` maps over the tensor, so that it has other values in each slice; or it is fake, and has none; or it is
+        on a GPU, and a graph is being captured.
     """
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not internals.transforms_active():
         return tensor.detach().resolve_neg().numpy()
@@ -170,6 +180,7 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
             "values of a fake tensor would be read, to find neighbors or to choose parameters: give them, or "
             "choose them outside of FakeTensorMode and export"
         )
+    refuse_in_capture(tensor, "give neighbors and parameters, and choose them before the capture")
     values = values_of(tensor.cpu())
     with internals.without_transforms():
         return values.resolve_neg().numpy()
