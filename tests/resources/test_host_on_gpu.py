@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.torch import plans, spline
-from nvalchemiops.torch.autograd import arrays, tapes, warp_stream_from_torch
+from nvalchemiops.torch.autograd import OutputSpec, arrays, tapes, warp_custom_op, warp_stream_from_torch
 from nvalchemiops.torch.interactions import dispersion, electrostatics
 from nvalchemiops.torch.launch import launch_adjoint
 from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection, rows
@@ -234,6 +234,23 @@ def test_adjoints_of_kernels_and_tapes_are_on_the_current_stream():
         with warp_stream_from_torch(x):
             done = events(lambda: launch_adjoint(square, 3, [x, y], [x.clone(), y.clone()]))
     assert done[-1].name == "adjoint of square"
+
+
+@warp_custom_op("tests::with_a_backward_pass_inside", [OutputSpec("y", wp.float64, lambda x: x.shape)])
+def with_a_backward_pass_inside(x: torch.Tensor) -> torch.Tensor:
+    seen.append(torch._C._is_multithreading_enabled())
+    return 2.0 * x
+
+
+seen: list[bool] = []
+
+
+def test_backward_passes_inside_of_an_op_are_in_its_thread():
+    """That of autograd for a GPU would wait for the stream that the op has bound."""
+    (x,) = on_gpu((torch.ones(3, dtype=torch.float64),))
+    with pretended_gpu():
+        with_a_backward_pass_inside.op.record((x,), 1, x.device)
+        assert seen == [False] and torch._C._is_multithreading_enabled()
 
 
 def test_a_graph_belongs_to_its_stream():

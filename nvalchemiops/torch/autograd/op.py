@@ -245,7 +245,11 @@ def _make({", ".join(values)}):
         if device.type != "cuda":
             return self._call_body(prepared, device, tracked)
         with torch.cuda.device(device), warp_stream_from_torch(device):
-            return self._call_body(prepared, device, tracked)
+            if not tracked:
+                return self._call_body(prepared, device, tracked)
+            # in a backward pass inside of the body, a thread of autograd would wait for the locks that this one holds
+            with torch.autograd.set_multithreading_enabled(False):
+                return self._call_body(prepared, device, tracked)
 
     def _call_body(self, prepared: Sequence[Any], device: torch.device, tracked: bool) -> Any:
         # the first call may load kernels, so it runs alone; a call with gradients may load other kernels
