@@ -20,6 +20,7 @@ from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.torch.runtime.storage import storage_of
 from tests.support.cases import BOUNDS, MIXED, ONE
 from tests.support.comparing import close, random_like
+from tests.support.gpu import captured
 from tests.support.plans import CountedGraph, StandInGraph, counted_graphs, n_replays, plans_of_calls
 from tests.support.systems import in_form, neighbors_of
 
@@ -557,6 +558,19 @@ def test_tensors_that_only_a_backward_pass_uses(made, gpu, monkeypatch):
         x = count * torch.ones(3, dtype=torch.float64, device=gpu.device)
         torch.testing.assert_close(recorded(x), 2.0 * x * weights)
     assert recorded._counts["recorded"] == 2 and n_replays(made)
+
+
+def test_steps_in_a_graph_of_the_caller_are_part_of_it(made, gpu):
+    """A graph of their own would end the capture."""
+    x, step = torch.ones(3, device=gpu.device), record(lambda x: x.sin())
+    if gpu.is_real:
+        graph, found = captured(lambda: step(x))
+        graph.replay()
+    else:
+        with StandInGraph.loads.capturing():
+            found = step(x)
+    assert torch.equal(found, x.sin()) and "it is part of a graph" in step.explain()
+    assert len(made) == gpu.is_real  # before the capture
 
 
 def of_much_memory(x):

@@ -17,7 +17,7 @@ from nvalchemiops.layout import layout
 from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.runtime import acts, graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
-from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.context import is_capturing, is_eager
 from nvalchemiops.torch.runtime.history import leaves_of
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import NO_MEMORY, Plan, follow
@@ -227,6 +227,9 @@ class Recorded:
 
     def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
         """Why a call with these tensors runs without a plan; None if it may have one."""
+        device = self._device(moving)
+        if not layout(device.type).reads and is_capturing():
+            return "it is part of a graph that is being captured"
         if not is_eager(*moving) or has_function_modes():
             return "compilers, transforms and modes see the operations"
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():  # it reads gradients
@@ -238,7 +241,6 @@ class Recorded:
             return _DEPENDENT
         if not is_unobserved(*moving, *self._changing):
             return "autocast, a profiler or a tensor of another kind sees the operations"
-        device = self._device(moving)
         if any([t.device != device for t in (*moving, *self._changing)]):
             return "tensors are on several devices"
         return None if layout(device.type).reads else graphs.obstacle(device) or None
