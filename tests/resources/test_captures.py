@@ -121,13 +121,27 @@ def test_graphs_of_a_place_are_captured_on_one_stream(monkeypatch):
         assert cuda.made == expected
 
 
+def fails(memory):
+    raise torch.OutOfMemoryError("none left")
+
+
 def test_a_failure_beside_the_capture_of_another_thread_is_no_lasting_one(monkeypatch):
     """The device as a whole cannot be waited for then."""
     Cuda(monkeypatch)
-
-    def fails(memory):
-        raise torch.OutOfMemoryError("none left")
-
     graph = graphs.Graph(SECOND)
     assert graph.captured(fails, ()) is None and "none left" in graph.reason
     assert not graphs._failed
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_lack_of_memory_does_not_last(error, monkeypatch):
+    """Torch frees nothing for a capture. Any other failure of an addition means that captures do not work."""
+    Cuda(monkeypatch)
+
+    class Fails(Capture):
+        def capture_begin(self, **_):
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Fails)
+    assert graphs.Graph(SECOND).captured(fails, ()) is None
+    assert bool(graphs._failed) == (error is RuntimeError)

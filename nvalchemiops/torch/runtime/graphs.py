@@ -130,6 +130,8 @@ def _find_out_whether_captures_work(device: torch.device, reason: str) -> None:
             with torch.cuda.stream(aside):
                 _capture(torch.cuda.CUDAGraph(), lambda memory: (memory[0] + 1,), (number,), device)
             current.synchronize()
+    except torch.OutOfMemoryError:
+        pass  # as may be: while a graph is captured torch frees none of the memory that it keeps
     except Exception:
         _failed[device] = reason
 
