@@ -106,6 +106,11 @@ def is_loaded(kernel: wp.Kernel, device: wp.Device, block_dim: int) -> bool:
     )
 
 
+def loaded_code(kernel: wp.Kernel, device: wp.Device, block_dim: int) -> Any:
+    """The code of a kernel that is loaded on a device. Warp unloads it once nothing holds it; None without any."""
+    return kernel.module.execs.get((device.context, block_dim))
+
+
 def unload_module(kernel: wp.Kernel) -> None:
     """Forget that the module of a kernel was loaded."""
     kernel.module.unload()

@@ -15,9 +15,18 @@ import warp as wp
 
 from nvalchemiops import threads
 from nvalchemiops._warp import ensure_warp
-from nvalchemiops._warp_internals import Command, descriptor_type, has_adjoint, load_module, overload_for, unpacked
+from nvalchemiops._warp_internals import (
+    Command,
+    descriptor_type,
+    has_adjoint,
+    load_module,
+    loaded_code,
+    overload_for,
+    unpacked,
+)
 from nvalchemiops.layout import layout
 from nvalchemiops.loading import (
+    DEFAULT_BLOCK,
     OFFSET,
     cpu_only,
     gather_only,
@@ -42,6 +51,11 @@ PIECES = 8
 
 _loaded: set[tuple[wp.Kernel, str]] = set()
 """Kernels, and devices on which they have been launched by ``wp.launch``."""
+
+
+_captured: dict[int, Any] = {}
+"""Code in graphs that others capture, by `id`. Warp drops it when a module gets another kernel, for example one for
+another dtype; and the graph would be replayed without it. Commands (`_launch_recorded`) hold that of other launches."""
 
 
 _row_cost: dict[tuple[wp.Kernel, Hashable], float] = {}
@@ -235,6 +249,9 @@ def _launch_by_warp(
             load(kernel, device, block, stream)
         wp.launch(kernel, grid, inputs=given, device=device, stream=stream, block_dim=block, **options)
     _loaded.add((kernel, device.alias))
+    if not device.is_cpu and (device.stream if stream is None else stream).is_capturing:
+        code = loaded_code(kernel, device, block or DEFAULT_BLOCK)
+        _captured[id(code)] = code
 
 
 def _launch_recorded(

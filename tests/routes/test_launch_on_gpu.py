@@ -260,3 +260,17 @@ def test_no_generic_kernel_is_loaded_while_a_graph_is_captured(way, gpu, capturi
             launches.launch_adjoint(of_any, 3, given, given, **options)
         else:
             launches.launch(of_any, 3, given, record_tape=way == "launch for tapes", **options)
+
+
+def test_code_in_a_graph_outlives_its_module(gpu, core, capturing, monkeypatch):
+    """Warp unloads it when the module gets another kernel, and nothing holds it."""
+    monkeypatch.setattr(launches, "_captured", {})
+
+    def launch(stream, n):
+        launches.launch(everything, 3, arguments(n), device=gpu, stream=stream, lanes=32)
+        return everything.module.execs[gpu.context, launches.layout("cuda").block]
+
+    launch(stream_of(gpu, 0x78), 1)
+    assert not launches._captured
+    found = [launch(capturing, n) for n in (2, 3)]  # here each launch loads the module anew
+    assert list(map(id, launches._captured.values())) == list(map(id, found))
