@@ -16,6 +16,7 @@ from nvalchemiops.torch.interactions.electrostatics import ewald_summation, part
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.storage import _has_no_gaps
 from tests.support.ops import weighted_square
 from tests.support.systems import triclinic
@@ -361,8 +362,14 @@ def noise_of_another(x: torch.Tensor) -> torch.Tensor:
 
 def test_random_numbers_of_a_gpu_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(), torch.Generator()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    step, x = record(noise_of_another), torch.ones(3)
+    step(x)  # as in a forked process, where a GPU cannot be asked
+    step.clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(internals, "learn_plain_keys", lambda: None)
     with pytest.raises(RecordingError, match=r"noise_of_another.default draws random numbers"):
-        record(noise_of_another)(torch.ones(3))
+        step(x)
 
 
 @warp_custom_op("tests::doubled_by_warp", [OutputSpec("y", wp.float32, lambda x: x.shape)], backward="none")

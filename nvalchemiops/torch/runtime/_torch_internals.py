@@ -330,7 +330,10 @@ def result_and_draw(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs), False
     generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-    generators = generators or [torch.default_generator, *torch.cuda.default_generators]
+    if not generators:
+        generators = [torch.default_generator]
+        if torch.cuda.is_initialized():  # not in a forked process
+            generators += torch.cuda.default_generators
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         generators = [g for g in generators if g.device.type == "cpu"]  # those of a GPU cannot be asked
     before = [g.get_state() for g in generators]
