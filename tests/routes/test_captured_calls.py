@@ -338,11 +338,13 @@ def test_no_plan_where_memory_is_short(made, calls, gpu, monkeypatch):
         few.setattr(graphs, "most_bytes", lambda device: 1)
         calls.check(pointers(gpu.device, n_fewer=7), 3)
         assert n_replays(made) == 1 and "its memory is more than 1 bytes" in plans.explain(calls.potential)
-    monkeypatch.setattr(plans_in_runtime, "follow", mock.Mock(side_effect=torch.OutOfMemoryError("none left")))
+    without_memory = mock.Mock(side_effect=torch.OutOfMemoryError("none left"))
+    monkeypatch.setattr(plans_in_runtime, "follow", without_memory)
     near = pointers(gpu.device, n_fewer=3)
-    calls.check(near, 3)
+    calls.check(near, 5)
     calls.potential(calls.positions(), **calls.fixed, **near)
     assert "not enough memory" in plans.explain() and n_replays(made) == 1
+    assert without_memory.call_count == 1
 
 
 # -- searches -------------------------------------------------------------------------------------

@@ -408,7 +408,8 @@ def _planned(
             # before another thread may use the plan's memory; on a GPU the first body has run, not the captured one
             found = _finished(call, bodies[0], found)
     finally:
-        if found is not None and not reason.startswith(OF_LENGTH):  # such a reason holds for this call only
+        # a length is a reason for this call only; without memory the trial has taken it from all that torch keeps
+        if (found is not None and not reason.startswith(OF_LENGTH)) or reason == plans.NO_MEMORY:
             kept = bodies[-1] if made and call.end else None
             table.keep(key, tables.Entry(made, reason, kind.large if made else [], kept))
     return _noted(call, "plan" if made else "once", "recorded" if made else reason, found)
