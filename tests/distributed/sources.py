@@ -125,6 +125,20 @@ def sums_of_all_sources_with_all_terms(group: Any) -> None:
             _of_all_kinds(group, atoms, Sources(atoms.count), call, atoms.charges, **options)
 
 
+@case(2)
+def few_dipoles_without_alpha(group: Any) -> None:
+    """The ranks measure how far they are from each other, and choose the same alpha as one process."""
+    atoms = Atoms(n=3)
+    mine, charges = atoms.mine(group), torch.zeros_like(atoms.charges)
+    dipoles = torch.where((torch.arange(atoms.count) % 17 == 2)[:, None], Sources(atoms.count).dipoles, 0.0)
+    options: dict[str, Any] = {"cutoff": CUTOFF, "k_cutoff": 4.0, "accuracy": 1e-2}
+    expected = ewald_summation(atoms.positions, charges, atoms.cell, dipoles=dipoles, **options)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    x, q, own = (domain.distribute(t[mine]) for t in (atoms.positions, charges, dipoles))
+    found = ewald_summation(x, q, atoms.cell, dipoles=own, domain=domain, **options)
+    assert_equal(domain.gather(found), expected[mine], "energies")
+
+
 @case(3)
 def a_rank_without_sources(group: Any) -> None:
     """Two atoms on three ranks."""

@@ -236,9 +236,14 @@ def force_of(nearby: Any, n_atoms: Any, xp: Any = np, per_source: Any = None) ->
     largest = (FORCE_PER_ROOT * n_atoms**0.5).clip(TYPICAL_FORCE, LARGEST_FORCE)
     least: Any = LEAST_FORCE
     if per_source is not None:
-        larger = (xp.where(per_source > ATOMS_PER_SOURCE, per_source, ATOMS_PER_SOURCE) / ATOMS_PER_SOURCE) ** 0.5
+        larger = larger_on_mesh(per_source, xp)
         force, least = force / larger, least / larger**0.5  # measured, for two ions that are far apart
     return in_steps(xp.minimum(force, largest).clip(least, None), "nearest", STEPS_OF_FORCES, xp)
+
+
+def larger_on_mesh(per_source: Any, xp: Any = np) -> Any:
+    """Factor by which errors of a mesh are larger than ε_m with this many atoms for each source."""
+    return (xp.where(per_source > ATOMS_PER_SOURCE, per_source, ATOMS_PER_SOURCE) / ATOMS_PER_SOURCE) ** 0.5
 
 
 @_remembered

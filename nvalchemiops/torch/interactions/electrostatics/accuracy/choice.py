@@ -23,6 +23,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import (
 from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import (
     Strengths,
     has_known_moments,
+    magnitudes_of,
     strengths_of,
     widest_alpha,
 )
@@ -239,6 +240,8 @@ def _choose(
         rows = system.rows_within(longest)
     of_reach = None if key is None else np.asarray(reach).tobytes()
     force: Any = None
+    of_few: Any = None
+    by_mesh = hasattr(long_range, "spline_order")
     # values of tensors that vmap maps over cannot be read
     if compiling or may_read(system.positions, system.moments, wait=True):
 
@@ -247,14 +250,18 @@ def _choose(
 
         near = _kept_or_made(splittings, of_reach, nearest)
         measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=True)
-        force = measure(system, rows, near, spacing, on_mesh=hasattr(long_range, "spline_order"))
+        force = measure(system, rows, near, spacing, on_mesh=by_mesh and strengths is None)
+        if strengths is not None and (compiling or (strengths.per_source > core.ATOMS_PER_SOURCE).any()):
+            of_few = measure(magnitudes_of(system), rows, near, spacing)
 
     def settled() -> "tuple[torch.Tensor, np.ndarray | None, core.Target]":
         target, suited = optimal_target, model
         if force is not None:
             target = target._replace(force=force)
         if strengths is not None:
-            of_all = strengths.with_force_of_charges(target.force, xp)
+            of_all = strengths if of_few is None else strengths.of_few(of_few, xp)
+            of_all = of_all.with_force_of_charges(target.force, xp)
+            of_all = of_all.on_mesh(xp) if by_mesh else of_all
             alpha = optimal_alpha
             for _ in range(SETTLED):
                 target = of_all.target(accuracy, alpha, xp)
@@ -275,7 +282,9 @@ def _choose(
         values = np.asarray(alpha).astype(precision).astype(np.float64)  # rounded as by `given_alpha`
         return torch.tensor(values, device=device), values, target
 
-    of_both = None if of_reach is None or force is None else (of_reach, force.tobytes())
+    of_both = None
+    if of_reach is not None and force is not None:
+        of_both = (of_reach, force.tobytes(), None if of_few is None else of_few.tobytes())
     alpha, values, target = _kept_or_made(splittings, of_both, settled)
     return EwaldSplitting(alpha, rows, target, longest, strengths, values, sizes_known)
 
@@ -371,8 +380,9 @@ def _key_of_choice(
     if sizes_known is None:
         return None
     order = getattr(long_range, "spline_order", 0)
-    # forces between moments follow from these squares and from the sizes
-    values = (None if strengths is None else strengths.squares, limit, *(vars(model).values() if model else ()))
+    # forces between moments follow from these means and from the sizes
+    of_sources = (None, None) if strengths is None else (strengths.squares, strengths.per_source)
+    values = (*of_sources, limit, *(vars(model).values() if model else ()))
     known = tuple([value.tobytes() if isinstance(value, np.ndarray) else value for value in values])
     place = place_of(system.positions.device)  # tensors that were made on another stream may not be there yet
     return (sizes_known, system.positions.dtype, accuracy, type(long_range), order, type(model), known, costs, place)

@@ -36,16 +36,19 @@ class Strengths(NamedTuple):
         d.
     force : (n_systems,) array or tensor
         RMS of the forces times d².
+    per_source : (n_systems,) array or tensor
+        Number of atoms for each of the (Σs²)²/Σs⁴ sources, where s² are mean squares of equivalent charges at the wave
+        number of forces between neighbors; 1 for a source alone, between whose images there are no forces.
     """
 
     squares: Any
     spacing: Any
     force: Any
+    per_source: Any
 
     def at(self, k: Any) -> Any:
         """The mean square of equivalent charges at wave numbers k (n_systems,)."""
-        k2 = k * k
-        return self.squares[:, 0] + k2 * (self.squares[:, 1] * (1.0 / 3.0) + k2 * self.squares[:, 2] * (1.0 / 30.0))
+        return _at(k, self.squares)
 
     def left_out(self, accuracy: float, alpha: Any) -> Any:
         """The mean square of equivalent charges at the wave number that cutoffs leave out."""
@@ -76,6 +79,30 @@ class Strengths(NamedTuple):
         """The strengths with forces between the charges, given in units of the mean square of the charges."""
         return self._replace(force=xp.maximum(self.force, force * self.squares[:, 0]))
 
+    def of_few(self, nearby: Any, xp: Any) -> "Strengths":
+        """The strengths with the forces between few sources, whose distances follow from forces between charges.
+
+        ``nearby`` (n_systems,) is the estimate of forces between charges as large as the moments, `magnitudes_of`. With
+        ν atoms for each source, two charges at the distance r have the force ``√ν (d / r)²`` in its unit. Moments are
+        taken to be as far from each other: at least d, and at most as far as sources that are evenly distributed,
+        d ν^(1/3).
+        """
+        root = self.per_source**0.5
+        nearby = xp.maximum(xp.minimum(nearby, root), root ** (-1.0 / 3.0))
+        farther = (root / nearby) ** 0.5  # 1 to ν^(1/3)
+        force = core.TYPICAL_FORCE * nearby * self.at(NEAR_MOMENTS / (farther * self.spacing))
+        return self._replace(force=xp.where(self.per_source > core.ATOMS_PER_SOURCE, force, self.force))
+
+    def on_mesh(self, xp: Any) -> "Strengths":
+        """The strengths with forces reduced by as much as errors of a mesh are larger where few atoms have moments."""
+        return self._replace(force=self.force / core.larger_on_mesh(self.per_source, xp))
+
+
+def _at(k: Any, values: Any) -> Any:
+    """What has the values (..., 3) for q², μ² and Q:Q, for equivalent charges at wave numbers k."""
+    k2 = k * k
+    return values[..., 0] + k2 * (values[..., 1] * (1.0 / 3.0) + k2 * values[..., 2] * (1.0 / 30.0))
+
 
 def has_known_moments(system: ChargedSystem) -> bool:
     """Whether there are moments whose values may be read; under ``vmap``, the values of all slices."""
@@ -91,30 +118,45 @@ def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
 
     def evaluate(_: Any, /, **values: Any) -> tuple[torch.Tensor, ...]:
         here = system._replace(**values)
-        return _means(here), spacing_of(here)
+        return (*_means(here), spacing_of(here), here.atoms_in_systems())
 
     with torch.no_grad():
         moving = {"positions": system.positions.detach(), "moments": system.moments.detach()}
         fixed = {"cell": system.cell.detach(), "batch_idx": system.batch_idx}
         ways: Any = () if system.domain is None else "ranks share it"
-        means: Any
-        spacing: Any
-        means, spacing = engine.run_function("strengths", evaluate, moving, (), fixed, ways)
-        if xp is np:
-            means, spacing = on_host(means), on_host(spacing)
+        found: Any = engine.run_function("strengths", evaluate, moving, (), fixed, ways)
+        means, roots, spacing, count = map(on_host, found) if xp is np else found
+    k = NEAR_MOMENTS / spacing
+    squares, is_zero = _at(k, means), means.sum(1) <= 0.0
+    per_source = (_at(k, roots) / (squares + is_zero)) ** 2
+    per_source = xp.where(per_source < (1.0 - LEAST_OTHERS) * count, per_source.clip(1.0, None), 1.0)
+    per_source = core.in_steps(per_source, "nearest", core.STEPS_OF_FORCES, xp)
     means = xp.where(means > 0.0, core.in_steps(means, "nearest", STEPS_OF_SQUARES, xp), 0.0)
-    found = Strengths(means, spacing, spacing)
-    return found._replace(force=core.TYPICAL_FORCE * found.at(NEAR_MOMENTS / spacing))
+    found = Strengths(means, spacing, spacing, per_source)
+    return found._replace(force=core.TYPICAL_FORCE * found.at(k))
 
+
+LEAST_OTHERS = 1e-6
+"""Mean square of all other sources, relative to the largest one, below which that one is alone; far above rounding."""
 
 STEPS_OF_SQUARES = 2 * core.STEPS_OF_FORCES
 """Steps per factor of two to which mean squares are rounded: by up to 9 %, and so forces by up to 4.5 %, a quarter of
 what they are rounded to themselves."""
 
 
-def _means(system: ChargedSystem) -> torch.Tensor:
-    """Means (n_systems, 3) of q², μ² and Q:Q."""
-    squares = _largest(system.moments.to(torch.float64).square())
+def _means(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means (n_systems, 3) of q², μ² and Q:Q, and roots of the means of their squares."""
+    squares = _squares(system)
+    count = system.atoms_in_systems().clamp_min(1.0)
+    means = system.sums(torch.cat([squares, squares.square()], 1)) / count.unsqueeze(1)
+    # NaN in moments makes results NaN, but not the parameters
+    means = means.nan_to_num(0.0, 0.0)
+    return means[:, :3].contiguous(), means[:, 3:].sqrt()
+
+
+def _squares(system: ChargedSystem) -> torch.Tensor:
+    """q², μ² and Q:Q of each atom (n_atoms, 3), in float64, summed over channels."""
+    squares = _largest(system.moments.detach().to(torch.float64).square())
     columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]
     of_quadrupoles = squares[..., 4:]
     if of_quadrupoles.shape[-1]:
@@ -122,9 +164,16 @@ def _means(system: ChargedSystem) -> torch.Tensor:
         columns.append(2.0 * (of_quadrupoles.sum(-1) + on_diagonal).sum(1))
     else:
         columns.append(torch.zeros_like(columns[0]))
-    count = system.atoms_in_systems().clamp_min(1.0)
-    # NaN in moments makes results NaN, but not the parameters
-    return (system.sums(torch.stack(columns, 1)) / count.unsqueeze(1)).nan_to_num(0.0, 0.0)
+    return torch.stack(columns, 1)
+
+
+def magnitudes_of(system: ChargedSystem) -> ChargedSystem:
+    """The system with a charge on each atom that is as large as its moments, at the wave numbers of forces nearby."""
+    k = NEAR_MOMENTS / spacing_of(system)
+    if system.batch_idx is not None:
+        k = k.index_select(0, system.batch_idx)
+    charges = _at(k, _squares(system)).sqrt().to(system.positions.dtype)[:, None]
+    return system._replace(charges=charges, moments=charges[:, :, None], widths=None, of_points=True)
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
