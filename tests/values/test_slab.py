@@ -315,6 +315,18 @@ def test_a_list_without_pairs_across_a_narrow_vacuum_is_told():
             assert [w.category for w in told] == [NeighborListWarning] * count
 
 
+def test_lists_with_images_of_what_is_no_slab():
+    """The correction is zero, also where one bool tells the axes, and for molecules without a cell."""
+    system = layer(height=8.0)
+    for pbc in (True, False):
+        found = neighbor_list(system.positions, 3.0, system.cell, pbc=[pbc] * 3, return_neighbor_list=True)
+        near = dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
+        given = {"pbc": pbc, **near, **({"alpha": 0.8, "k_cutoff": 4.0} if pbc else {})}
+        values = system.positions, system.charges, system.cell if pbc else None
+        corrected, plain = (electrostatics.ewald_summation(*values, slab_correction=s, **given) for s in (True, False))
+        torch.testing.assert_close(corrected, plain, rtol=1e-12, atol=0.0)
+
+
 def test_lists_of_slabs_are_looked_at_where_pairs_across_the_vacuum_count(monkeypatch):
     """A list for several models may reach far beyond what the sum needs; then these pairs may be missing."""
     x = 4.0 * torch.rand(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

@@ -25,7 +25,10 @@ def warn_of_missing_images(asked: EwaldSum) -> None:
     """
     near = asked.neighbors
     shifts = near.shifts if near.neighbor_list is not None else near.matrix_shifts
-    if shifts is None or asked.atoms.domain is not None or not may_recognize(shifts) or not may_read(shifts):
+    atoms = asked.atoms
+    if atoms.cell is None or isinstance(atoms.pbc, bool):
+        return  # all systems are molecules, or crystals
+    if shifts is None or atoms.domain is not None or not may_recognize(shifts) or not may_read(shifts):
         return
     if current_recorder() is not None:
         return  # a plan holds nothing but the sum
