@@ -296,7 +296,8 @@ def test_bad_periodicity_of_the_correction_is_an_error():
         electrostatics.compute_slab_correction(*system[:3], None)
 
 
-def test_a_list_without_pairs_across_a_narrow_vacuum_is_told():
+@pytest.mark.parametrize("call", [electrostatics.ewald_summation, electrostatics.electrostatic_potential])
+def test_a_list_without_pairs_across_a_narrow_vacuum_is_told(call):
     """Of a slab beside a molecule; the sum itself is periodic along all axes."""
     x = torch.rand(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 4.0
     cell = torch.stack([torch.diag(torch.tensor([4.0, 4.0, 7.0])), torch.zeros(3, 3)]).double()
@@ -311,7 +312,7 @@ def test_a_list_without_pairs_across_a_narrow_vacuum_is_told():
                 near = {"neighbor_matrix": found[0], "neighbor_matrix_shifts": found[2], "half_list": True}
             with warnings.catch_warnings(record=True) as told, torch.device("meta"):  # the default of new tensors
                 warnings.simplefilter("always")
-                electrostatics.ewald_summation(x, x[:, 0], cell, **given, **near)
+                call(x, x[:, 0], cell, **given, **near)
             assert [w.category for w in told] == [NeighborListWarning] * count
 
 

@@ -32,11 +32,13 @@ from nvalchemiops.torch.interactions.electrostatics.driver import (
     check_split,
     given_neighbors,
     in_graph,
+    is_listed,
     split,
 )
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
+from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_missing_images
 from nvalchemiops.torch.interactions.electrostatics.sources import nan_unless_allowed
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
@@ -177,7 +179,10 @@ def electrostatic_potential(
     mesh, vectors = (mesh_dimensions, None, order, Precomputed(), None), (None, k_cutoff, None, miller_indices)
     kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
     asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
-    return Potentials(*_of_systems(in_graph(asked), _Seen(_together(receiver_widths), derivatives)))
+    found = Potentials(*_of_systems(in_graph(asked), _Seen(_together(receiver_widths), derivatives)))
+    if slab_correction is True and is_listed(neighbors) and not torch.compiler.is_compiling():
+        warn_of_missing_images(asked)
+    return found
 
 
 ENERGIES = SumRequest(Derivatives(), "atom")
@@ -194,9 +199,9 @@ class _Seen(NamedTuple):
 
 
 def _shapes(asked: EwaldSum, seen: _Seen) -> list[tuple[Sequence[int], torch.dtype]] | None:
-    """Of the results; None where no system can be open, since such a call is traced."""
+    """Of the results; None where no system can be open, and nothing is to be chosen: such a call is traced."""
     atoms, (widths, derivatives) = asked.atoms, seen
-    if atoms.cell is not None and atoms.pbc is None:
+    if atoms.cell is not None and atoms.pbc is None and not _chooses(asked):
         return None
     if isinstance(widths, torch.Tensor) and widths.ndim == 1:
         n_receivers = widths.shape[0]
