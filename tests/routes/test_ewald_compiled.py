@@ -412,6 +412,11 @@ def test_parameters_and_neighbors_that_are_left_open():
     """They are chosen when the graph runs."""
     for function in (ewald_summation, particle_mesh_ewald):
         assert torch.equal(compiled(function)(*ONE[:3]), function(*ONE[:3]))
+    near = {"alpha": ALPHA, **NEAR}
+    for given in ({}, {"method": "pme"}, {"k_cutoff": 4.0}, near, {"alpha": ALPHA, "k_cutoff": 4.0}):
+        call = functools.partial(electrostatic_potential, **given)
+        for ours, theirs in zip(compiled(call)(*ONE[:3])[:2], call(*ONE[:3])[:2], strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("leaf", ["positions of forces", "cell", "alpha"])

@@ -216,6 +216,14 @@ def _shapes(asked: EwaldSum, seen: _Seen) -> list[tuple[Sequence[int], torch.dty
     return [((n_atoms, n_receivers, *channels, *(3,) * n), atoms.positions.dtype) for n in range(derivatives + 1)]
 
 
+def _chooses(asked: EwaldSum) -> bool:
+    """Whether the reach of the list, k-vectors or a mesh are chosen, which no graph can do."""
+    long_range = asked.given[:1] if asked.method is MeshSum else asked.given
+    is_given = any([value is not None for value in long_range])
+    is_near = asked.options.alpha is not None and is_listed(asked.neighbors)
+    return not is_given or not (is_near or asked.options.cutoff is not None)
+
+
 @compiled.whole(_shapes)
 def _of_systems(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
     """The potentials in any systems."""
