@@ -31,6 +31,7 @@ from nvalchemiops.torch.dynamics import (
     csvr,
     kinetic_energy,
     langevin,
+    maxwell_boltzmann,
     nose_hoover,
     nph,
     npt,
@@ -46,7 +47,7 @@ from nvalchemiops.torch.interactions.pair import PairPotential, buckingham
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.systems import System
-from tests.distributed.common import F64, Atoms, assert_equal, case, chosen, rows_of_owned
+from tests.distributed.common import F64, Atoms, assert_equal, case, chosen, raises, rows_of_owned
 from tests.dynamics.systems import SOFT, argon, crystal, joined
 from tests.support.molecules import parameters as d3_parameters
 
@@ -307,6 +308,8 @@ def runs_go_on_and_are_written(group: Any) -> None:
     domain = state.system.domain
     kinetic = kinetic_energy(state.velocities, state.masses, domain=domain)
     assert_equal(kinetic, theirs.kinetic_energies, "kinetic energy")
+    masses = state.masses if rank else -state.masses
+    raises(lambda: maxwell_boltzmann(masses, KT, domain=domain), "`masses` must be positive")
     still = remove_rotation(state.velocities, state.system.positions, state.masses, domain=domain)
     expected = remove_rotation(theirs.velocities, theirs.system.positions, theirs.masses)
     assert_equal(domain.gather(still), expected[held.mine], "without rotation")

@@ -15,6 +15,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.sums import Division
+from nvalchemiops.torch.interactions.pair.shares import together
 from nvalchemiops.torch.operators.noise import normal_noise
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
@@ -192,18 +193,19 @@ def maxwell_boltzmann(
         A bad argument, named in the message: masses of another dtype or, where values can be read, masses that are
         not positive, a temperature that is negative or not finite.
     """
-    checks.check_tensor("masses", masses)
-    if not masses.is_floating_point():
-        raise TypeError(f"`masses` must be float32 or float64, the dtype of the velocities, got {masses.dtype}")
-    division, device = Division.of(masses, batch_idx, num_systems, domain), masses.device
-    batch_idx, n_systems, _ = division
-    kt = of_each("temperature", temperature, n_systems, device)
-    if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
-        raise ValueError("`masses` must be positive")
-    if may_read(kt) and not bool(((values_of(kt) >= 0.0) & values_of(kt).isfinite()).all()):
-        raise ValueError("`temperature` must be finite and must not be negative")
-    check_slopes("temperature", kt)
-    seeds, system_keys = seeds_of("seed", seed, n_systems, device), seeds_of("keys", keys, n_systems, device)
+    with together(domain):
+        checks.check_tensor("masses", masses)
+        if not masses.is_floating_point():
+            raise TypeError(f"`masses` must be float32 or float64, the dtype of the velocities, got {masses.dtype}")
+        division, device = Division.of(masses, batch_idx, num_systems, domain), masses.device
+        batch_idx, n_systems, _ = division
+        kt = of_each("temperature", temperature, n_systems, device)
+        if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
+            raise ValueError("`masses` must be positive")
+        if may_read(kt) and not bool(((values_of(kt) >= 0.0) & values_of(kt).isfinite()).all()):
+            raise ValueError("`temperature` must be finite and must not be negative")
+        check_slopes("temperature", kt)
+        seeds, system_keys = seeds_of("seed", seed, n_systems, device), seeds_of("keys", keys, n_systems, device)
     start = torch.zeros((), dtype=torch.int64, device=device)
     noise = normal_noise(seeds, system_keys, start, batch_idx, division.places(), VELOCITIES, masses.shape[0], 3)
     return (square_root(division.of_atoms(kt, len(masses)) / masses.unsqueeze(1)) * noise).to(masses.dtype)
