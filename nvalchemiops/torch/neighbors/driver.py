@@ -285,11 +285,11 @@ def _search_matrix(
         # if faults are not read, an atom without a valid position or cell has a special count and an empty row
         return matrix, count, shifts, None
     faults.raise_faults(fault, search, rebuild_flags)
-    most = faults.largest_count(count)
+    most, again = faults.largest_count(count), search
     if most > width and rebuild_flags is not None:
         # also search systems whose rows were cut in an earlier call and kept since: their counts are old
-        rebuild_flags = faults.systems_beyond(count, width, search, rebuild_flags)
-        ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
+        rebuild_flags, again = faults.systems_beyond(count, width, search, rebuild_flags)
+        ops.fill_neighbor_matrix(*again, rebuild_flags, fill_value, matrix, count, shifts)
         most = faults.largest_count(count)
     if most <= width:
         return matrix, count, shifts, most
@@ -311,7 +311,7 @@ def _search_matrix(
     wide[:, :width], wide[:, width:] = matrix, fill_value
     if images is not None and shifts is not None:
         images[:, :width], images[:, width:] = shifts, 0
-    ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, wide, count, images)
+    ops.fill_neighbor_matrix(*again, rebuild_flags, fill_value, wide, count, images)
     return wide, count, images, most
 
 

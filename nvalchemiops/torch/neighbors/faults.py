@@ -65,16 +65,25 @@ def overflow(count: torch.Tensor, width: int, search: "Search") -> NeighborOverf
     return NeighborOverflowError(width, largest_count(count), system)
 
 
-def systems_beyond(count: torch.Tensor, width: int, search: "Search", rebuild_flags: torch.Tensor) -> torch.Tensor:
-    """Flags for the systems with rows of more than ``width`` known entries. Waits for the device if one is for all."""
+def systems_beyond(
+    count: torch.Tensor, width: int, search: "Search", rebuild_flags: torch.Tensor
+) -> tuple[torch.Tensor, "Search"]:
+    """Flags for the systems with rows of more than ``width`` known entries, and a search with their numbers.
+
+    Waits for the device if one flag is for all: then systems are numbered anew, since their numbers may be large.
+    """
     beyond = (count > width) & (count < NOT_FINITE)
+    n_systems = rebuild_flags.shape[0]
+    if n_systems == 1 and search.batch_idx is not None and search.batch_ptr is None:
+        found, numbers = torch.unique(search.batch_idx, return_inverse=True)
+        search, n_systems = search._replace(batch_idx=numbers.to(search.batch_idx.dtype)), found.shape[0]
     systems = _systems_of_rows(search)
     if systems is None:
-        return beyond.any().expand(rebuild_flags.shape).contiguous()
-    n_systems = rebuild_flags.shape[0]
-    if n_systems == 1:
+        return beyond.any().expand(rebuild_flags.shape).contiguous(), search
+    if search.batch_ptr is not None and n_systems == 1:
         n_systems += int(systems.max()) if systems.numel() else 0
-    return beyond.new_zeros(n_systems, dtype=torch.int32).index_add(0, systems.long(), beyond.int()) > 0
+    beyond_in = beyond.new_zeros(n_systems, dtype=torch.int32).index_add(0, systems.long(), beyond.int())
+    return beyond_in > 0, search
 
 
 def _systems_of_rows(search: "Search") -> torch.Tensor | None:
