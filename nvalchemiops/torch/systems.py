@@ -64,6 +64,10 @@ class System(NamedTuple):
     quadrupoles: torch.Tensor | None = None
     widths: float | torch.Tensor | None = None
 
+    def __repr__(self) -> str:
+        """Shapes and dtypes in place of the values of tensors."""
+        return _in_short(self)
+
     @classmethod
     def from_ase(
         cls,
@@ -221,6 +225,20 @@ class System(NamedTuple):
         return Neighbors.from_list(found[0], shifts, row_pointers=found[1], cutoff=cutoff, half=half)
 
 
+def _in_short(value: Any) -> str:
+    """What is given of a named tuple, on one line: of tensors the dtype and the shape, and at the end their device."""
+    parts, device = [], None
+    for name, part in value._asdict().items():
+        if isinstance(part, torch.Tensor):
+            device = part.device if device is None else device
+            part = f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
+        elif part is not None:
+            part = repr(part)
+        parts += [f"{name}={part}"] if part is not None else []
+    parts += [f"device={device}"] if device is not None else []
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
 def _moved(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
     """A `System` or `Neighbors` whose tensors are elsewhere; see `System.to`."""
     device, dtype = (None, device) if isinstance(device, torch.dtype) else (device, dtype)
@@ -350,6 +368,10 @@ class Neighbors(NamedTuple):
     def to(self, device: torch.device | str | None = None) -> "Neighbors":
         """The neighbors on another device."""
         return _moved(self, device, None)
+
+    def __repr__(self) -> str:
+        """Shapes and dtypes in place of the values of tensors."""
+        return _in_short(self)
 
     def given(self) -> GivenNeighbors:
         """The neighbors as arguments of a function that takes tensors one by one."""

@@ -242,3 +242,14 @@ def test_systems_and_neighbors_elsewhere():
         System(SYSTEM.positions.numpy()).to("cpu")
     with pytest.raises(ValueError, match="with a `domain`"):
         SYSTEM._replace(domain=object()).to("cpu")
+
+
+def test_systems_and_neighbors_are_printed_on_one_line():
+    """What is given, and of tensors the shape: values of thousands of atoms would hide it."""
+    x, cell = torch.rand(3, 3), 9.0 * torch.eye(3)
+    system = System(x, cell=cell, widths=0.3)
+    assert repr(system) == "System(positions=float32 (3, 3), cell=float32 (3, 3), widths=0.3, device=cpu)"
+    pairs = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+    assert str(Neighbors.from_list(pairs, half=True)) == "Neighbors(pairs=int32 (2, 2), half=True, device=cpu)"
+    matrix = Neighbors.from_matrix(torch.zeros((3, 4)).int(), padding=-1, cutoff=4.0).to("meta")
+    assert repr(matrix) == "Neighbors(matrix=int32 (3, 4), padding=-1, cutoff=4.0, half=False, device=meta)"
