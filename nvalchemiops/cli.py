@@ -164,7 +164,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_structures_and_terms(parser: argparse.ArgumentParser) -> None:
     """The arguments of commands that compute something of the structures in a file."""
-    parser.add_argument("file", help="any file with atoms that ASE reads")
+    parser.add_argument("file", help="any file with atoms that ASE reads, or - for standard input with --format")
+    parser.add_argument("--format", metavar="NAME", help="of the file, as ASE calls it: extxyz, vasp, cif ...")
     parser.add_argument("--index", default=":", help="which frames, as 0, -1, 10:20 or, with =, -5:; by default all")
     parser.add_argument("--pbc", metavar="AXES", help="periodic axes, as xyz, xy or none; by default those in the file")
     parser.add_argument("--potential", metavar="NAME", help="pair potential, such as lennard_jones or buckingham")

@@ -45,7 +45,7 @@ def energy(options: argparse.Namespace) -> int:
 
 def read(options: argparse.Namespace) -> tuple[list[tuple[int, ase.Atoms]], Calculator]:
     """The frames that the options name, and the calculator that they describe."""
-    frames = _frames(options.file, options.index)
+    frames = _frames(options.file, options.index, options.format)
     if options.pbc is not None:
         periodic = (False,) * 3 if options.pbc == "none" else axes_of("--pbc", options.pbc)
         for _, atoms in frames:
@@ -133,17 +133,21 @@ def axes_of(flag: str, text: str) -> tuple[bool, ...]:
 # -- frames and results ---------------------------------------------------------------------------
 
 
-def _frames(file: str, index: str) -> list[tuple[int, ase.Atoms]]:
+def _frames(file: str, index: str, form: str | None) -> list[tuple[int, ase.Atoms]]:
     """The requested frames, each with its number in the file."""
     chosen = ase.io.formats.string2index(index)
     if isinstance(chosen, str):
         raise ValueError(f"--index: {index!r} is neither a number nor a slice such as 0:100:10")
+    if file == "-" and form is None:  # ASE looks at names, or at the first bytes of files
+        raise ValueError("cannot read -: the format of standard input is needed, as in --format extxyz")
     try:
-        read: Any = ase.io.read(file, index=chosen if isinstance(chosen, int) else ":", do_not_split_by_at_sign=True)
+        number = chosen if isinstance(chosen, int) else ":"
+        read: Any = ase.io.read(file, index=number, format=form, do_not_split_by_at_sign=True)
     except (IndexError, StopIteration) as error:
         raise ValueError(f"{file} has no frame {index}") from error
     except ase.io.formats.UnknownFileTypeError as error:  # its text is the end of the name, if that
-        raise ValueError(f"cannot read {file}: ASE does not know its format") from error
+        unknown = "its format; give it, as in --format extxyz" if form is None else f"the format {form!r}"
+        raise ValueError(f"cannot read {file}: ASE does not know {unknown}") from error
     except Exception as error:  # readers raise errors of many types for files of other formats
         raise ValueError(f"cannot read {file}: {str(error) or type(error).__name__}") from error
     if isinstance(chosen, int):

@@ -142,10 +142,23 @@ def test_energy_of_a_slab_with_charges_from_the_file(tmp_path, capsys):
     assert found == pytest.approx(atoms.get_potential_energy(), rel=1e-6)
 
 
+def test_energies_of_what_comes_through_a_pipe(files, capsys, monkeypatch):
+    options = ["--electrostatics", "ewald", *SALT, "--json"]
+    expected = json.loads(energy(capsys, files / "salt.extxyz", *options))["frames"]
+    with (files / "salt.extxyz").open() as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        assert json.loads(energy(capsys, "-", "--format", "extxyz", *options))["frames"] == expected
+
+
 ENERGY_MISTAKES = {
     "no such file": (["missing.xyz", *SALT, "--electrostatics", "pme"], "cannot read missing.xyz: "),
     "not a structure": ([__file__, *SALT, "--electrostatics", "pme"], f"cannot read {__file__}: "),
-    "no format": (["words.txt", *SALT, "--electrostatics", "pme"], "words.txt: ASE does not know its format"),
+    "no format": (
+        ["words.txt", *SALT, "--electrostatics", "pme"],
+        "words.txt: ASE does not know its format; give it, as in",
+    ),
+    "no format of a pipe": (["-", *SALT, "--electrostatics", "pme"], "of standard input is needed, as in --format"),
+    "another format": (["salt.extxyz", "--format", "x", *SALT, "--electrostatics", "pme"], "not know the format 'x'"),
     "nothing": (
         ["salt.extxyz"],
         "nothing to compute: give --potential, --electrostatics, --dispersion, or several of them",
