@@ -375,7 +375,10 @@ class LatticeSum:
                 "'dsf' with a cutoff, or vacuum and `pbc=True`"
             )
         if n_open == 1 and not self.slab_correction:
-            raise ValueError("`slab_correction=True` is needed for atoms with an open axis")
+            raise ValueError(
+                "`slab_correction=True` is needed for atoms with an open axis: an argument of Electrostatics, in the "
+                "command --slab-correction; 'auto' needs none"
+            )
         if atoms.cell.rank < 3:
             raise ValueError(
                 f"`cell`: '{self.method}' needs three vectors, also along an open axis, with vacuum around the slab"

@@ -90,7 +90,7 @@ def periodic_along(*pbc):
 NOT_DEFINED = {
     "molecule": (lambda: molecule("NaCl"), {}, "use 'coulomb' without a cutoff"),
     "wire": (lambda: periodic_along(False, True, False), {"slab_correction": True}, "not along one"),
-    "slab": (lambda: periodic_along(True, True, False), {}, "`slab_correction=True` is needed"),
+    "slab": (lambda: periodic_along(True, True, False), {}, "`slab_correction=True` is .* --slab-correction"),
     "no vacuum": (lambda: flat(True, True, False), {"slab_correction": True}, "needs three vectors"),
     "no volume": (lambda: flat(True, True, True), {}, "needs three vectors"),
 }

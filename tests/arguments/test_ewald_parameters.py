@@ -177,7 +177,7 @@ def test_lists_by_which_nothing_can_be_chosen_are_named():
     mistakes = (
         ("`neighbor_list` or `neighbor_matrix`: .* 0 .. 5", of_list(0, 6), of_list(0, -1), of_matrix(7), of_matrix(-1)),
         ("`batch_idx`: .* different systems", of_list(0, 5), of_matrix(5)),
-        ("`neighbor_list` must be sorted by its first row, and `neighbor_ptr`", of_list(1, 2), *unfit),
+        ("`neighbor_list` must be sorted by its first row, and `neighbor_ptr`.*argsort", of_list(1, 2), *unfit),
     )
     for function in (electrostatics.ewald_summation, electrostatics.particle_mesh_ewald):
         for message, *lists in mistakes:

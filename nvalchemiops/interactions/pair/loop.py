@@ -21,7 +21,9 @@ from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
 
 FAULTS = {
     1: "`neighbor_list` or `neighbor_matrix` holds an atom that does not exist, or with `half_list` a pair twice",
-    2: "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit it, from 0 to the number of pairs",
+    2: "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit it, from 0 to the number of pairs"
+    "; of a list in another order take neighbor_list[:, order] and its shifts[order] with order = "
+    "neighbor_list[0].argsort(), without `neighbor_ptr`",
     3: "`batch_idx` holds a system that does not exist",
     4: "`species` holds a species that the tables do not have",
 }

@@ -410,7 +410,11 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
     if worst == core.OTHER_SYSTEM:
         raise ValuesError("`batch_idx`: the neighbor list joins atoms of different systems")
     if worst == core.UNSORTED:
-        raise ValuesError("`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row")
+        raise ValuesError(
+            "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row; of a list in "
+            "another order take neighbor_list[:, order] and its shifts[order] with order = neighbor_list[0].argsort(), "
+            "without `neighbor_ptr`"
+        )
     if bool((balance.sum(1) != 0).any()):
         notify(
             "`neighbor_list` or `neighbor_matrix` is not full: a sum needs both (i, j, S) and (j, i, -S) of each pair "
