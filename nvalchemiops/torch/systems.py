@@ -51,6 +51,11 @@ class System(NamedTuple):
     quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
     widths : float or (n_atoms,) tensor, length, optional
         Dipoles, quadrupoles and widths are as for `nvalchemiops.torch.interactions.electrostatics.ewald_summation`.
+
+    Notes
+    -----
+    ``torch.save`` writes it as an object of this class. ``torch.load`` needs ``weights_only=False``, or
+    ``torch.serialization.safe_globals([System])`` around it; ``torch.save(system._asdict(), ...)`` needs neither.
     """
 
     positions: torch.Tensor

@@ -253,3 +253,14 @@ def test_systems_and_neighbors_are_printed_on_one_line():
     assert str(Neighbors.from_list(pairs, half=True)) == "Neighbors(pairs=int32 (2, 2), half=True, device=cpu)"
     matrix = Neighbors.from_matrix(torch.zeros((3, 4)).int(), padding=-1, cutoff=4.0).to("meta")
     assert repr(matrix) == "Neighbors(matrix=int32 (3, 4), padding=-1, cutoff=4.0, half=False, device=meta)"
+
+
+def test_systems_are_saved_by_torch_as_documented(tmp_path):
+    torch.save(SYSTEM, tmp_path / "object.pt")
+    torch.save(SYSTEM._asdict(), tmp_path / "fields.pt")
+    found = [torch.load(tmp_path / "object.pt", weights_only=False), System(**torch.load(tmp_path / "fields.pt"))]
+    with torch.serialization.safe_globals([System]):
+        found.append(torch.load(tmp_path / "object.pt"))
+    for system in found:
+        assert isinstance(system, System) and repr(system) == repr(SYSTEM)
+        assert torch.equal(system.positions, SYSTEM.positions)

@@ -100,7 +100,8 @@ def simulate(
     every : int, optional
         Record the state before the first step, and after every so many steps.
     hooks : callable, or sequence of them, optional
-        ``hook(state)`` is called after each step; if it returns a state, the run goes on from that.
+        ``hook(state)`` is called after each step; if it returns a state, the run goes on from that. Without
+        ``gradients`` this is inside of ``torch.no_grad()``.
     trajectory : path, or sequence of paths for each system, optional
         Files for ASE to write, in a format to which frames can be added, such as ``.xyz`` or ``.traj``, with energies,
         forces, stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are
