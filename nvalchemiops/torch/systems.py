@@ -54,8 +54,9 @@ class System(NamedTuple):
 
     Notes
     -----
-    ``torch.save`` writes it as an object of this class. ``torch.load`` needs ``weights_only=False``, or
-    ``torch.serialization.safe_globals([System])`` around it; ``torch.save(system._asdict(), ...)`` needs neither.
+    `nvalchemiops.torch.dynamics.save_state` and ``load_state`` write and read it. ``torch.save`` writes an object of
+    this class: ``torch.load`` then needs ``weights_only=False``, or ``torch.serialization.safe_globals([System])``
+    around it; ``torch.save(system._asdict(), ...)`` needs neither.
     """
 
     positions: torch.Tensor

@@ -28,8 +28,8 @@ class State(NamedTuple):
     Attributes
     ----------
     system : System
-        ``cell`` and ``pbc`` have a row for each system, (1, 3, 3) and (1, 3) for one. ``batch_idx`` is None for one system, and with a ``domain``,
-        which knows it: all atoms of the state are then those that this rank owns.
+        ``cell`` and ``pbc`` have a row for each system, (1, 3, 3) and (1, 3) for one. ``batch_idx`` is None for one
+        system, and with a ``domain``, which knows it: all atoms of the state are then those that this rank owns.
     velocities : (n_atoms, 3) tensor, length / time
         Zero for frozen atoms.
     masses : (n_atoms,) tensor, mass
