@@ -271,10 +271,29 @@ def test_an_atom_that_is_nowhere_has_a_count_that_is_no_number_of_neighbors():
         neighbors.neighbor_list(x, 3.0, CELL, PBC)
 
 
-@pytest.mark.parametrize(("options", "name"), [({}, "max_neighbors"), ({"return_neighbor_list": True}, "coo_capacity")])
+@pytest.mark.parametrize(
+    ("options", "name"), [({"nearest": 2}, "max_neighbors"), ({"return_neighbor_list": True}, "coo_capacity")]
+)
 def test_sizes_are_asked_for_when_a_function_is_traced(options, name):
     with pytest.raises(ValueError, match=f"`{name}` is needed under jit"):
         jax.make_jaxpr(lambda x: neighbors.neighbor_list(x, 3.0, CELL, PBC, **options))(X)
+    with pytest.raises(ValueError, match="`max_neighbors` is needed under jit"):
+        jax.make_jaxpr(lambda cutoff: neighbors.neighbor_list(X, cutoff, CELL, PBC))(3.0)
+
+
+def test_widths_that_are_not_given_are_estimated_when_a_function_is_traced():
+    """The width of 0.5.0; counts tell whether it is enough."""
+    expected = neighbors.neighbor_list(X, 3.0, CELL, PBC)
+    with pytest.warns(NeighborListWarning, match="`max_neighbors` not given under jit"):
+        matrix, counts, shifts = jax.jit(lambda x: neighbors.neighbor_list(x, 3.0, CELL, PBC))(X)
+    width = neighbors.estimate_max_neighbors(3.0)
+    assert matrix.shape == shifts.shape[:2] == (len(X), width)
+    np.testing.assert_array_equal(counts, expected[1])
+    n = min(width, expected[0].shape[1])
+    np.testing.assert_array_equal(matrix[:, :n], expected[0][:, :n])
+    with pytest.warns(NeighborListWarning, match="`max_neighbors2` not given"):
+        two = jax.make_jaxpr(lambda x: neighbors.naive_neighbor_list_dual_cutoff(x, 2.0, 5.0, max_neighbors1=7))(X)
+    assert [a.shape for a in two.out_avals[::2]] == [(len(X), 7), (len(X), neighbors.estimate_max_neighbors(5.0))]
 
 
 def test_distances_differentiate_like_those_of_torch():

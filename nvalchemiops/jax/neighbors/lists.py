@@ -37,7 +37,8 @@ def neighbor_list(
 
     Outside of ``jit`` the list is exact: if ``max_neighbors`` or ``coo_capacity`` is too small, the result is larger,
     with a `NeighborListWarning`. Inside of ``jit`` shapes must be known: give ``max_neighbors``, or for a list of pairs
-    ``coo_capacity``, and check for overflow afterwards. A `NeighborListState` keeps track of overflow.
+    ``coo_capacity``, and check for overflow afterwards. A `NeighborListState` keeps track of overflow. Without
+    ``max_neighbors`` the width is `estimate_max_neighbors` of the larger cutoff, with a `NeighborListWarning`.
 
     Parameters
     ----------
@@ -82,7 +83,8 @@ def neighbor_list(
     NeighborOverflowError
         Outside of ``jit``: there is not enough memory for a matrix that is wide enough.
     ValueError, TypeError
-        A bad argument, named in the message; missing sizes under ``jit``.
+        A bad argument, named in the message; under ``jit`` a missing ``coo_capacity``, or a missing ``max_neighbors``
+        if the cutoff is traced.
     """
     given = dict(locals())  # all arguments, by name
     given |= given.pop("options")

@@ -12,6 +12,7 @@ from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EF
 from nvalchemiops.jax.bridge import Bridge
 from nvalchemiops.jax.operators import Shape, as_array, as_static, checked_shapes, from_torch_values, to_torch
 from nvalchemiops.jax.utils import is_traced
+from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.checks import check_count
@@ -99,7 +100,7 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
     if declared or is_traced(arguments):
         if "cutoff2" in arguments and "max_neighbors" in arguments:
             arguments.setdefault("max_neighbors2", arguments["max_neighbors"])
-        return tuple(_bridge(**arguments, check=False))
+        return tuple(_bridge(**_with_estimated_widths(arguments), check=False))
     return tuple(from_torch_values(_search(**{key: to_torch(value) for key, value in arguments.items()})))
 
 
@@ -115,6 +116,27 @@ def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
     if "rebuild_flags" not in found:
         found = {key: value for key, value in found.items() if key.rstrip("12") not in _OUTPUTS}
     return found
+
+
+def _with_estimated_widths(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with widths estimated from the cutoffs, as in nvalchemi-toolkit-ops, where none are given."""
+    if arguments.get("return_neighbor_list") or "nearest" in arguments:
+        return arguments
+    names = ("max_neighbors1", "max_neighbors2") if "cutoff2" in arguments else ("max_neighbors",)
+    missing = [name for name in names if arguments.get("max_neighbors", arguments.get(name)) is None]
+    cutoffs = [arguments[name] for name in ("cutoff", "cutoff2") if name in arguments]
+    if not missing or len(cutoffs) < len(names) or is_traced(cutoffs):
+        return arguments
+    width = estimate_max_neighbors(max(map(float, cutoffs)))
+    given = ", ".join(f"`{name}`" for name in missing)
+    notify(
+        f"{given} not given under jit, where shapes must be known: the matrix has {width} columns, an estimate by "
+        f"`estimate_max_neighbors`. Give {given}, or check that `num_neighbors`, which counts all neighbors, is not "
+        "larger",
+        NeighborListWarning,
+        kind="estimated width",
+    )
+    return arguments | dict.fromkeys(missing, width)
 
 
 def _search(check: bool = True, coo_capacity: Any = None, **arguments: Any) -> list[torch.Tensor]:
