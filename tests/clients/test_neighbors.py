@@ -399,6 +399,12 @@ def test_two_cutoffs_with_a_width_each():
     assert torch.equal(second["neighbor_matrix"], long[0][:, :7])
     dual = neighbors.batch_naive_neighbor_list_dual_cutoff(**near, cutoff1=3.0, cutoff2=4.5, max_neighbors1=90)
     assert dual[0].shape[1] == 90 and torch.equal(dual[1], short[1]) and torch.equal(dual[4], long[1])
+    # without a width of its own the second matrix has that of the first, or is wider
+    assert dual[3].shape[1] >= most and dual[5].shape[:2] == dual[3].shape
+    wide = neighbor_list(**near, cutoff=3.0, cutoff2=4.5, max_neighbors=most + 90)
+    assert wide[3].shape == wide[5].shape[:2] == (len(long[0]), most + 90)
+    assert torch.equal(wide[3][:, :most], long[0][:, :most]) and (wide[3][:, most:] == len(long[0])).all()
+    assert torch.equal(wide[5][:, :most], long[2][:, :most]) and not wide[5][:, most:].any()
     one = {"positions": near["positions"][-6:], "cell": near["cell"][1]}
     assert (
         neighbors.naive_neighbor_list_dual_cutoff(**one, cutoff1=1.0, cutoff2=4.0, max_neighbors1=10)[0].shape[1] == 10

@@ -81,10 +81,15 @@ def method_number(method: str | None) -> int:
 def build_two(
     systems: Systems, cutoffs: dict[str, float], form: Form, room1: Room, room2: Room, method: int
 ) -> Tensors:
-    """The results of `build` for each of two cutoffs in turn; the names of the cutoffs are for messages."""
+    """The results of `build` for each of two cutoffs in turn; the names of the cutoffs are for messages.
+
+    The second matrix has at least the width asked for the first unless it has a width or memory of its own, as in
+    nvalchemi-toolkit-ops.
+    """
     results: Tensors = ()
     for suffix, room, (name, cutoff) in zip("12", (room1, room2), cutoffs.items()):
-        results += build(systems, cutoff, form, room, method, suffix, name)
+        least = room1.max_neighbors if suffix == "2" else None
+        results += build(systems, cutoff, form, room, method, suffix, name, least=least or 0)
     return results
 
 
@@ -97,11 +102,13 @@ def build(
     suffix: str = "",
     cutoff_name: str = "cutoff",
     silent: bool = False,
+    least: int = 0,
 ) -> Tensors:
     """One list, as `neighbor_list` describes it, after all checks.
 
     ``suffix`` ends the names of the arguments for ``room`` in messages. With ``silent`` the width is a first guess: no
-    warning is issued if it is too small.
+    warning is issued if it is too small. ``least`` is a lower bound of a width that is not given, where values can be
+    read.
     """
     for name in ("half_fill", "return_neighbor_list", "return_vectors", "return_distances", "check"):
         checks.check_flag(name, getattr(form, name))
@@ -151,6 +158,9 @@ def build(
         # a list waits for the device in any case
         readable = (form.check or as_list) and may_read()
         matrix, count, shifts, most = _search_matrix(search, width, room, rebuild_flags, fill_value, readable)
+        if width is None and readable and not as_list and (further := least - matrix.shape[1]) > 0:
+            matrix = torch.nn.functional.pad(matrix, (0, further), value=fill_value)
+            shifts = None if cell is None or shifts is None else torch.nn.functional.pad(shifts, (0, 0, 0, further))
         if as_list:
             pairs, ptr, *rest = pairs_of_matrix(matrix, count, None if cell is None else shifts)
             shifts = rest[0] if rest else None
