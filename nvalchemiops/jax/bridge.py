@@ -13,7 +13,8 @@ import torch
 from nvalchemiops.jax.callback import Request, TorchFunction, plain_state
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.jax.primitive import bind
-from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, without_data
+from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, is_about_symbols, without_data
+from nvalchemiops.torch.runtime.context import ValuesNeededError
 
 Types = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
@@ -272,14 +273,33 @@ class _Variant:
     def _traced(self, types: Sequence[jax.ShapeDtypeStruct]) -> Types:
         """The outputs of the function for tensors without data."""
         function, bridge = self.function, self._bridge
+        trace = functools.partial(
+            types_without_data, lambda *x: self._call(bridge.for_shapes, x), types, bridge.device()
+        )
         with torch.set_grad_enabled(function.with_gradients):
             try:
-                return types_without_data(lambda *x: self._call(bridge.for_shapes, x), types, bridge.device())
+                return trace()
+            except ValuesNeededError as error:
+                reason = str(error)
             except NEEDS_DATA as error:
-                raise ValueError(
-                    f"`{function.name}`: the shapes of its outputs cannot be found without data ({error}): declare "
-                    "them as `out_shapes` of from_torch"
-                ) from error
+                reason = str(error)
+                try:  # only sizes inside of the function may depend on data
+                    found = trace(symbols=True)
+                    if all(map(_has_numbers, jax.tree.leaves(found))):
+                        return found
+                except Exception as other:
+                    if not is_about_symbols(other):
+                        reason += f"; {type(other).__name__}: {other}"
+            except Exception as error:
+                error.add_note(
+                    f"`{function.name}` was called without data, to find the shapes of its outputs: "
+                    "if it needs data, declare them as `out_shapes` of from_torch or from_module"
+                )
+                raise
+        raise ValueError(
+            f"`{function.name}`: the shapes of its outputs cannot be found without data ({reason}): declare them as "
+            "`out_shapes` of from_torch or from_module"
+        )
 
     def _takes_all(self, sizes: tuple[int, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
         """Whether the function returns outputs with leading axes when it gets slices along leading axes."""
@@ -298,8 +318,18 @@ class _Variant:
         return found == _Outputs(outputs.tree, stacked(outputs.types))
 
 
-def types_without_data(function: Callable[..., Any], arguments: Sequence[Any], device: torch.device) -> Types:
-    """Shapes and dtypes of the outputs of a torch function, from a call with tensors without data."""
+def _has_numbers(output: Any) -> bool:
+    """Whether an output of a function is a type whose sizes are numbers, and no symbols."""
+    return isinstance(output, jax.ShapeDtypeStruct) and all(type(size) is int for size in output.shape)
+
+
+def types_without_data(
+    function: Callable[..., Any], arguments: Sequence[Any], device: torch.device, symbols: bool = False
+) -> Types:
+    """Shapes and dtypes of the outputs of a torch function, from a call with tensors without data.
+
+    With ``symbols`` sizes that depend on data are symbols, also in the outputs.
+    """
 
     def tensor(x: Any) -> Any:
         is_type = isinstance(x, jax.ShapeDtypeStruct)
@@ -310,7 +340,7 @@ def types_without_data(function: Callable[..., Any], arguments: Sequence[Any], d
             return output
         return jax.ShapeDtypeStruct(tuple(output.shape), jax_dtype(output.dtype))
 
-    with without_data():
+    with without_data(symbols):
         outputs = function(*jax.tree.map(tensor, list(arguments)))
     return jax.tree.map(type_of, outputs)
 

@@ -13,6 +13,8 @@ from jax.interpreters import partial_eval
 from nvalchemiops.jax import primitive
 from nvalchemiops.jax.bridge import SCALAR, Bridge, from_torch
 from nvalchemiops.jax.dtypes import torch_dtype
+from nvalchemiops.torch import System
+from nvalchemiops.torch.interactions.electrostatics import Electrostatics
 from tests.jax.precision import QUICKLY, double_precision  # noqa: F401
 
 X, V, T = np.array([[0.3, 0.7, 1.1], [0.1, -0.5, 0.3], [1.0, 0.5, -0.3]])
@@ -459,13 +461,37 @@ def test_the_text_of_an_error_comes_before_where_it_was_raised():
     assert any("test_bridge.py" in line and line.endswith("in deep") for line in lines[3:])
 
 
+def test_sizes_inside_of_a_function_may_depend_on_data():
+    """Only the shapes of outputs must be known."""
+    energy = from_torch(lambda x: (x[x > 0.0] ** 3).sum(), scalar=True)
+    value, gradient = jax.jit(jax.value_and_grad(energy))(V)
+    above, below = np.maximum(V, 0.0), np.minimum(V, 0.0)
+    assert_same((value, gradient), ((above**3).sum(), 3.0 * above**2))
+    assert_same(jax.jit(jax.vmap(energy))(np.stack([V, -V])), np.array([value, -(below**3).sum()]))
+
+
+NEED_DATA = {
+    "sizes of outputs": lambda x: x[x > 0.0],
+    "numbers as outputs": lambda x: x[0].item(),
+    "decisions": lambda x: x if x.sum() > 0.0 else 2.0 * x,
+    "parameters": lambda x: Electrostatics()(System(x.reshape(1, 3), x[:1], cell=x.diag())).energies,
+    "arrays": lambda x: torch.tensor(x.numpy()),
+}
+
+
+@pytest.mark.parametrize("name", NEED_DATA)
+def test_functions_that_need_data_are_told_to_declare(name):
+    """In the message, or in a note at an error of torch's."""
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        jax.jit(from_torch(NEED_DATA[name]))(np.ones(3))
+    assert "`out_shapes` of from_torch" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
 def test_errors_when_traced():
     with pytest.raises(ValueError, match="scalar=True needs one real number as output"):
         jax.jit(from_torch(lambda x: x, scalar=True))(X)
     with pytest.raises(TypeError, match=r"output 0 must be a torch\.Tensor, got float"):
         jax.jit(from_torch(lambda x: 1.0))(X)
-    with pytest.raises(ValueError, match="declare"):
-        jax.jit(from_torch(lambda x: x[x > 0]))(X)
     with pytest.raises(RuntimeError, match="broadcast a dimension of length 2"):
         jax.jit(from_torch(lambda x, y: x + y))(X, W[:2])
 

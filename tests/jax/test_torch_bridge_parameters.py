@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.jax.torch_bridge import from_module
+from nvalchemiops.jax.interactions.electrostatics import ewald_summation
+from nvalchemiops.jax.torch_bridge import TorchModuleWrapper, from_module
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation as torch_ewald_summation
 from tests.jax.modules import assert_same
 from tests.jax.precision import double_precision  # noqa: F401
 
@@ -74,6 +77,37 @@ def test_modules_of_forces_and_declared_outputs():
     for options in ({"requires_grad": True}, {"out_shapes": shapes}):
         with pytest.raises((RuntimeError, ValueError)):
             jax.block_until_ready(from_module(Forces(), **options)[0](parameters, x))
+
+
+class Charged(torch.nn.Module):
+    """Charges that depend on the positions, in an Ewald sum. The number of its k-vectors depends on the cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.hardness = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x, cell):
+        charges = (self.hardness * x).sin().sum(dim=1)
+        charges = charges - charges.mean()
+        return torch_ewald_summation(x, charges, cell, 0.5, k_cutoff=3.0, cutoff=4.0, energy_reduction="system").sum()
+
+
+def test_energies_of_this_library_in_a_module():
+    """The shapes of its outputs are found, although shapes inside of it depend on values; also by the wrapper."""
+    rng = np.random.default_rng(0)
+    x, cell = rng.uniform(0.0, 5.0, (6, 3)), np.diag([5.0, 6.0, 7.0])
+    apply, parameters = from_module(Charged())
+
+    def expected(parameters, x):
+        charges = jnp.sin(parameters["hardness"] * x).sum(axis=1)
+        charges = charges - charges.mean()
+        options = {"k_cutoff": 3.0, "cutoff": 4.0, "energy_reduction": "system"}
+        return ewald_summation(x, charges, cell, 0.5, **options).sum()
+
+    found = jax.jit(jax.value_and_grad(apply, (0, 1)))(parameters, x, cell)
+    close = partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
+    jax.tree.map(close, found, jax.jit(jax.value_and_grad(expected, (0, 1)))(parameters, x))
+    close(jax.jit(TorchModuleWrapper(Charged()))(x, cell), found[0])
 
 
 def test_modules_with_several_names_keep_their_parameters():

@@ -528,19 +528,30 @@ _fake = _find(
 NEEDS_DATA: tuple[type[Exception], ...] = () if _fake is None else _fake[2:4]
 """Errors that operations on tensors without data raise if their results, or the shapes of these, depend on data."""
 
+_SYMBOLS = "torch.fx.experimental.symbolic_shapes:ShapeEnv"
+
 
 @contextmanager
-def without_data() -> Iterator[None]:
-    """Make tensors without data: operations compute only the shapes and dtypes of their results."""
+def without_data(symbols: bool = False) -> Iterator[None]:
+    """Make tensors without data: operations compute only the shapes and dtypes of their results.
+
+    With ``symbols`` numbers and sizes that depend on data are symbols; without, they raise one of `NEEDS_DATA`.
+    """
     if _fake is None:
         raise _impossible("finding the shapes of a function's outputs: declare them")
+    options = {"shape_env": pkgutil.resolve_name(_SYMBOLS)()} if symbols else {}
     log = logging.getLogger(_fake[0].__module__)  # it logs errors that are raised anyway
     before, log.disabled = log.disabled, True
     try:
-        with _fake[0](allow_non_fake_inputs=True):
+        with _fake[0](allow_non_fake_inputs=True, **options):
             yield
     finally:
         log.disabled = before
+
+
+def is_about_symbols(error: Exception) -> bool:
+    """Whether this is an error of tensors without data where a decision depends on the value of a symbol."""
+    return type(error).__module__ == _SYMBOLS.partition(":")[0]
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
