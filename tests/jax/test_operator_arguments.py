@@ -140,6 +140,27 @@ def test_an_alpha_of_another_precision_differentiates():
     np.testing.assert_allclose(wide, narrow, rtol=1e-4)
 
 
+REAL_NUMBERS = {
+    "epsilon": lambda e, x, q, c: pair.lennard_jones(3.0)(x, c, sigma=1.2, epsilon=e, **to_jax(NEAR)),
+    "alpha": lambda a, x, q, c: electrostatics.dsf_coulomb(x, q, 3.0, a, **_MATRIX)[0],
+    "widths": lambda w, x, q, c: electrostatics.ewald_summation(x, q, c, 0.5, miller_bounds=(2, 2, 2), widths=w),
+    "s6": lambda s, x, q, c: dispersion.dftd3(
+        x, to_jax(NUMBERS), 0.4, 4.0, 1.9, s6=s, d3_params=JAX_TABLES, cutoff=6.0
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", REAL_NUMBERS)
+def test_a_whole_number_may_be_given_to_a_jitted_function(name):
+    """Where it is an array of integers without axes; or as a number of NumPy."""
+    given = to_jax(list(SYSTEM[:3]))
+    call = jax.jit(REAL_NUMBERS[name])
+    expected = call(1.0, *given)
+    np.testing.assert_array_equal(call(1, *given), expected)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda value: call(value, *given)))(jnp.array([1]))[0], expected)
+    np.testing.assert_array_equal(REAL_NUMBERS[name](np.int64(1), *given), expected)
+
+
 def test_potentials_are_pickled():
     potential = pair.lennard_jones(3.5, r_switch=2.5)
     for found in (pickle.loads(pickle.dumps(potential)), copy.deepcopy(potential)):
