@@ -1,10 +1,11 @@
 """JAX functions made from the functions of `nvalchemiops.torch`."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,14 +170,11 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
     If the function needs values, ``rule`` returns the shapes.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), in_terms_of_jax():
             return types_without_data(lambda given: function(**given), [arguments], torch.device("cpu"))
     except Exception as error:
         if isinstance(error, (TypeError, ValueError)) and not isinstance(error, ValuesNeededError):
-            text = _for_jax_arrays(str(error))
-            if type(error) not in (TypeError, ValueError) or text == str(error):
-                raise
-            raise type(error)(text) from None
+            raise
         if rule is None:  # the function reads values, or sizes depend on them
             raise
     return rule(**arguments)
@@ -217,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def as_real(value: Any) -> Any:
-    """The value; a whole number in an array without axes, as of an ``int`` given to a jitted function, as a real one."""
+    """The value; a whole number in an array without axes, such as an ``int`` in a jitted function, as a real one."""
     whole = isinstance(value, jax.Array) and not value.ndim and jnp.issubdtype(value.dtype, jnp.integer)
     return value.astype(float) if whole else value
 
@@ -250,9 +248,21 @@ def _annotation(annotation: Any) -> Any:
     return text.replace("torch.Tensor", "jax.Array") if "torch.Tensor" in text else annotation
 
 
+@contextlib.contextmanager
+def in_terms_of_jax() -> Iterator[None]:
+    """Rewrite messages of torch functions about arguments for JAX arrays."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = _for_jax_arrays(str(error))
+        if type(error) not in (TypeError, ValueError) or text == str(error):
+            raise
+        raise type(error)(text) from None
+
+
 def _for_jax_arrays(text: str) -> str:
-    """Rewrite a message of a torch function for JAX arrays."""
-    return re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", text).replace(".to(", ".astype(")
+    text = re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", text)
+    return text.replace("torch.Tensor", "jax.Array").replace(".to(", ".astype(")
 
 
 def _for_jax(function: Callable[..., Any], signature: inspect.Signature, ignored: Iterable[str] = ()) -> str:
@@ -330,7 +340,8 @@ def eager(
         if is_traced(bound.arguments):
             raise TypeError(f"{function.__name__} needs values: call it outside of jit, and pass its results")
         given = dict(zip(signature.parameters, bound.args)) | bound.kwargs  # by name: some of torch may be left out
-        result = function(**{name: to_torch(value) for name, value in given.items()})
+        with in_terms_of_jax():
+            result = function(**{name: to_torch(value) for name, value in given.items()})
         if dataclasses.is_dataclass(result) or hasattr(result, "_asdict"):
             fields = result._asdict() if hasattr(result, "_asdict") else vars(result)
             result = {name: value for name, value in fields.items() if not name.startswith("_")}

@@ -198,10 +198,23 @@ def test_coulomb_energies_have_the_channels_of_charges():
     np.testing.assert_array_equal(found, torch_electrostatics.coulomb_energy(x, several, cell, 3.5).numpy())
 
 
-def test_messages_have_the_terms_of_jax():
-    x, q, cell = to_jax(list(SYSTEM[:3]))
-    with pytest.raises(TypeError, match=r"`charges` has dtype float32.*float64: use `charges.astype\("):
-        electrostatics.ewald_summation(x, q.astype(jnp.float32), cell)
+MESSAGES = {
+    "sums": (lambda x, q, c: electrostatics.ewald_summation(x, q.astype("f4"), c), r"`charges` has dtype float32"),
+    "lists": (lambda x, q, c: neighbors.neighbor_list(x, 3.0, c.astype("f4")), "`cell` has dtype float32"),
+    "choices": (lambda x, q, c: electrostatics.estimate_pme_parameters(x, c.astype("f4")), "`cell` has dtype float32"),
+    "potentials": (
+        lambda x, q, c: pair.lennard_jones(3.0)(x, c, sigma=None, epsilon=1.0, **to_jax(NEAR)),
+        r"a number or a jax\.Array",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_have_the_terms_of_jax(name):
+    call, text = MESSAGES[name]
+    with pytest.raises(TypeError, match=text) as caught:
+        call(*to_jax(list(SYSTEM[:3])))
+    assert "torch" not in str(caught.value) and ".to(" not in str(caught.value)
 
 
 def test_choices_of_parameters_are_torchs_and_need_values():

@@ -10,7 +10,15 @@ import torch
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
 from nvalchemiops.jax.bridge import Bridge
-from nvalchemiops.jax.operators import Shape, as_array, as_static, checked_shapes, from_torch_values, to_torch
+from nvalchemiops.jax.operators import (
+    Shape,
+    as_array,
+    as_static,
+    checked_shapes,
+    from_torch_values,
+    in_terms_of_jax,
+    to_torch,
+)
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
 from nvalchemiops.notices import NeighborListWarning, notify
@@ -101,7 +109,8 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
         if "cutoff2" in arguments and "max_neighbors" in arguments:
             arguments.setdefault("max_neighbors2", arguments["max_neighbors"])
         return tuple(_bridge(**_with_estimated_widths(arguments), check=False))
-    return tuple(from_torch_values(_search(**{key: to_torch(value) for key, value in arguments.items()})))
+    with in_terms_of_jax():
+        return tuple(from_torch_values(_search(**{key: to_torch(value) for key, value in arguments.items()})))
 
 
 def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
