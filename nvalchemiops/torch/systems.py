@@ -23,12 +23,14 @@ from nvalchemiops.torch.batching import joined_neighbors, joined_systems
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import volumes_of
+from nvalchemiops.torch.runtime._torch_internals import replaceable
 from nvalchemiops.torch.runtime.context import may_read
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
 
 
+@replaceable
 class System(NamedTuple):
     """Atoms of one system or of a batch of systems.
 
@@ -275,6 +277,7 @@ def has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
+@replaceable
 class Neighbors(NamedTuple):
     """Neighbors of all atoms, as pairs or as a matrix: from `System.neighbors`, `from_list` or `from_matrix`.
 

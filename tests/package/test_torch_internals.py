@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from nvalchemiops.torch.autograd import arrays
 from nvalchemiops.torch.runtime import _torch_internals as internals
+from nvalchemiops.torch.systems import System
 from tests.support.ops import leaf
 from tests.support.processes import output_of, run_python
 
@@ -211,6 +213,28 @@ def test_streams_of_compiled_graphs_have_the_names_that_are_looked_up():
     assert "tree_manager" in vars(trees.TreeManagerContainer(0))
     assert "self.stream = " in inspect.getsource(trees.CUDAGraphTreeManager.__init__)
     assert not internals.belongs_to_compiled_graph(torch.device("cuda", 0))
+
+
+def test_compiled_code_returns_systems_that_it_has_changed():
+    """With torch 2.11 those of the ``_replace`` of named tuples are empty there."""
+    system = System(torch.ones(2, 3), cell=torch.eye(3))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def moved(system):
+        return system._replace(positions=system.positions + 1.0)
+
+    found = moved(system)
+    assert type(found) is System and len(found) == len(system)
+    assert torch.equal(found.positions, torch.full((2, 3), 2.0)) and torch.equal(found.cell, system.cell)
+
+
+def test_what_is_used_in_place_of_replace():
+    pair = namedtuple("pair", "first, second")(1, 2)
+    for changes in ({}, {"second": None}, {"first": 3, "second": 4}):
+        assert internals.replaced(pair, **changes) == pair._replace(**changes)
+        assert type(internals.replaced(pair, **changes)) is type(pair)
+    with pytest.raises(ValueError, match="'third'"):
+        internals.replaced(pair, third=3)
 
 
 # -- without each name ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime._torch_internals import derivative_asked, transforms_active
+from nvalchemiops.torch.runtime._torch_internals import derivative_asked, replaceable, transforms_active
 from nvalchemiops.torch.runtime.context import may_read, ordinary
 from nvalchemiops.torch.systems import Neighbors, System
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
 
 
+@replaceable
 class Evaluation(NamedTuple):
     """What a model returns.
 

@@ -11,6 +11,7 @@ from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import of_each, temperature_of
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
+from nvalchemiops.torch.runtime._torch_internals import replaceable
 from nvalchemiops.torch.systems import PER_ATOM, System, has_rows
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ OF_ATOMS = ("inertia", "inverse_masses", "place")
 """Names in ``State.extra`` of what has a row for each atom, beside the variables that flows name (`Flow.per_atom`)."""
 
 
+@replaceable
 class State(NamedTuple):
     """Positions, velocities and everything else that changes in a step: a value, which is never changed in place.
 
