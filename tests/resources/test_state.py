@@ -319,7 +319,7 @@ def test_modules_share_memory():
 
 
 @pytest.mark.parametrize("make", [ewald, pme])
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "default:Guards may run slower:RuntimeWarning")  # torch's, of Python 3.13.0
 def test_in_compiled_graphs_and_exported_programs(make):
     """One graph for all positions; what is prepared is an input of it, and does not outlive its parameters there."""
     model = torch.nn.Sequential(make().prepare(CELL))
