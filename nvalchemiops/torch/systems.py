@@ -100,7 +100,8 @@ class System(NamedTuple):
         -------
         System
             Lengths are in angstrom. ``cell`` and ``pbc`` are None if no system is periodic; a ``pbc`` remains if the
-            last of several systems has no atoms.
+            last of several systems has no atoms. Constraints and velocities of the atoms are left out: they are
+            arguments of relaxations and runs.
         """
         systems = [atoms] if hasattr(atoms, "positions") else list(atoms)
         if not systems:

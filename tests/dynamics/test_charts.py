@@ -158,3 +158,19 @@ def test_systems_without_atoms_have_any_cell_factor_and_pressure() -> None:
     counts = torch.bincount(atoms.batch_idx, minlength=3)
     chart = Chart(atoms, cell=CellFilter(cell_factor=counts, scalar_pressure=torch.tensor([0.1, torch.nan, 0.1])))
     assert torch.equal(chart.at(chart.start).cell, atoms.cell)
+
+
+def test_fixed_atoms_may_be_an_array_or_a_list() -> None:
+    """As masses and velocities may; what holds no bools is an error with the name of the argument."""
+    system = System.from_ase([crystal(1), crystal(2)])
+    n = len(system.positions)
+    fixed = torch.zeros((n, 3), dtype=torch.bool)
+    fixed[1], fixed[2, 0] = True, True
+    for given, same in ((fixed, fixed), (fixed[:, 0], fixed[:, 0])):
+        for form in (given.numpy(), given.tolist(), tuple(given.tolist())):
+            assert torch.equal(Chart(system, fixed=form).fixed, same)
+    empty = System.from_ase(crystal(1)[:0])
+    assert Chart(empty, fixed=[]).fixed.shape == (0,)
+    for wrong in ([1, 2], np.zeros(n), [[True], [True, False]], np.array([None] * n), ["Ar"] * n):
+        with pytest.raises((TypeError, ValueError), match="`fixed` must be"):
+            Chart(system, fixed=wrong)

@@ -144,7 +144,7 @@ class Chart:
         The systems at the start. One that has no atoms or no periodic axis keeps its cell.
     cell : bool, str or CellFilter, optional
         Whether, or how, cells relax: a name is that of `CellFilter.of`. By default only positions do.
-    fixed : (n_atoms,) or (n_atoms, 3) bool tensor, optional
+    fixed : (n_atoms,) or (n_atoms, 3) bool tensor, array or sequence, optional
         Atoms, or components, that stay. In a cell that relaxes they keep their fractional coordinates.
 
     Attributes
@@ -163,7 +163,11 @@ class Chart:
     """
 
     def __init__(
-        self, system: System, *, cell: bool | str | CellFilter = False, fixed: torch.Tensor | None = None
+        self,
+        system: System,
+        *,
+        cell: bool | str | CellFilter = False,
+        fixed: torch.Tensor | np.ndarray | Sequence[Any] | None = None,
     ) -> None:
         if not isinstance(system, System):
             raise TypeError(f"`system` must be a System, got {checks.kind_of(system)}")
@@ -414,6 +418,11 @@ class Chart:
 
 def _free(fixed: Any, positions: torch.Tensor) -> torch.Tensor:
     """Which components may move, (n_atoms, 1) or (n_atoms, 3)."""
+    if isinstance(fixed, (np.ndarray, list, tuple)):
+        try:
+            fixed = torch.as_tensor(np.asarray(fixed, dtype=None if len(fixed) else bool))
+        except (TypeError, ValueError) as error:  # rows of several lengths, or objects
+            raise TypeError(f"`fixed` must be an array of bools: {error}") from None
     checks.check_tensor("fixed", fixed)
     n = positions.shape[0]
     if fixed.dtype != torch.bool or fixed.shape not in ((n,), (n, 3)):

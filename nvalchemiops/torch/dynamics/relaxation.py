@@ -1,10 +1,11 @@
 """Relaxation of batches of systems: `relax`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -102,7 +103,7 @@ def relax(
     fmax: float = 0.01,
     smax: float | None = None,
     cell: bool | str | CellFilter = False,
-    fixed: torch.Tensor | None = None,
+    fixed: torch.Tensor | np.ndarray | Sequence[Any] | None = None,
     max_steps: int = 1000,
     compact_every: int | None = 10,
     hooks: Callable[[RelaxationProgress], None] | Iterable[Callable[[RelaxationProgress], None]] = (),
@@ -132,7 +133,7 @@ def relax(
         pressure; components that do not relax are left out.
     cell : bool, {"isotropic", "axes", "full"} or CellFilter, optional
         Whether cells relax, and how: the names are those of `npt`. True lets all lengths and angles relax.
-    fixed : (n_atoms,) or (n_atoms, 3) bool tensor, optional
+    fixed : (n_atoms,) or (n_atoms, 3) bool tensor, array or sequence, optional
         Atoms, or components of their positions, that stay. In a cell that relaxes they keep their fractional
         coordinates.
     max_steps : int, optional

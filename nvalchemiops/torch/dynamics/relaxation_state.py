@@ -6,9 +6,10 @@ On ranks, what is known of systems that were taken out stays with the ranks that
 order of these atoms does not change, as that of a batch in one process, while the owners of the others do.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
@@ -155,7 +156,13 @@ class Batch:
     count = 0
     _results: Record | None = None
 
-    def __init__(self, system: System, optimizer: Optimizer, cell: bool | CellFilter, fixed: torch.Tensor | None):
+    def __init__(
+        self,
+        system: System,
+        optimizer: Optimizer,
+        cell: bool | CellFilter,
+        fixed: torch.Tensor | np.ndarray | Sequence[Any] | None,
+    ):
         self._optimizer = optimizer
         self.chart = self._whole = Chart(system, cell=cell, fixed=fixed)
         self.x = self.forces = self.chart.start
