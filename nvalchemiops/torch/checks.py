@@ -25,7 +25,9 @@ def kind_of(value: Any) -> str:
 
 
 def _is_atoms(value: Any) -> bool:
-    """Whether these are atoms of ASE, which need not be installed."""
+    """Whether these are atoms of ASE, which need not be installed, or a sequence of them."""
+    if isinstance(value, (list, tuple)) and value:
+        value = value[0]
     return hasattr(value, "get_atomic_numbers")
 
 

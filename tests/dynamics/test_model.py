@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from ase.calculators.calculator import Calculator
 from torch.autograd import forward_ad
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTREE_IN_EV
@@ -334,9 +335,26 @@ def test_atoms_of_ase_are_told_how_to_become_a_system():
         "neighbors": lambda: neighbor_list(atoms, 5.0),
     }
     assert_named((name, call, TypeError, "got Atoms: use System.from_ase") for name, call in calls.items())
+    batch = [atoms, atoms]
+    calls = {
+        "run": lambda: simulate(batch, argon(), nve(1.0), 1),
+        "relaxation": lambda: relax(batch, argon()),
+        "charges": lambda: Electrostatics()(batch),
+        "pairs": lambda: lj(batch, sigma=3.4, epsilon=0.0104),
+    }
+    assert_named((name, call, TypeError, "got list: use System.from_ase") for name, call in calls.items())
     system = System.from_ase(atoms)._replace(numbers=atoms.numbers)
     with pytest.raises(TypeError, match=r"`numbers` must be a .*Tensor, got ndarray"):
         nve(1.0).start(system, argon())
+
+
+def test_what_is_no_model_is_told_how_to_become_one():
+    system, bound = System.from_ase(crystal(1)), partial(lennard_jones(5.0), sigma=3.4, epsilon=0.0104)
+    for model, advice in ((Calculator(), "use nvalchemiops.ase.FromASE"), (bound, "interactions .* to SumOfTerms")):
+        with pytest.raises(TypeError, match=f"`model` must .*{advice}"):
+            relax(system, model)
+        with pytest.raises(TypeError, match=f"`model` must .*{advice}"):
+            simulate(system, model, nve(1.0), 1)
 
 
 def test_bad_arguments_are_named():

@@ -74,7 +74,8 @@ class Model(Protocol):
 def check_model(model: Any) -> None:
     """Raise unless this can be called."""
     if not callable(model):
-        raise TypeError(f"`model` must be callable with a System, got {type(model).__name__}")
+        advice = ": use nvalchemiops.ase.FromASE" if hasattr(model, "get_potential_energy") else ""
+        raise TypeError(f"`model` must be callable with a System, got {type(model).__name__}{advice}")
 
 
 def as_evaluation(found: Any) -> Evaluation:
@@ -82,7 +83,8 @@ def as_evaluation(found: Any) -> Evaluation:
     if isinstance(found, Evaluation):
         return found
     if not all(hasattr(found, name) for name in Evaluation._fields):
-        raise TypeError(f"`model` must return an Evaluation, got {type(found).__name__}")
+        advice = ": give interactions of this library to SumOfTerms" if hasattr(found, "energies") else ""
+        raise TypeError(f"`model` must return an Evaluation, got {type(found).__name__}{advice}")
     return Evaluation(found.energies, found.forces, found.stress)
 
 
