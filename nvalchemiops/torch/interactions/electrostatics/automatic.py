@@ -44,8 +44,8 @@ class Electrostatics(ConfiguredSum):
     ----------
     accuracy : float, optional
         Target for the RMS error of the forces, relative to the RMS of the forces.
-    method : {"ewald", "pme"}, optional
-        Use this method for periodic systems.
+    method : {"auto", "ewald", "pme"}, optional
+        Method for periodic systems, by default the faster one, which ``"auto"`` names.
     cutoff : float, length, optional
         Cutoff of the lists that calls give or build; by default the one that is fastest.
 
@@ -74,8 +74,8 @@ class Electrostatics(ConfiguredSum):
     def __init__(self, accuracy: float = 1e-6, method: str | None = None, *, cutoff: float | None = None) -> None:
         super().__init__(None, cutoff, check_accuracy(accuracy), COULOMB)
         if method is not None:
-            checks.check_choice("method", method, methods.METHODS)
-        self.method = method
+            checks.check_choice("method", method, ("auto", *methods.METHODS))
+        self.method = None if method == "auto" else method
 
     def _settings(self) -> dict[str, Any]:
         return {"accuracy": self.accuracy, "method": self.method, "cutoff": self.cutoff}
@@ -123,7 +123,7 @@ class Electrostatics(ConfiguredSum):
             With charges, the magnitude of the forces is estimated from the positions, as in calls; its dipoles,
             quadrupoles and widths then count, too. In a batch, systems without a periodic axis in ``pbc`` do not count.
         accuracy : float, optional
-        method : {"ewald", "pme"}, optional
+        method : {"auto", "ewald", "pme"}, optional
         """
         accuracy = check_accuracy(accuracy)
         chosen = cls(accuracy, method)._method_for(periodic_systems(system)[0], accuracy, False)
