@@ -12,7 +12,7 @@ import ase.io
 import numpy as np
 import torch
 from ase.calculators.singlepoint import SinglePointCalculator
-from ase.constraints import FixAtoms
+from ase.constraints import FixAtoms, FixCartesian, FixedLine, FixedPlane, FixScaled
 from ase.stress import full_3x3_to_voigt_6_stress
 
 from nvalchemiops.ase import command
@@ -225,14 +225,16 @@ def relax(options: argparse.Namespace) -> int:
         pressure = (options.pressure or 0.0) * GIGAPASCAL
         axes = command.axes_of("--mask", "xyz" if options.mask is None else options.mask)
         cell = CellFilter.of(options.cell, axes, scalar_pressure=pressure)
-    fixed = torch.as_tensor(np.concatenate([_fixed(atoms) for atoms in frames]), device=calculator.device)
+    fixed = np.concatenate([_held(atoms) for atoms in frames])
+    if (fixed == fixed[:, :1]).all():
+        fixed = fixed[:, 0]
     relaxed = dynamics.relax(
         System.from_ase(frames, device=calculator.device),
         FromASE(calculator),
         options.optimizer,
         fmax=options.fmax,
         cell=cell,
-        fixed=fixed if bool(fixed.any()) else None,
+        fixed=fixed if fixed.any() else None,
         max_steps=options.max_steps,
         progress=on_terminal(),
     )
@@ -262,13 +264,35 @@ def relax(options: argparse.Namespace) -> int:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def _fixed(atoms: ase.Atoms) -> np.ndarray:
-    """Whether each atom is fixed; raise for other constraints."""
-    fixed = np.zeros(len(atoms), dtype=bool)
+HOLDING = (FixAtoms, FixCartesian, FixScaled, FixedPlane, FixedLine)
+"""Constraints of ASE that hold atoms, or keep them from moving in some directions."""
+
+
+def _held(atoms: ase.Atoms) -> np.ndarray:
+    """Which components of positions stay (n_atoms, 3), as constraints let forces and steps pass; raise for others."""
+    held = np.zeros((len(atoms), 3), dtype=bool)
     for constraint in atoms.constraints:
-        if not isinstance(constraint, FixAtoms):
-            raise ValueError(f"the file has a constraint {type(constraint).__name__}; only fixed atoms are supported")
-        fixed[constraint.index] = True
+        name = type(constraint).__name__
+        if not isinstance(constraint, HOLDING):
+            raise ValueError(f"the file has a constraint {name}; only those that hold atoms are supported")
+        for axis, unit in enumerate(np.eye(3)):
+            forces, steps = np.tile(unit, (len(atoms), 1)), atoms.positions + unit
+            constraint.adjust_forces(atoms, forces)
+            constraint.adjust_positions(atoms, steps)
+            for passed in (forces, steps - atoms.positions):
+                kept = (passed * unit).sum(axis=1)
+                if not np.allclose(passed, np.outer(np.round(kept), unit), atol=1e-6):
+                    raise ValueError(f"the file has a constraint {name} along a direction that is no Cartesian axis")
+                held[:, axis] |= kept < 0.5
+    return held
+
+
+def _fixed(atoms: ase.Atoms) -> np.ndarray:
+    """Whether each atom is fixed; raise for atoms that move in some directions only, and for other constraints."""
+    held = _held(atoms)
+    fixed: np.ndarray = np.all(held, axis=1)
+    if (held.any(axis=1) & ~fixed).any():
+        raise ValueError("the file lets atoms move in some directions only; in dynamics an atom is fixed or free")
     return fixed
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from ase.build import bulk, molecule
-from ase.constraints import FixAtoms, FixCartesian, Hookean
+from ase.constraints import FixAtoms, FixCartesian, FixedLine, FixedPlane, FixScaled, Hookean
 from ase.md.verlet import VelocityVerlet
+from ase.optimize import LBFGS
 
 from nvalchemiops import cli
 from nvalchemiops.ase import Calculator, Electrostatics, FromASE, Pair, motion
@@ -298,6 +299,10 @@ def crystals(tmp_path, monkeypatch):
     ase.io.write("held.traj", held)
     held.set_constraint(FixCartesian([1], (True, False, False)))
     ase.io.write("sliding.traj", held)
+    held.set_constraint(Hookean(0, 1, 5.0, rt=1.0))
+    ase.io.write("hooked.traj", held)
+    held.set_constraint(FixedPlane([1], (0.0, 1.0, 1.0)))
+    ase.io.write("oblique.traj", held)
     moving.positions[1] = moving.positions[0]
     ase.io.write("overlap.traj", moving)
     return found
@@ -396,12 +401,27 @@ def test_fixed_atoms_stay(crystals, capsys):
         assert (moved[[0, 3]] == 0.0).all() and (moved[[1, 2, 4, 5, 6, 7]] > 1e-3).all()
 
 
+def test_atoms_that_move_in_some_directions_go_where_they_go_in_ase(crystals, capsys):
+    """Along Cartesian axes, whatever names these; a dynamics takes a constraint that leaves no axis."""
+    atoms = crystals[0].copy()
+    sliding = [FixCartesian([1], (True, False, False)), FixScaled([2], (False, False, True))]
+    planes = [FixedPlane([k], (0.0, 2.0, 0.0)) for k in (3, 4)]
+    atoms.set_constraint([FixAtoms([0]), *sliding, *planes, FixedLine([4], (0.0, -1.0, 0.0))])
+    ase.io.write("mixed.traj", atoms)
+    said(capsys, "relax", "mixed.traj", *ARGON, "--optimizer", "lbfgs", "--fmax", 1e-3, "--output", "relaxed.traj")
+    found, start = ase.io.read("relaxed.traj"), atoms.positions.copy()
+    atoms.calc = argon()
+    LBFGS(atoms, logfile=None).run(fmax=1e-3)
+    np.testing.assert_allclose(found.positions, atoms.positions, rtol=0.0, atol=1e-9)
+    stays = (found.positions == start)[:5]
+    assert stays.tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 1], [0, 1, 0], [1, 1, 1]]
+    atoms.set_constraint([FixScaled([1], (True, True, True)), FixCartesian([2], (True, True, True))])
+    assert motion._fixed(atoms).tolist() == [False, True, True] + [False] * 5
+
+
 @pytest.mark.parametrize("name", ["held.traj", "sliding.traj", "hooked.traj"])
 def test_energies_and_forces_are_those_without_constraints(name, crystals, capsys):
     """Fixed atoms have a force, too; ASE would print zeros, and add the energies of constraints."""
-    hooked = crystals[0].copy()
-    hooked.set_constraint(Hookean(0, 1, 5.0, rt=1.0))
-    ase.io.write("hooked.traj", hooked)
     (found,) = json.loads(said(capsys, "energy", name, *ARGON, "--json", "--forces"))["frames"]
     free = crystals[0].copy()
     free.calc = argon()
@@ -529,7 +549,9 @@ MOTION_MISTAKES = {
     "folder": (["md", "argon.xyz", "--temperature", "9", "--trajectory", "no/out.xyz"], "there is no folder no"),
     "format": (["relax", "argon.xyz", "--output", "out.abc"], "the format of out.abc is not known to ASE"),
     "one frame": (["relax", "argon.xyz", "--output", "POSCAR"], "cannot write several frames in the format of POSCAR"),
-    "constraint": (["relax", "sliding.traj"], "a constraint FixCartesian; only fixed atoms"),
+    "constraint": (["relax", "hooked.traj"], "a constraint Hookean; only those that hold atoms"),
+    "oblique": (["relax", "oblique.traj"], "a constraint FixedPlane along a direction that is no Cartesian axis"),
+    "components": (["md", "sliding.traj", "--temperature", "9"], "lets atoms move in some directions only"),
     "mask": (
         ["md", "argon.xyz", "--ensemble", "npt", "--temperature", "9", "--mask", "ab"],
         "--mask: 'ab' does not name",
