@@ -186,6 +186,7 @@ def _add_structures_and_terms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slab-correction", action="store_true", help="ewald or pme with one open axis")
     parser.add_argument("--dispersion", metavar="FUNCTIONAL", help="DFT-D3 for a density functional, such as pbe")
     parser.add_argument("--damping", metavar="KIND", help="of the dispersion: bj (the default), zero, bjm or zerom")
+    parser.add_argument("--s9", type=float, help="factor of the three-body energy of the dispersion, as 1 (0)")
     parser.add_argument("--device", default="cpu", help="where to compute (cpu)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

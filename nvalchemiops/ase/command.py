@@ -63,7 +63,7 @@ def _terms(options: argparse.Namespace) -> list[Term]:
     for option, make, others in (
         ("potential", _pair, ("parameters",)),
         ("electrostatics", _electrostatics, of_charges),
-        ("dispersion", _dispersion, ("damping",)),
+        ("dispersion", _dispersion, ("damping", "s9")),
     ):
         if getattr(options, option) is not None:
             terms.append(make(options))
@@ -93,7 +93,7 @@ def _electrostatics(options: argparse.Namespace) -> Term:
 def _dispersion(options: argparse.Namespace) -> Term:
     from nvalchemiops.ase.dispersion import Dispersion
 
-    return Dispersion(options.dispersion, damping=options.damping or "bj")
+    return Dispersion(options.dispersion, damping=options.damping or "bj", s9=options.s9 or 0.0)
 
 
 def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:

@@ -97,11 +97,14 @@ def test_command(tmp_path, capsys):
     atoms = molecule("C6H6")
     file = tmp_path / "benzene.xyz"
     atoms.write(file)
-    assert main(["energy", str(file), "--dispersion", "pbe", "--damping", "zero", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["frames"][0]["energy"]
-    atoms.calc = Calculator(Dispersion("pbe", damping="zero"))
-    assert found == pytest.approx(atoms.get_potential_energy(), abs=1e-6)
+    for s9 in (0.0, 1.5):
+        options = ["--damping", "zero", "--json", *(["--s9", str(s9)] if s9 else [])]
+        assert main(["energy", str(file), "--dispersion", "pbe", *options]) == 0
+        found = json.loads(capsys.readouterr().out)["frames"][0]["energy"]
+        atoms.calc = Calculator(Dispersion("pbe", damping="zero", s9=s9))
+        assert found == pytest.approx(atoms.get_potential_energy(), abs=1e-6)
     assert main(["energy", str(file), "--dispersion", "pbx"]) == 2
     assert "pbe" in capsys.readouterr().err
-    assert main(["energy", str(file), "--damping", "zero"]) == 2
-    assert "--dispersion" in capsys.readouterr().err
+    for option in (["--damping", "zero"], ["--s9", "1"]):
+        assert main(["energy", str(file), *option]) == 2
+        assert f"{option[0]} is given without --dispersion" in capsys.readouterr().err
