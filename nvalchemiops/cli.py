@@ -144,7 +144,13 @@ def _parser() -> argparse.ArgumentParser:
         help="relax cells, too: their size; the length of each Cartesian axis; or lengths and angles",
     )
     relax.add_argument("--mask", metavar="AXES", help="Cartesian axes along which cells may change, as xy (xyz)")
-    relax.add_argument("--pressure", type=float, metavar="GPA", help="for cells that relax (0)")
+    relax.add_argument(
+        "--pressure",
+        type=float,
+        nargs="+",
+        metavar="GPA",
+        help="for cells that relax (0): one, or one for each frame; one frame and several are as many systems",
+    )
     relax.add_argument("--forces", action="store_true", help="print the force on each atom, too")
     relax.add_argument("--output", metavar="FILE", help="where to write the relaxed structures, in a format of ASE")
     relax.set_defaults(run=_relax)

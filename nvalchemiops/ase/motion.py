@@ -68,13 +68,7 @@ def md(options: argparse.Namespace) -> int:
             raise ValueError(f"--temperature must be at least 0 K, got {value:g}")
     integrator, drawing = _integrators(options)
     found, calculator = command.read(options)
-    frames = [atoms for _, atoms in found]
-    counts = {name: len(getattr(options, name) or ()) for name in ("temperature", "pressure")}
-    if len(frames) == 1:
-        frames = frames * max(1, *counts.values())
-    for name, count in counts.items():
-        if count not in (0, 1, len(frames)):
-            raise ValueError(f"--{name} has {count} values for {len(frames)} systems")
+    frames = [atoms for _, atoms in _systems(found, options, "temperature", "pressure")]
     paths = None if options.trajectory is None else _paths(options.trajectory, len(frames))
     has_velocities = all(atoms.has("momenta") for atoms in frames) and drawing is None
     if options.temperature is None and not has_velocities:
@@ -217,12 +211,12 @@ def relax(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None and options.cell is None:
             raise ValueError(f"--{name} is given without --cell")
     found, calculator = command.read(options)
-    numbers, frames = zip(*found)
+    numbers, frames = zip(*_systems(found, options, "pressure"))
     if options.output is not None:
         check_format("--output", options.output, len(frames))
     cell: bool | CellFilter = False
     if options.cell is not None:
-        pressure = (options.pressure or 0.0) * GIGAPASCAL
+        pressure = _number(options.pressure or 0.0, GIGAPASCAL)
         axes = command.axes_of("--mask", "xyz" if options.mask is None else options.mask)
         cell = CellFilter.of(options.cell, axes, scalar_pressure=pressure)
     fixed = np.concatenate([_held(atoms) for atoms in frames])
@@ -262,6 +256,19 @@ def relax(options: argparse.Namespace) -> int:
 
 
 # -- files ----------------------------------------------------------------------------------------
+
+
+def _systems(
+    frames: list[tuple[int, ase.Atoms]], options: argparse.Namespace, *names: str
+) -> list[tuple[int, ase.Atoms]]:
+    """The frames, or copies of one for each value of the options with these names; raise for other counts of values."""
+    counts = {name: len(getattr(options, name) or ()) for name in names}
+    if len(frames) == 1:
+        frames = [(number, atoms.copy()) for number, atoms in frames for _ in range(max(1, *counts.values()))]
+    for name, count in counts.items():
+        if count not in (0, 1, len(frames)):
+            raise ValueError(f"--{name} has {count} values for {len(frames)} systems")
+    return frames
 
 
 HOLDING = (FixAtoms, FixCartesian, FixScaled, FixedPlane, FixedLine)

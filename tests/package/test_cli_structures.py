@@ -456,6 +456,22 @@ def test_relaxed_structures_are_minima_of_the_calculator(cell, crystals, capsys)
             assert np.abs(stress - [0.2, 0.2, 0.2, 0, 0, 0]).max() < 5e-3
 
 
+def test_relaxation_at_several_pressures(crystals, capsys):
+    """One for each frame, or of one frame."""
+    options = [*ARGON, "--fmax", 1e-3, "--optimizer", "lbfgs", "--cell", "isotropic", "--json"]
+
+    def pressures(*arguments):
+        frames = json.loads(said(capsys, "relax", "argon.xyz", *arguments, *options))["frames"]
+        return [(frame["frame"], frame["pressure"] / ase.units.GPa) for frame in frames]
+
+    several = ["--pressure", 0.0, 0.3]
+    assert pressures(*several) == [(0, pytest.approx(0.0, abs=5e-3)), (1, pytest.approx(0.3, abs=5e-3))]
+    found = pressures("--index", 1, *several, "--output", "out.xyz")
+    assert found == [(1, pytest.approx(0.0, abs=5e-3)), (1, pytest.approx(0.3, abs=5e-3))]
+    loose, dense = ase.io.read("out.xyz", ":")
+    assert loose.get_volume() > 1.02 * dense.get_volume()
+
+
 def test_frames_that_cannot_be_relaxed_are_json(crystals, capsys):
     """Without numbers in place of values that are not finite; the other frame is relaxed."""
     one, other = ase.io.read("argon.xyz", ":")
@@ -543,6 +559,10 @@ MOTION_MISTAKES = {
     ),
     "no pressure": (["md", "argon.xyz", "--ensemble", "csvr", "--pressure", "1"], "does not belong to --ensemble csvr"),
     "numbers": (["md", "argon.xyz", "--temperature", "1", "2", "3"], "--temperature has 3 values for 2 systems"),
+    "pressures": (
+        ["relax", "argon.xyz", "--cell", "full", "--pressure", "1", "2", "3"],
+        "--pressure has 3 values for 2 systems",
+    ),
     "dt": (["md", "argon.xyz", "--temperature", "1", "--dt", "0"], "--dt must be positive, got 0"),
     "cold": (["md", "argon.xyz", "--temperature", "-1"], "--temperature must be at least 0 K, got -1"),
     "too long": (["md", "argon.xyz", "--temperature", "90", "--dt", "9000"], "(is --dt = 9000 fs too long?)"),
