@@ -77,6 +77,10 @@ class Calculator(base.Calculator):
         self._stress_was_asked_for = False
         self._torques: np.ndarray | None = None
 
+    def __repr__(self) -> str:
+        terms, skin, device = (self.parameters[name] for name in ("terms", "skin", "device"))
+        return f"Calculator({', '.join(terms)}, skin={skin:g}, device={device!r})"
+
     @property
     def searches(self) -> int:
         """Number of neighbor searches so far."""

@@ -179,6 +179,7 @@ def test_results_in_files(tmp_path):
     assert atoms.calc.name == "nvalchemiops"
     described = json.loads(json.dumps(atoms.calc.todict()))
     assert described["terms"] == [repr(term) for term in atoms.calc.terms]
+    assert repr(atoms.calc) == f"Calculator({', '.join(described['terms'])}, skin=0.5, device='cpu')"
     assert described["terms"][1] == "Electrostatics('ewald', charges={'Na': 1.0, 'Cl': -1.0})"
 
 
