@@ -12,7 +12,7 @@ import ase.io
 import numpy as np
 import torch
 from ase.calculators.singlepoint import SinglePointCalculator
-from ase.constraints import FixAtoms, FixCartesian, FixedLine, FixedPlane, FixScaled
+from ase.constraints import FixAtoms, FixBondLengths, FixCartesian, FixedLine, FixedPlane, FixScaled
 from ase.stress import full_3x3_to_voigt_6_stress
 
 from nvalchemiops.ase import command
@@ -20,7 +20,7 @@ from nvalchemiops.ase.models import FromASE
 from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.progress import on_terminal
 from nvalchemiops.torch import dynamics
-from nvalchemiops.torch.dynamics import CellFilter, Integrator, State, nose_hoover, nve, simulate
+from nvalchemiops.torch.dynamics import CellFilter, Constraints, Integrator, State, nose_hoover, nve, simulate
 from nvalchemiops.torch.dynamics.simulate import RECORDS, check_format
 from nvalchemiops.torch.systems import System
 
@@ -79,6 +79,10 @@ def md(options: argparse.Namespace) -> int:
     def of_all(arrays: Sequence[np.ndarray]) -> torch.Tensor:
         return torch.as_tensor(np.concatenate(arrays), device=device)
 
+    bonds = _bonds(frames)
+    if len(bonds):
+        rigid = Constraints(torch.as_tensor(bonds, device=device))
+        integrator, drawing = integrator.constrained(rigid), None if drawing is None else drawing.constrained(rigid)
     masses = of_all([np.where(_fixed(atoms), np.inf, atoms.get_masses()) for atoms in frames])
     velocities = of_all([atoms.get_velocities() for atoms in frames]) if has_velocities else None
     with torch.no_grad():
@@ -275,11 +279,16 @@ HOLDING = (FixAtoms, FixCartesian, FixScaled, FixedPlane, FixedLine)
 """Constraints of ASE that hold atoms, or keep them from moving in some directions."""
 
 
-def _held(atoms: ase.Atoms) -> np.ndarray:
-    """Which components of positions stay (n_atoms, 3), as constraints let forces and steps pass; raise for others."""
+def _held(atoms: ase.Atoms, besides: tuple[type, ...] = ()) -> np.ndarray:
+    """Which components of positions stay (n_atoms, 3), as constraints let forces and steps pass.
+
+    Raise for constraints that do not hold atoms, except those of the given types.
+    """
     held = np.zeros((len(atoms), 3), dtype=bool)
     for constraint in atoms.constraints:
         name = type(constraint).__name__
+        if isinstance(constraint, besides):
+            continue
         if not isinstance(constraint, HOLDING):
             raise ValueError(f"the file has a constraint {name}; only those that hold atoms are supported")
         for axis, unit in enumerate(np.eye(3)):
@@ -295,12 +304,24 @@ def _held(atoms: ase.Atoms) -> np.ndarray:
 
 
 def _fixed(atoms: ase.Atoms) -> np.ndarray:
-    """Whether each atom is fixed; raise for atoms that move in some directions only, and for other constraints."""
-    held = _held(atoms)
+    """Whether each atom is fixed; raise for atoms that move in some directions only."""
+    held = _held(atoms, besides=(FixBondLengths,))
     fixed: np.ndarray = np.all(held, axis=1)
     if (held.any(axis=1) & ~fixed).any():
         raise ValueError("the file lets atoms move in some directions only; in dynamics an atom is fixed or free")
     return fixed
+
+
+def _bonds(frames: Sequence[ase.Atoms]) -> np.ndarray:
+    """Pairs of atoms of all frames whose distances the constraints of the files fix, (n_pairs, 2)."""
+    starts = np.cumsum([0, *map(len, frames)])
+    found = [
+        np.asarray(constraint.pairs) + start
+        for start, atoms in zip(starts, frames)
+        for constraint in atoms.constraints
+        if isinstance(constraint, FixBondLengths)
+    ]
+    return np.concatenate([np.empty((0, 2), dtype=np.int64), *found])
 
 
 def _paths(text: str, n_systems: int) -> list[Path]:

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from ase.build import bulk, molecule
-from ase.constraints import FixAtoms, FixCartesian, FixedLine, FixedPlane, FixScaled, Hookean
+from ase.constraints import (
+    FixAtoms,
+    FixBondLength,
+    FixBondLengths,
+    FixCartesian,
+    FixedLine,
+    FixedPlane,
+    FixScaled,
+    Hookean,
+)
 from ase.md.verlet import VelocityVerlet
 from ase.optimize import LBFGS
 
@@ -301,6 +310,8 @@ def crystals(tmp_path, monkeypatch):
     ase.io.write("sliding.traj", held)
     held.set_constraint(Hookean(0, 1, 5.0, rt=1.0))
     ase.io.write("hooked.traj", held)
+    held.set_constraint(FixBondLengths([[0, 1]]))
+    ase.io.write("bonds.traj", held)
     held.set_constraint(FixedPlane([1], (0.0, 1.0, 1.0)))
     ase.io.write("oblique.traj", held)
     moving.positions[1] = moving.positions[0]
@@ -399,6 +410,25 @@ def test_fixed_atoms_stay(crystals, capsys):
     for name in ("out.traj", "relaxed.traj"):
         moved = np.abs(ase.io.read(name).positions - held.positions).max(1)
         assert (moved[[0, 3]] == 0.0).all() and (moved[[1, 2, 4, 5, 6, 7]] > 1e-3).all()
+
+
+@pytest.mark.parametrize("ensemble", ["nve", "npt"])
+def test_bonds_that_the_file_fixes_keep_their_lengths(ensemble, crystals, capsys):
+    """And take their degrees of freedom; frames without any beside them are as before."""
+    free, rigid = crystals[0], crystals[1].copy()
+    pairs = [[0, 1], [1, 2], [4, 5]]
+    rigid.set_constraint([FixBondLengths(pairs[:2]), FixBondLength(*pairs[2])])
+    lengths = [rigid.get_distance(*pair, mic=True) for pair in pairs]
+    ase.io.write("rigid.traj", [free, rigid])
+    options = ["--ensemble", ensemble, "--temperature", 50, "--dt", 4, "--steps", 10, "--every", 10]
+    rows = records(capsys, "rigid.traj", *options, "--trajectory", "out.traj")
+    moved = ase.io.read("out-1.traj")
+    assert [moved.get_distance(*pair, mic=True) for pair in pairs] == pytest.approx(lengths, rel=1e-12)
+    assert moved.get_distance(0, 3, mic=True) != pytest.approx(rigid.get_distance(0, 3, mic=True), rel=1e-4)
+    for row, degrees in zip(rows, (21, 18)):
+        assert 2.0 * row["kinetic_energy"] / row["temperature"] == pytest.approx(degrees * KELVIN)
+    for before, after in zip(rows[:2], rows[2:]):
+        assert after["conserved"] == pytest.approx(before["conserved"], abs=1e-4)
 
 
 def test_atoms_that_move_in_some_directions_go_where_they_go_in_ase(crystals, capsys):
@@ -570,6 +600,7 @@ MOTION_MISTAKES = {
     "format": (["relax", "argon.xyz", "--output", "out.abc"], "the format of out.abc is not known to ASE"),
     "one frame": (["relax", "argon.xyz", "--output", "POSCAR"], "cannot write several frames in the format of POSCAR"),
     "constraint": (["relax", "hooked.traj"], "a constraint Hookean; only those that hold atoms"),
+    "bonds": (["relax", "bonds.traj"], "a constraint FixBondLengths; only those that hold atoms"),
     "oblique": (["relax", "oblique.traj"], "a constraint FixedPlane along a direction that is no Cartesian axis"),
     "components": (["md", "sliding.traj", "--temperature", "9"], "lets atoms move in some directions only"),
     "mask": (
