@@ -443,5 +443,6 @@ def check_quadratic(operator: Operator, residual: torch.Tensor) -> None:
         raise RuntimeError(
             f"`energy` is not quadratic in the induced sources, or its gradient is not exact: where conjugate "
             f"gradients have converged, {left[~left.isnan()].max().item():.1e} of the gradient is left (tolerance "
-            f"{tolerance:.1e})"
+            f"{tolerance:.1e}). Sums without given parameters choose them for the sources of each call: fix them, by "
+            "`alpha` and the rest or a module from `estimate`"
         )
