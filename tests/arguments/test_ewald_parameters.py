@@ -191,3 +191,10 @@ def test_a_mesh_that_is_too_large_because_the_cell_is_skewed_needs_a_shorter_cel
     with pytest.raises(ValueError, match="shorter ones of the same lattice"):
         ESTIMATES["pme"](shear @ CELL, spline_order=8, accuracy=1e-4)
     assert math.prod(ESTIMATES["pme"](CELL, spline_order=8, accuracy=1e-4).mesh_dimensions) < 1e5
+
+
+@pytest.mark.parametrize("kind", [electrostatics.EwaldSummation, electrostatics.ParticleMeshEwald])
+def test_an_accuracy_in_the_place_of_the_cell(kind):
+    """Where `Electrostatics.estimate` has it."""
+    with pytest.raises(TypeError, match="got float: give `accuracy` by name"):
+        kind.estimate(System(X, cell=CELL), 1e-6)

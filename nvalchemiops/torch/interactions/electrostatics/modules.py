@@ -70,6 +70,8 @@ def _atoms(positions: Any, cell: Any, batch_idx: Any, charges: Any) -> tuple[Sys
     """`periodic_systems`; separate tensors are made into a system."""
     if not isinstance(positions, System):
         return System(positions, charges, cell, batch_idx), None
+    if isinstance(cell, float):  # second in `Electrostatics.estimate`
+        raise TypeError("`cell` must be a torch.Tensor, got float: give `accuracy` by name")
     neighbors_beside((), {"cell": cell, "batch_idx": batch_idx, "charges": charges})
     return periodic_systems(positions)
 
