@@ -20,8 +20,15 @@ DEVICES = ("cpu", "cuda")
 
 def kind_of(value: Any) -> str:
     """The type of an argument that is not a tensor, for a message, with advice."""
-    advice = ": use torch.as_tensor" if isinstance(value, (np.ndarray, list, tuple)) else ""
-    return type(value).__name__ + (": use System.from_ase" if _is_atoms(value) else advice)
+    advice = ""
+    if _is_atoms(value):
+        advice = ": use System.from_ase"
+    elif hasattr(value, "_fields"):  # a System, or a result of this library, is a tuple
+        names = [name for name in ("state", "system", "positions") if hasattr(value, name)]
+        advice = f": give its `{names[0]}`" if names else ""
+    elif isinstance(value, (np.ndarray, list, tuple)):
+        advice = ": use torch.as_tensor"
+    return type(value).__name__ + advice
 
 
 def _is_atoms(value: Any) -> bool:

@@ -106,6 +106,9 @@ class System(NamedTuple):
         systems = [atoms] if hasattr(atoms, "positions") else list(atoms)
         if not systems:
             raise ValueError("`atoms` holds no system")
+        for one in systems:
+            if not hasattr(one, "get_initial_charges"):
+                raise TypeError(f"`atoms` must be ase.Atoms, or a sequence of them, got {type(one).__name__}")
 
         def joined(arrays: Sequence[Any], kind: torch.dtype) -> torch.Tensor:
             return torch.cat([torch.as_tensor(array, dtype=kind) for array in arrays]).to(device)

@@ -11,7 +11,7 @@ from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTRE
 from nvalchemiops.notices import NvalchemiopsWarning
 from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms, nve, relax, simulate
 from nvalchemiops.torch.interactions.dispersion import DFTD3
-from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald
+from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald, ewald_summation
 from nvalchemiops.torch.interactions.pair import PairPotential, born_mayer_huggins, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine
@@ -346,6 +346,20 @@ def test_atoms_of_ase_are_told_how_to_become_a_system():
     system = System.from_ase(atoms)._replace(numbers=atoms.numbers)
     with pytest.raises(TypeError, match=r"`numbers` must be a .*Tensor, got ndarray"):
         nve(1.0).start(system, argon())
+
+
+def test_results_and_systems_in_the_place_of_their_parts_are_told_which():
+    """They are tuples, of which no tensor can be made."""
+    system, model = System.from_ase(crystal(1)), argon()
+    run, relaxed = simulate(system, model, nve(1.0), 0), relax(system, model, fmax=10.0)
+    calls = {
+        "Simulation: give its `state`": lambda: simulate(run, model, nve(1.0), 1),
+        "Relaxation: give its `system`": lambda: simulate(relaxed, model, nve(1.0), 1),
+        "State: give its `system`": lambda: relax(run.state, model),
+        "System: give its `positions`": lambda: ewald_summation(system, None, system.cell),
+    }
+    for message, call in calls.items():
+        assert_named([(message, call, TypeError, f"got {message}")])
 
 
 def test_what_is_no_model_is_told_how_to_become_one():

@@ -196,6 +196,9 @@ def test_a_batch_of_ase():
     assert system.neighbors(1.2, half=True).pairs.shape == (2, 3)  # H-H, O-H twice
     alone = System.from_ase(free)
     assert alone.cell is None and alone.pbc is None and alone.neighbors(1.2).shifts is None
+    for wrong in ("atoms.traj", [torch.zeros(3, 3)]):
+        with pytest.raises(TypeError, match=f"`atoms` must be .*, got {type(wrong[0]).__name__}"):
+            System.from_ase(wrong)
     with pytest.raises(ValueError, match="`atoms` holds no system"):
         System.from_ase([])
 
