@@ -30,14 +30,19 @@ def also_of_no_slice(rule: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether this tensor takes part in a derivative, in reverse mode, forward mode or a transform."""
+def is_differentiated(tensor: torch.Tensor, by_own_graph: bool = True) -> bool:
+    """Whether this tensor takes part in a derivative, in reverse mode, forward mode or a transform.
+
+    Without ``by_own_graph``, a graph that no transform has made does not count.
+    """
     while True:
         tracked = tensor.requires_grad and torch.is_grad_enabled()
-        if tracked or forward_ad.unpack_dual(tensor).tangent is not None:
+        if (tracked and by_own_graph) or forward_ad.unpack_dual(tensor).tangent is not None:
             return True
         if not may_read() or not internals.is_wrapped(tensor):
             return False
+        if tracked:
+            return True
         tensor = internals.unwrapped(tensor)
 
 

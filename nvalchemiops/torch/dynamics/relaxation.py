@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.progress import progress_bar
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.dynamics.chart import CellFilter, Chart
 from nvalchemiops.torch.dynamics.failures import ConvergenceWarning, may_refuse, systems_refused
@@ -28,7 +28,6 @@ from nvalchemiops.torch.dynamics.model import (
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
-from nvalchemiops.torch.runtime._torch_internals import is_wrapped, unwrapped
 from nvalchemiops.torch.systems import System
 
 ASK_EVERY = 10
@@ -311,26 +310,15 @@ def relax(
 def _check_transforms(system: System, cell: bool | str | CellFilter) -> None:
     """Raise for derivatives that would be zero without a word; warn where those by what stays may be meant."""
     for name in ("positions", "cell", "charges", "dipoles", "quadrupoles", "widths"):
-        if not _is_transformed(getattr(system, name)):
+        value = getattr(system, name)
+        # results without a graph tell of themselves
+        if not isinstance(value, torch.Tensor) or not is_differentiated(value, by_own_graph=False):
             continue
         if name == "positions" or (name == "cell" and cell):
             text = f"`{name}` of the system is differentiated, but results of `relax` are constants: detach it"
             raise ValueError(text)
         text = f"`{name}` of the system is differentiated, but of the results of `relax` its `system.{name}` alone"
         notify(f"{text}: positions and `evaluation` are constants", NvalchemiopsWarning)
-
-
-def _is_transformed(value: torch.Tensor | None) -> bool:
-    """Whether a transform, or forward mode, differentiates this; results without a graph tell of themselves."""
-    while isinstance(value, torch.Tensor):
-        if forward_ad.unpack_dual(value).tangent is not None:
-            return True
-        if not is_wrapped(value):
-            return False
-        if value.requires_grad and torch.is_grad_enabled():
-            return True
-        value = unwrapped(value)
-    return False
 
 
 def _evaluated(model: Model, system: System, chart: Chart, n_systems: int) -> Evaluation:
