@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_structures_and_terms(energy)
     energy.add_argument("--forces", action="store_true", help="print the force on each atom, too")
-    energy.set_defaults(run=_energy)
+    energy.set_defaults(run=functools.partial(_of_ase, "command", "energy"))
 
     md = commands.add_parser("md", help="molecular dynamics of the structures in a file", epilog=_MD_EXAMPLE)
     _add_structures_and_terms(md)
@@ -131,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where to write frames, as .xyz or .traj; for several systems out-0.xyz ...",
     )
-    md.set_defaults(run=_md)
+    md.set_defaults(run=functools.partial(_of_ase, "motion", "md"))
 
     relax = commands.add_parser("relax", help="relax the structures in a file", epilog=_RELAX_EXAMPLE)
     _add_structures_and_terms(relax)
@@ -153,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     relax.add_argument("--forces", action="store_true", help="print the force on each atom, too")
     relax.add_argument("--output", metavar="FILE", help="where to write the relaxed structures, in a format of ASE")
-    relax.set_defaults(run=_relax)
+    relax.set_defaults(run=functools.partial(_of_ase, "motion", "relax"))
 
     stand_in = commands.add_parser(
         "stand-in",
@@ -473,18 +474,6 @@ def import_all(package: ModuleType) -> Iterator[ModuleType]:
 
 
 # -- structures in files --------------------------------------------------------------------------
-
-
-def _energy(options: argparse.Namespace) -> int:
-    return _of_ase("command", "energy", options)
-
-
-def _md(options: argparse.Namespace) -> int:
-    return _of_ase("motion", "md", options)
-
-
-def _relax(options: argparse.Namespace) -> int:
-    return _of_ase("motion", "relax", options)
 
 
 def _of_ase(module: str, command: str, options: argparse.Namespace) -> int:
