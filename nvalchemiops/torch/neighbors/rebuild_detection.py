@@ -237,16 +237,20 @@ def stale_systems(
             # in float64, so that squares of float32 numbers neither underflow nor overflow
             displacement = (current.to(torch.float64) - reference.to(torch.float64)).square().sum(1).sqrt()
             moved = ~(displacement <= threshold)  # not `>`: NaN counts as moved
-        if system is None:
-            stale = of_atoms = moved.any().reshape(1)
-        else:
-            # a maximum of integers does not depend on the order in which threads arrive
-            worst = torch.zeros(n_systems, dtype=torch.int32, device=system.device)
-            stale = worst.scatter_reduce(0, system.to(torch.int64), moved.to(torch.int32), "amax") > 0
-            of_atoms = stale.index_select(0, system) if update else stale
+        stale = any_in_systems(moved, system, n_systems)
         if update:
+            of_atoms = stale if system is None else stale.index_select(0, system)
             reference.copy_(torch.where(of_atoms.unsqueeze(-1), current, reference))
     return stale
+
+
+def any_in_systems(of_atoms: torch.Tensor, system: torch.Tensor | None, n_systems: int) -> torch.Tensor:
+    """For each system (n_systems,), whether something (n_atoms,) is true of an atom; all are in one without numbers."""
+    if system is None:
+        return of_atoms.any().reshape(1)
+    # a maximum of integers does not depend on the order in which threads arrive
+    worst = torch.zeros(n_systems, dtype=torch.int32, device=system.device)
+    return worst.scatter_reduce(0, system.to(torch.int64), of_atoms.to(torch.int32), "amax") > 0
 
 
 # -- checks ---------------------------------------------------------------------------------------

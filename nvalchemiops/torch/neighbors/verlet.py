@@ -14,7 +14,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.arrays import warp_device
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, build, method_number
 from nvalchemiops.torch.neighbors.formats import pairs_of_matrix
-from nvalchemiops.torch.neighbors.rebuild_detection import stale_systems
+from nvalchemiops.torch.neighbors.rebuild_detection import any_in_systems, stale_systems
 from nvalchemiops.torch.neighbors.search import count_systems
 from nvalchemiops.torch.operators.segments import batch_idx_of, sorted_by_system
 from nvalchemiops.torch.runtime._torch_internals import is_unobserved, outside_of_transforms
@@ -393,12 +393,8 @@ def _stale(verlet: VerletList, kept: _BuiltList, given: Systems) -> tuple[torch.
             flags = flags | changed
         elif not layout(changed.device.type).reads or bool(changed.any()):
             moved, left = _after_strain(verlet, kept, given.positions, given.cell)
-            if kept.system is None:
-                outgrown = (~(moved <= left)).any().reshape(1)
-            else:
-                beyond = (~(moved <= left.index_select(0, kept.system))).to(torch.int32)
-                worst = torch.zeros(kept.n_systems, dtype=torch.int32, device=beyond.device)
-                outgrown = worst.scatter_reduce(0, kept.system, beyond, "amax") > 0
+            of_atoms = left if kept.system is None else left.index_select(0, kept.system)
+            outgrown = any_in_systems(~(moved <= of_atoms), kept.system, kept.n_systems)
             flags = torch.where(changed, outgrown, flags)
         if given.pbc is not None and old.pbc is not None:
             flags = flags | (given.pbc != old.pbc).reshape(-1, 3).any(-1)
