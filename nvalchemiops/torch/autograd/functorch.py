@@ -5,7 +5,7 @@ Transforms do not use the derivative that is registered with an op. They need an
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,14 +180,25 @@ def _no_results(op: "WarpOp", in_dims: Sequence[int | None], args: Sequence[Any]
     return (results[0], 0) if len(results) == 1 else (tuple(results), (0,) * len(results))
 
 
+def given_by_name(
+    op: Callable[..., Any], in_dims: Sequence[Any], args: Sequence[Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The arguments of an op under ``vmap`` by name, and the dimension of the slices in those that it maps over."""
+    names = [p.name for p in op.op.parameters]  # type: ignore[attr-defined]
+    return dict(zip(names, args)), {name: dim for name, dim in zip(names, in_dims) if isinstance(dim, int)}
+
+
+def given_slices(size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments of an op for each slice of ``vmap``."""
+    for b in range(size):
+        # torch gives a sequence of numbers a sequence of dimensions, all None
+        yield [a.select(dim, b) if isinstance(dim, int) else a for a, dim in zip(args, in_dims, strict=True)]
+
+
 def _one_by_one(
     name: str, call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]
 ) -> Any:
-    def slice_of(argument: Any, dimension: Any, b: int) -> Any:
-        # torch gives a sequence of numbers a sequence of dimensions, all None
-        return argument.select(dimension, b) if isinstance(dimension, int) else argument
-
-    slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)]
+    slices = [call(*given) for given in given_slices(size, in_dims, args)]
 
     def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if any(part.shape != parts[0].shape for part in parts):

@@ -21,6 +21,7 @@ from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.neighbors.search_in_warps import rows_of_warp
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.functorch import given_slices
 from nvalchemiops.torch.launch import launch, multiprocessors
 from nvalchemiops.torch.neighbors import faults
 from nvalchemiops.torch.operators.segments import batch_idx_of
@@ -313,12 +314,7 @@ def _n_rows(*inputs: Any) -> int:
 
 def _equally_long(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
     """The rule for ``vmap``: each slice has its own list, and room after its pairs up to the length of the longest."""
-
-    def of_slice(b: int) -> Tensors:
-        slices = [a.select(dim, b) if isinstance(dim, int) else a for a, dim in zip(args, in_dims, strict=True)]
-        return neighbor_pairs(*slices)
-
-    found = [of_slice(b) for b in range(info.batch_size)]
+    found = [neighbor_pairs(*given) for given in given_slices(info.batch_size, in_dims, args)]
     most = max(pairs.shape[1] for pairs, _, _ in found)
     padded = []
     for pairs, pointers, shifts in found:

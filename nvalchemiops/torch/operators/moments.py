@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.kernels.moments import count, raised
+from nvalchemiops.torch.autograd.functorch import given_by_name
 
 Op = Callable[..., torch.Tensor]
 Arguments = dict[str, Any]
@@ -89,15 +90,14 @@ def fold(
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:
         public = op()
-        names = [p.name for p in public.op.parameters]  # type: ignore[attr-defined]
-        given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
-        first, size = names[0], info.batch_size
-        mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
-        for name in mapped:
+        given, mapped = given_by_name(public, in_dims, args)
+        first, size = next(iter(given)), info.batch_size
+        for name, dim in mapped.items():
             if name not in (first, "coordinates", *derived):
                 raise NotImplementedError(f"vmap over `{name}`: map coordinates and values over one set of systems")
-            given[name] = given[name].movedim(dims[name], 0)
-        if mapped == {first}:
+            given[name] = given[name].movedim(dim, 0)
+        is_first_alone = mapped.keys() == {first}
+        if is_first_alone:
             axis, result_axis = channel
         else:
             axis, result_axis = 1 - channel[0], 1 - channel[1]
@@ -106,7 +106,7 @@ def fold(
                     given[name] = given[name].unsqueeze(0).expand(size, *given[name].shape)
             given["coordinates"] = given["coordinates"].flatten(0, 1)
         given[first] = given[first].movedim(0, axis).flatten(axis, axis + 1)
-        result = public(**(given if mapped == {first} else repeat(given, size)))
+        result = public(**(given if is_first_alone else repeat(given, size)))
         return result.unflatten(result_axis, (size, -1)), result_axis
 
     return rule

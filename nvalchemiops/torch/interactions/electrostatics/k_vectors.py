@@ -17,6 +17,7 @@ from nvalchemiops.locks import Kept
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.functorch import given_slices
 from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
 from nvalchemiops.torch.runtime.context import eager, may_read, on_host
 
@@ -130,10 +131,7 @@ def _equally_many(op: Callable[[], Callable[..., tuple[torch.Tensor, ...]]]) -> 
     """The rule for ``vmap``: each slice has its own k-vectors, and its last system has further ones without weight."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
-        def of_slice(b: int) -> tuple[torch.Tensor, ...]:
-            return op()(*(a if dim is None else a.select(dim, b) for a, dim in zip(args, in_dims, strict=True)))
-
-        slices = [of_slice(b) for b in range(info.batch_size)]
+        slices = [op()(*given) for given in given_slices(info.batch_size, in_dims, args)]
         most = max(points.shape[0] for points, *_ in slices)
         padded = []
         for points, begin, system, weights in slices:

@@ -19,6 +19,7 @@ from nvalchemiops.interactions.pair.moments import GATHERED
 from nvalchemiops.kernels.moments import count, raised
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import warp_custom_op
+from nvalchemiops.torch.autograd.functorch import given_by_name
 from nvalchemiops.torch.autograd.specs import precision_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import RowKernel, fold_systems, product, row_output
@@ -270,12 +271,9 @@ def _lower(gradient: torch.Tensor, moments: torch.Tensor, moved: torch.Tensor) -
 
 def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """The rule for ``vmap``: if only the moments are mapped, slices become channels; otherwise systems of one call."""
-    names = [p.name for p in pair_moments.op.parameters]  # type: ignore[attr-defined]
-    given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
-    is_alone = given["outputs"] == GATHERED and given["sent"] is None
-    # of a sequence of numbers the dimension is a sequence, too
-    if is_alone and [name for name, dim in dims.items() if isinstance(dim, int)] == ["moments"]:
-        moments = given["moments"].movedim(dims["moments"], 1)
+    given, mapped = given_by_name(pair_moments, in_dims, args)
+    if given["outputs"] == GATHERED and given["sent"] is None and mapped.keys() == {"moments"}:
+        moments = given["moments"].movedim(mapped["moments"], 1)
         found, *empty = pair_moments(**{**given, "moments": moments.flatten(1, 2).contiguous()})
         none = [result.new_empty(info.batch_size, 0) for result in empty]
         return (found.unflatten(1, moments.shape[1:3]), *none), (1, 0, 0)

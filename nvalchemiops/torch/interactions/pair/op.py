@@ -7,7 +7,7 @@ is first needed.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Lent
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.functorch import given_by_name
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.distributed.collectives import refuse_slices
 from nvalchemiops.torch.interactions.pair.shares import with_ghosts
@@ -285,13 +286,11 @@ def fold_systems(
     op: Callable[[], Any], letters: Iterable[str], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """The rule for ``vmap`` of an op whose outputs have these letters: slices become systems of one call."""
-    names = [p.name for p in op().op.parameters]
-    given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
+    given, mapped = given_by_name(op(), in_dims, args)
     if given.get("sent") is not None:
         refuse_slices()
-    mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
-    for name in mapped:
-        given[name] = given[name].movedim(dims[name], 0)
+    for name, dim in mapped.items():
+        given[name] = given[name].movedim(dim, 0)
     chunk = max(1, FOLDED_SLOTS // max(given["neighbors"].shape[-1], 1))
     parts = []
     for start in range(0, info.batch_size, chunk):
@@ -308,7 +307,7 @@ def fold_systems(
     return results, (0,) * len(results)
 
 
-def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> dict[str, Any]:
+def _repeated_systems(given: dict[str, Any], mapped: Container[str], count: int) -> dict[str, Any]:
     """Arguments of one call with ``count`` slices as systems; the arguments in ``mapped`` differ between slices."""
     n_atoms = given["positions"].shape["positions" in mapped]
     n_systems = given["n_systems"]
