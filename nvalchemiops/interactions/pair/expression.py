@@ -232,12 +232,6 @@ def self_energy(formula: Formula) -> Any:
     return energy
 
 
-def check_formula(formula: Formula) -> None:
-    """Raise, as `pair_energy` does, unless the energies of a pair and of an atom are valid."""
-    pair_energy(formula)
-    self_energy(formula)
-
-
 def _switch(r: Any, symbols: Symbols) -> Any:
     """1 up to ``r_switch``, then 1 - 10 x^3 + 15 x^4 - 6 x^5, whose first two derivatives vanish at both ends."""
     x = (r - symbols.r_switch) / (symbols.cutoff - symbols.r_switch)

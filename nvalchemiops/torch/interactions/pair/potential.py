@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Request
-from nvalchemiops.interactions.pair.expression import Formula, check_formula
+from nvalchemiops.interactions.pair.expression import Formula, pair_energy
 from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair import shares
@@ -111,7 +111,7 @@ class PairPotential:
             self_energy,
         )
         self.cutoff, self.r_switch = check_distances(self.formula, cutoff, r_switch)
-        check_formula(self.formula)
+        pair_energy(self.formula)  # raises unless both energies are valid
 
     @engine.with_own_plans
     def __call__(
