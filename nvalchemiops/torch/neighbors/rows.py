@@ -51,6 +51,11 @@ class GivenNeighbors(NamedTuple):
     fits_cell: bool = False
 
 
+def is_listed(neighbors: GivenNeighbors) -> bool:
+    """Whether a list of neighbors or a matrix is given."""
+    return neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
+
+
 class Rows(NamedTuple):
     """Neighbors of all atoms as flat rows, a full list.
 

@@ -37,7 +37,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.moments import Backgro
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair import shares
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, parts_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed, parts_of
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import is_eager, may_read
@@ -105,11 +105,6 @@ def _has_made_tensors(system: ChargedSystem, asked: EwaldSum) -> bool:
     """Whether terms depend on more tensors than those given, the neighbors, and those of the long-range part."""
     made = (system.exclusions, system.slab_axes, system.widths)
     return any(part is not None for part in made) or system.batch_idx is not asked.atoms.batch_idx
-
-
-def is_listed(neighbors: GivenNeighbors) -> bool:
-    """Whether a list of neighbors or a matrix is given."""
-    return neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
 
 
 Terms = Callable[[EwaldSum], tuple[Any, ...]]

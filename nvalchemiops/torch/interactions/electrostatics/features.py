@@ -50,7 +50,7 @@ from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.moments import gather_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed, rows_of
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime.context import may_read
@@ -264,7 +264,7 @@ def _of_one_kind(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
     known: tuple[Any, ...] | str = (asked.method.__name__, asked.given, options._replace(alpha=None), seen)
     if atoms.domain is not None:
         known = "ranks share it"
-    elif asked.neighbors.neighbor_list is None and asked.neighbors.neighbor_matrix is None:
+    elif not is_listed(asked.neighbors):
         known = "it searches for neighbors"
     with shares.whole_call(atoms.domain):
         return _run("potential at atoms", evaluate, atoms, asked.neighbors, known, alpha=options.alpha)

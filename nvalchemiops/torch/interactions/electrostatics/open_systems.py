@@ -24,7 +24,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     check_system,
 )
 from nvalchemiops.torch.interactions.pair import shares
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, is_listed, rows_of
 from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_mapped, may_read, on_host, slices_of
 from nvalchemiops.torch.systems import System
@@ -185,8 +185,7 @@ def check_mixed(atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors,
             "periodic systems not over neighbors"
         )
     if not bool(is_open.all()):
-        given = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
-        rows_of(neighbors._replace(half_list=False) if given else neighbors, positions, periodic=True)
+        rows_of(neighbors._replace(half_list=False) if is_listed(neighbors) else neighbors, positions, periodic=True)
 
 
 def _parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:

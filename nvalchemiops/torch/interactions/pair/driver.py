@@ -12,7 +12,7 @@ from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts, ghosts_of, whole_call
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, cells_fit_any_list
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import is_eager
@@ -82,7 +82,7 @@ def run(
     elif check is not False:
         ways = "`check` is for debugging"
     elif is_eager(atoms.positions):
-        if given.neighbor_list is None and given.neighbor_matrix is None:
+        if not is_listed(given):
             near = system_of(atoms, given).rows
         elif given.fits_cell or cells_fit_any_list(cell, pbc):
             near = given._replace(fits_cell=True)

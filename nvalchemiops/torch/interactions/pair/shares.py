@@ -25,7 +25,7 @@ from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.distributed.faults import in_call
 from nvalchemiops.torch.distributed.pairs import OwnedPairs, among
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows, within_systems
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
@@ -127,7 +127,7 @@ def rows_of_domain(
     A collective call. Cutoff and alpha must be the same on all ranks.
     """
     with domain._together() as agreement:
-        if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
+        if is_listed(neighbors):
             raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
         cutoff = domain.cutoff if cutoff is None else cutoff
         agreement.must_be_same(alpha=alpha, cutoff=cutoff)
