@@ -25,6 +25,7 @@ products of a power of d and a T, with the coefficients of Hermite polynomials.
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -374,7 +375,7 @@ class _Contraction:
                 continue
             left = [c - r for c, r in zip(component, raised)]
             ways = math.prod(map(math.comb, component, raised))
-            for pairs in _ranges([n // 2 for n in left]):
+            for pairs in itertools.product(*(range(n // 2 + 1) for n in left)):
                 # a derivative left brings a factor d, or removes the factor d of another: `pairs` counts the latter
                 number = ways
                 for n, p in zip(left, pairs):
@@ -405,11 +406,6 @@ class _Contraction:
 def _changed(component: Component, axis: int, step: int) -> Component:
     a, b, c = (n + step * (axis == k) for k, n in enumerate(component))
     return a, b, c
-
-
-def _ranges(ends: list[int]) -> list[Component]:
-    """All triples of integers from 0 to ``ends``."""
-    return [(a, b, c) for a in range(ends[0] + 1) for b in range(ends[1] + 1) for c in range(ends[2] + 1)]
 
 
 # -- the body -------------------------------------------------------------------------------------

@@ -310,9 +310,7 @@ class Recorder:
             raise NoPlan(f"{func} copies from one device to another")
         if not self.makes_steps and any([t.device != self.device for t in made]):
             raise NoPlan(f"{func} copies a number to the host")
-        if not varies:
-            return
-        if not fresh:
+        if not (varies and fresh):
             return
         self._refuse_lists(f"{func}", given)
         if len(fresh) != len(made):
