@@ -1,7 +1,5 @@
 """Numbers of systems where nobody knows how many there are, and the host must not wait to learn it."""
 
-from collections.abc import Callable
-
 import warp as wp
 
 from nvalchemiops.kernels.native import row_kernel
@@ -34,14 +32,11 @@ def number_by_first_atom(
     system[i] = first
 
 
-def _make() -> wp.Kernel:
+@kernel_variants(())
+def number_systems() -> wp.Kernel:
+    """Kernel that numbers systems by their first atoms: with an atom for each number there are enough numbers.
+
+    Atoms in the order of their systems find the first one by bisection. In another order an atom looks at all atoms up
+    to the first one of its system: about as many as there are systems, if atoms are in no order at all.
+    """
     return row_kernel("number_systems", number_by_first_atom, kernel_module("number_systems"))
-
-
-_make.__name__ = "number_systems"
-number_systems: Callable[[], wp.Kernel] = kernel_variants(())(_make)
-"""Kernel that numbers systems by their first atoms: with an atom for each number there are enough numbers.
-
-Atoms in the order of their systems find the first one by bisection. In another order an atom looks at all atoms up to
-the first one of its system: about as many as there are systems, if atoms are in no order at all.
-"""
