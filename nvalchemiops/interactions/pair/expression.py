@@ -140,8 +140,6 @@ def pair_energy(formula: Formula) -> Any:
     ValueError
         The expression cannot be read, uses an unknown symbol or function, or does not use a declared parameter; the
         message says which and where. Or its value changes when the two atoms are exchanged.
-    TypeError
-        The expression is not a string.
     """
     import sympy
 
@@ -329,9 +327,7 @@ def _power_of(power: Any) -> Any:
 class _Reader:
     """Reads one expression with its definitions, by walking its Python syntax tree."""
 
-    def __init__(self, label: str, text: Any, known: dict[str, Any], per_atom: Sequence[str]) -> None:
-        if not isinstance(text, str):
-            raise TypeError(f"`{label}` must be a string, got {type(text).__name__}")
+    def __init__(self, label: str, text: str, known: dict[str, Any], per_atom: Sequence[str]) -> None:
         if len(text) > MAX_LENGTH:
             raise ValueError(f"`{label}` has {len(text)} characters, more than {MAX_LENGTH}")
         self.label = label
