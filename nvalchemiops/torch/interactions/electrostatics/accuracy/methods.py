@@ -79,9 +79,7 @@ def ways(
 def _by_k_vectors(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | None) -> Way:
     target, spacing, n_atoms = core.Target(accuracy), sizes.spacing, sizes.n_atoms
     alpha = KVectorSum().optimal_alpha(n_atoms, sizes.volume, target, costs, np)
-    cutoff = core.real_cutoff(alpha, spacing, target)
-    if reach is not None:
-        cutoff, alpha = _for_reach(reach, cutoff, spacing, target)
+    cutoff, alpha = _for_reach(reach, alpha, spacing, target)
     k_cutoff = core.reciprocal_cutoff(alpha, spacing, target)
     groups = sizes.volume * k_cutoff**3 / (48.0 * np.pi**2)
     times = {
@@ -100,9 +98,7 @@ def _by_mesh(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | No
     sizes, _ = sizes.for_mesh()
     lengths = None if one else sizes.lengths
     alpha = MeshSum(order, None).optimal_alpha(n_atoms, sizes.volume, target, costs, np, lengths)
-    cutoff = core.real_cutoff(alpha, spacing, target)
-    if reach is not None:
-        cutoff, alpha = _for_reach(reach, cutoff, spacing, target)
+    cutoff, alpha = _for_reach(reach, alpha, spacing, target)
     of_derivatives = target._replace(force=target.force / sizes.skewness)
     h = core.mesh_spacing(alpha, spacing, of_derivatives, order).clip(core.FINEST / alpha, None)
     least = (sizes.lengths / h[:, None]).max(0)
@@ -118,9 +114,12 @@ def _by_mesh(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | No
 
 
 def _for_reach(
-    reach: float, cutoff: np.ndarray, spacing: np.ndarray, target: core.Target
+    reach: float | None, alpha: np.ndarray, spacing: np.ndarray, target: core.Target
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cutoff and alpha for neighbors up to ``reach``: all are summed, and alpha is never below that of least cost."""
+    cutoff = core.real_cutoff(alpha, spacing, target)
+    if reach is None:
+        return cutoff, alpha
     return np.full_like(cutoff, reach), core.alpha_for_cutoff(cutoff.clip(None, reach), spacing, target)
 
 
