@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nvalchemiops.submodules import found_when_used
+
 
 def warn_of_path(module: str, home: str) -> None:
     """Warn the importer of ``module``, a path that only older releases have, of its new ``home``; once in a process.
@@ -38,13 +40,11 @@ def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         From each name to the module that defines it now.
     """
 
-    def __getattr__(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module '{module}' has no attribute '{name}'")
+    def find(name: str) -> Any:
         # `from package import name` asks first whether a package has the name
-        if sys._getframe(1).f_code.co_name != "_handle_fromlist":
+        if sys._getframe(2).f_code.co_name != "_handle_fromlist":
             message = f"`{module}.{name}` is the path of an older release: import it from `{homes[name]}`"
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
         return getattr(importlib.import_module(homes[name]), name)
 
-    return __getattr__
+    return found_when_used(module, homes, find)

@@ -7,14 +7,9 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from nvalchemiops.submodules import found_when_used
+
 
 def forwarded(module: str, home: str, names: Iterable[str]) -> Callable[[str], Any]:
     """Make the ``__getattr__`` of ``module``: ``names`` are the objects of these names in ``home``."""
-    known = frozenset(names)
-
-    def __getattr__(name: str) -> Any:
-        if name not in known:
-            raise AttributeError(f"module '{module}' has no attribute '{name}'")
-        return getattr(importlib.import_module(home), name)
-
-    return __getattr__
+    return found_when_used(module, names, lambda name: getattr(importlib.import_module(home), name))

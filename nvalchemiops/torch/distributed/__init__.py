@@ -1,8 +1,9 @@
 """One system on several processes: each rank of torch.distributed owns a part of the atoms."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nvalchemiops.submodules import found_when_used
 from nvalchemiops.torch.distributed.communication import OtherRankError
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.distributed.faults import fail_together
@@ -14,10 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["Domain", "OtherRankError", "OwnedPairs", "divide", "fail_together"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "divide":  # it knows states of dynamics, whose models import this package
-        return importlib.import_module(f"{__name__}.division").divide
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+# it knows states of dynamics, whose models import this package
+__getattr__ = found_when_used(__name__, ["divide"], lambda name: importlib.import_module(f"{__name__}.division").divide)
 
 
 def __dir__() -> list[str]:
