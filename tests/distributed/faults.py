@@ -52,7 +52,7 @@ def no_memory_in_the_middle_of_a_call(group: Any) -> None:
     calls: tuple[tuple[Any, str, Callable[[Steps], Any]], ...] = (
         (shares, "swap_rows", lambda steps: steps(1)),
         (coulomb, "sum_pairs", dsf),
-        (exchange, "sorted_numbers", follow),
+        (exchange, "sort_rows", follow),
     )
     for at, name, call in calls:
         steps, rank = Steps(group_like(group)), dist.get_rank(group)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nvalchemiops.torch.distributed.collectives import number_of, rows_from_partners
 from nvalchemiops.torch.distributed.communication import swap_rows
-from nvalchemiops.torch.distributed.neighbors import sorted_numbers
+from nvalchemiops.torch.operators.sorting import sort_rows
 
 
 class Exchange(NamedTuple):
@@ -47,8 +47,8 @@ class Exchange(NamedTuple):
     @classmethod
     def to_ranks(cls, group: Any, to: torch.Tensor, n_ranks: int) -> "Exchange":
         """The exchange that sends each row to the rank (n,) in ``to``. A collective call."""
-        order, ends = sorted_numbers(to.int(), n_ranks)
-        return cls.plan(group, order.long(), ends.diff())
+        order, ends = sort_rows(to.int(), n_ranks)
+        return cls.plan(group, order.long(), ends[:-1].diff())
 
     @property
     def n_received(self) -> int:

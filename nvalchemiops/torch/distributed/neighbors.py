@@ -8,12 +8,9 @@ they are made when they are first needed.
 
 import torch
 
-from nvalchemiops.layout import layout
-from nvalchemiops.neighbors.grid import sort_atoms
-from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.neighbors.search import Search, neighbor_rows
-from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.operators.sorting import sort_rows
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.acts import unrecorded
 
@@ -76,21 +73,11 @@ class OwnedRows:
         counts = torch.searchsorted(border, self._pointers.long()).diff()
         first = torch.arange(n, device=border.device, dtype=torch.int32)
         first = first.repeat_interleave(counts, output_size=len(border))
-        order, of_ghosts = sorted_numbers(self._neighbors.index_select(0, border) - n, self._n_atoms - n)
+        order, of_ghosts = sort_rows(self._neighbors.index_select(0, border) - n, self._n_atoms - n)
         end = size + len(border)
         assert end <= len(self._neighbors), "room for the pairs of all atoms that other ranks see"
         torch.index_select(first, 0, order, out=self._neighbors[size:end])
         if self._shifts is not None:
             places = border.index_select(0, order)
             torch.neg(self._shifts.index_select(0, places), out=self._shifts[size:end])
-        return end, of_ghosts[1:] + size
-
-
-def sorted_numbers(index: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stable order that sorts an ``index`` (int32), and pointers (n + 1,) to the first place of each number."""
-    if not layout(index.device.type).serial:
-        found, order = torch.sort(index, stable=True)
-        return order.int(), row_pointers(found, n)
-    begin, order = index.new_zeros(n + 2), torch.empty_like(index)
-    launch(sort_atoms(), 1, [index], [begin, order])
-    return order, begin[:-1]
+        return end, of_ghosts[1:-1] + size
