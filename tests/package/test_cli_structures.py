@@ -1,6 +1,7 @@
 """The command ``nvalchemiops energy``: structures in files, and nothing else is printed."""
 
 import json
+import sys
 
 import ase.io
 import ase.units

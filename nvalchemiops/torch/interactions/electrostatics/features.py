@@ -32,7 +32,6 @@ from nvalchemiops.torch.interactions.electrostatics.driver import (
     check_split,
     given_neighbors,
     in_graph,
-    is_listed,
     split,
 )
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
