@@ -145,3 +145,19 @@ def test_a_lack_of_memory_does_not_last(error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Fails)
     assert graphs.Graph(SECOND).captured(fails, ()) is None
     assert bool(graphs._failed) == (error is RuntimeError)
+
+
+@pytest.mark.gpu
+def test_memory_is_freed_for_others_after_a_capture_that_failed(monkeypatch):
+    """For a block that is larger than one that torch has kept."""
+    monkeypatch.setattr(graphs, "_failed", {})
+    device = torch.device("cuda", torch.cuda.current_device())
+    number, graph = torch.ones(3, device=device), graphs.Graph(device)
+    assert graph.captured(lambda memory: (memory[0].cpu(),), (number,)) is None and "captur" in graph.reason
+    assert graphs.Graph(device).captured(lambda memory: (memory[0] + 1.0,), (number,)) is not None
+    assert not graphs._failed
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    for part in (0.6, 0.7):
+        torch.empty(int(part * free), dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()

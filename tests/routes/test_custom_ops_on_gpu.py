@@ -1,6 +1,7 @@
 """On a GPU: torch's stream, torch's memory, no synchronisation, graph capture. Skipped where there is none."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import warp as wp
 
 from nvalchemiops.torch.autograd import live_recordings, warp_stream_from_torch
 from nvalchemiops.torch.kernel import differentiable_kernel
+from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.derivatives.test_kernel_functions import PRODUCT
 from tests.support.gpu import captured, waiting_is_an_error
@@ -117,6 +119,24 @@ def test_r03_reduce_overhead_mode_with_several_systems():
         found = compiled(values).clone()
         torch.testing.assert_close(found, doubled(values))
         values.add_(1.0)
+
+
+@wp.kernel(module=wp.get_module("test_custom_ops_on_gpu"))
+def doubled_of_any(x: wp.array(dtype=Any), y: wp.array(dtype=Any)):
+    i = wp.tid()
+    y[i] = x[i] + x[i]
+
+
+def test_r03_a_graph_has_the_code_of_a_generic_kernel():
+    """Warp drops it when the module gets a kernel for another dtype."""
+    x = torch.ones(8, device="cuda")
+    y = torch.empty_like(x)
+    graph, _ = captured(lambda: launch(doubled_of_any, 8, [x], [y]))
+    launch(doubled_of_any, 8, [x.double()], [y.double()])
+    gc.collect()
+    x.fill_(3.0)
+    graph.replay()
+    assert torch.equal(y, 2.0 * x)
 
 
 @OPS
