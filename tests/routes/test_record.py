@@ -9,6 +9,7 @@ import pytest
 import torch
 import warp as wp
 
+from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.torch import RecordingError, record
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
@@ -17,6 +18,9 @@ from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import _torch_internals as internals
+from nvalchemiops.torch.runtime.plans import follow
+from nvalchemiops.torch.runtime.recorded import _Fixed
+from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.torch.runtime.storage import _has_no_gaps
 from tests.support.ops import weighted_square
 from tests.support.systems import triclinic
@@ -314,6 +318,23 @@ def test_constants_that_a_kernel_writes_over_what_is_there():
     for k in range(4):
         x = torch.ones(3) + k
         assert all(map(torch.equal, again(x), step(x)))
+
+
+def test_tensors_of_a_gpu_where_all_arguments_are_on_a_cpu():
+    """Their values are compared, since there is no graph that would use the present ones; no kernel is a step."""
+    weights = torch.ones(3)
+    with replaced_layout("cpu", GPU):
+        fixed = [_Fixed.of(weights, in_graph) for in_graph in (False, True)]
+        weights.add_(1.0)
+        assert [each.is_same() for each in fixed] == [False, True]
+
+    def step(memory):
+        result = torch.zeros(3)
+        with replaced_layout("cpu", GPU):
+            current_recorder().launch(doubled, 3, memory, [result], [b""] * 2, None, 0, None)
+        return [result]
+
+    assert "runs on a GPU, where no argument is" in follow(step, [torch.ones(3)]).reason
 
 
 REFUSED = {

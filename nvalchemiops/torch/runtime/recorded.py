@@ -57,12 +57,14 @@ class _Fixed(NamedTuple):
     tensor: torch.Tensor
     place: Hashable
     bits: torch.Tensor  # a view of its memory
-    before: torch.Tensor | None  # a copy of the bits on a CPU; None on a GPU, where a graph uses the present values
+    before: torch.Tensor | None  # a copy of the bits; None for a graph, which uses the present values
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Fixed":
+    def of(cls, tensor: torch.Tensor, in_graph: bool) -> "_Fixed":
         bits = _bits(tensor)
-        return cls(tensor, _place(tensor), bits, bits.clone() if layout(tensor.device.type).reads else None)
+        # a graph has numbers of a CPU as constants
+        is_present = in_graph and not layout(tensor.device.type).reads
+        return cls(tensor, _place(tensor), bits, None if is_present else bits.clone())
 
     def is_same(self) -> bool:
         """Whether the values are the same. They are compared: NumPy and ``.data`` change them without a new version."""
@@ -77,7 +79,7 @@ class _Recording:
         self, plan: Plan, changing: Sequence[torch.Tensor], moving: Sequence[torch.Tensor], form: Any, takes_apart: bool
     ) -> None:
         self.plan, self.form, self.takes_apart = plan, form, takes_apart
-        self._fixed = [_Fixed.of(tensor) for tensor in plan.external]
+        self._fixed = [_Fixed.of(tensor, plan.place is not None) for tensor in plan.external]
         self._changing = changing
         self._places = [_place(tensor) for tensor in changing]
         others = (*plan.external, *changing)

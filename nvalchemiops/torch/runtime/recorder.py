@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime._torch_internals import (
     CHECK_OF_LINALG,
     followed_by,
@@ -420,6 +421,8 @@ class Recorder:
                 self.needs_length = True
             if not self.makes_steps:
                 return
+            if not all([layout(t.device.type).reads for t in found.values()]):  # steps know no streams
+                raise NoPlan(f"{what} runs on a GPU, where no argument is")
             packed, patched, stretched = list(descriptors), [], []
             for number, value in enumerate((*inputs, *outputs)):
                 if isinstance(value, torch.Tensor) and value.numel():
