@@ -15,6 +15,7 @@ import warp as wp
 from functorch.compile import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from nvalchemiops.layout import GPU, replaced_layout
@@ -431,6 +432,13 @@ def test_what_reads_is_refused_by_name_in_a_capture(name, gpu):
     WAITING[name](gpu[0])  # as users are told to, so that kernels are loaded
     with capturing(1), pytest.raises(ValuesNeededError, match=REFUSED[name]):
         events(lambda: WAITING[name](gpu[0]))
+
+
+def test_fake_tensors_of_a_gpu_need_none():
+    """Torch without CUDA cannot be asked for captures."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        pairs, pointers = neighbor_list(torch.empty(9, 3, device="cuda"), CUTOFF, return_neighbor_list=True)
+    assert pairs.shape[0] == 2 and pointers.shape == (10,)
 
 
 @by_name(READING | WAITING)

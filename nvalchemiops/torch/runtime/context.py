@@ -74,7 +74,7 @@ def refuse_in_capture(tensor: torch.Tensor, advice: str) -> None:
 
     Torch does not recover from that: it goes on as if the graph were captured.
     """
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if tensor.is_cuda and is_capturing():
         raise ValuesNeededError(f"values on a GPU would be read while a CUDA graph is captured: {advice}")
 
 
