@@ -85,7 +85,11 @@ def test_a_state_is_loaded_where_it_is_asked_for(tmp_path):
     other = tmp_path / "older.pt"
     torch.save(torch.load(tmp_path / "0.pt"), other, _use_new_zipfile_serialization=False)
     assert torch.equal(load_state(other).velocities, state.velocities)
-    for text in (b"header", b"step energy", b""):  # torch reads letters as instructions to unpickle
+    older, newer = other.read_bytes(), (tmp_path / "0.pt").read_bytes()
+    damaged = [older[:k] for k in (40, 400, 3000, len(older) - 8)]
+    damaged += [whole.replace(b"positions", b"pos\xf6tions") for whole in (older, newer)]
+    damaged += [whole.replace(b"state", b"stake") for whole in (older, newer)]
+    for text in (b"header", b"step energy", b"", *damaged):  # torch reads letters as instructions to unpickle
         other.write_bytes(text)
         with pytest.raises(ValueError, match="`path`"):
             load_state(other)

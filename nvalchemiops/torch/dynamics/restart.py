@@ -1,7 +1,6 @@
 """Files from which dynamics and relaxations go on, on any number of ranks: `save_state` and `load_state`."""
 
 import os
-import pickle
 import zipfile
 from collections.abc import Iterable
 from os import PathLike
@@ -13,6 +12,7 @@ from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.relaxation_state import Record, RelaxationState
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.runtime.memory import is_out_of_memory
 from nvalchemiops.torch.systems import System
 
 FORMAT = "nvalchemiops 1"
@@ -92,12 +92,27 @@ def load_state(path: str | PathLike[str], *, device: torch.device | str | None =
     Raises
     ------
     ValueError
-        The file has another format, or is not complete.
+        The file has another format, is not complete, or is damaged.
     """
-    found = _loaded(path, device)
+    unfit = ValueError(f"`path`: {os.fspath(path)} has another format than {FORMAT!r}, or is not complete, or damaged")
+    try:
+        found = _loaded(path, device)
+    except OSError:
+        raise
+    except Exception as error:  # torch raises errors of many types for damaged files
+        if is_out_of_memory(error) or _is_whole(path):
+            raise  # of the device
+        raise unfit from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"`path`: {os.fspath(path)} has another format than {FORMAT!r}, or is not complete")
-    values = found["state"]
+        raise unfit
+    try:
+        return _made(found["state"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise unfit from error
+
+
+def _made(values: dict[str, Any]) -> State | RelaxationState | System:
+    """The state or system with these values."""
     if "optimizer" in values:
         return RelaxationState(**values | {"system": System(**values["system"]), "record": Record(**values["record"])})
     if "velocities" not in values:
@@ -125,10 +140,16 @@ def _loaded(path: str | PathLike[str], device: torch.device | str | None) -> Any
                 is_known = SIGN_OF_OLDER in file.read(64)
         if not is_known:
             return None
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+def _is_whole(path: str | PathLike[str]) -> bool:
+    """Whether the file can be read to the CPU, so that an error was that of the device."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError:
-        return None
+        _loaded(path, "cpu")
+    except Exception:
+        return False
+    return True
 
 
 def _write(path: str | PathLike[str], content: Any) -> None:
