@@ -57,20 +57,25 @@ def force_of_neighbors(
     `error_models.force_of`.
     """
     with torch.no_grad():
-        return _force_of(system.sums(_squares(system, rows, reach)), spacing, torch, on_mesh)
+        return _force_of_sums(system.sums(_squares(system, rows, reach)), spacing, torch, on_mesh)
 
 
 def _squares(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
-    """The columns (n_atoms, n) whose sums over the atoms are the arguments of `_force_of`."""
+    """The columns (n_atoms, n) whose sums over the atoms are the arguments of `_force_of_sums`."""
     forces, charges = _nearby_forces(system, rows, reach), system.moments[..., 0].detach()
     both = torch.cat([forces, charges, torch.ones_like(forces[:, :1])], 1).to(torch.float64).square()
     return torch.cat([both, both[:, 3:-1].sum(1, keepdim=True).square()], 1)
 
 
-def _force_of(sums: Any, spacing: Any, xp: Any, on_mesh: bool) -> Any:
+def _force_of_sums(sums: Any, spacing: Any, xp: Any, on_mesh: bool) -> Any:
     """The estimate (n_systems,) from sums of the squares of components of forces, of charges, of ones, and of q²."""
-    of_forces, of_charges, count = sums[:, :3].sum(1), sums[:, 3:-2].sum(1), sums[:, -2]
-    per_source = count * sums[:, -1] / xp.square(of_charges) if on_mesh else None
+    of_fourths = sums[:, -1] if on_mesh else None
+    return _force_of(sums[:, :3].sum(1), sums[:, 3:-2].sum(1), of_fourths, sums[:, -2], spacing, xp)
+
+
+def _force_of(of_forces: Any, of_charges: Any, of_fourths: Any, count: Any, spacing: Any, xp: Any) -> Any:
+    """The estimate (n_systems,) from sums of the squares of forces and charges, on a mesh also of those of q²."""
+    per_source = None if of_fourths is None else count * of_fourths / xp.square(of_charges)
     # RMS of the forces / (mean square of the charges / d²)
     return core.force_of(xp.sqrt(of_forces * count) / of_charges * xp.square(spacing), count, xp, per_source)
 
@@ -92,7 +97,7 @@ def force_on_host(
         return on_host(force_of_neighbors(system, rows, reach, distance, on_mesh))
     if not layout(system.positions.device.type).reads:
         with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):
-            return _force_of(on_host(_by_plan(_sums_of_system, system, rows, reach)), spacing, np, on_mesh)
+            return _force_of_sums(on_host(_by_plan(_sums_of_system, system, rows, reach)), spacing, np, on_mesh)
     of_forces = None
     sample = _sample(system.n_atoms) if sampled and system.n_systems == 1 else None
     with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):  # without charges, for infinite positions
@@ -108,12 +113,10 @@ def force_on_host(
         charges = on_host(system.charges)
         of_charges = _sums_of_squares(charges, system)
         count = counted(system.batch_idx, system.n_systems, system.n_atoms)
-        nearby = np.sqrt(of_forces * count) / of_charges * np.square(spacing)
-        per_source = None
+        of_fourths = None
         if on_mesh:
-            squares = np.square(charges, dtype=np.float64).sum(1, keepdims=True)
-            per_source = count * _sums_of_squares(squares, system) / np.square(of_charges)
-        return core.force_of(nearby, count, np, per_source)
+            of_fourths = _sums_of_squares(np.square(charges, dtype=np.float64).sum(1, keepdims=True), system)
+        return _force_of(of_forces, of_charges, of_fourths, count, spacing, np)
 
 
 def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
