@@ -157,3 +157,27 @@ def test_one_pbc_for_all_systems_with_the_slab_correction(function):
     ]
     torch.testing.assert_close(call[0], call[2], rtol=0, atol=0)
     torch.testing.assert_close(call[1], call[2], rtol=0, atol=0)
+
+
+def test_systems_without_atoms_at_the_end_of_a_batch_need_no_cell():
+    """A fixed number of systems, of which the last have no atoms; D3 takes the same path."""
+    x, q, cell, idx = SAME
+    pairs, ptr, shifts = neighbor_list(x, 3.0, cell, batch_idx=idx, return_neighbor_list=True)
+    near = {"neighbor_list": pairs, "neighbor_ptr": ptr, "unit_shifts": shifts, "batch_idx": idx}
+
+    def results(n_systems: int) -> list[torch.Tensor]:
+        strained = cell.clone().requires_grad_()
+        energy, forces, virial = electrostatics.dsf_coulomb(
+            x, q, 3.0, cell=strained, compute_virial=True, num_systems=n_systems, **near
+        )
+        loss = energy.sum() + virial.square().sum()
+        return [energy, virial, forces, *torch.autograd.grad(loss, strained)]
+
+    expected, found = results(3), results(5)
+    for of_systems, more in zip(expected[:2], found, strict=False):
+        torch.testing.assert_close(more, torch.cat([of_systems, torch.zeros_like(of_systems[:2])]), rtol=0, atol=0)
+    torch.testing.assert_close(found[2:], expected[2:], rtol=0, atol=0)
+    beyond = {**near, "batch_idx": idx.clamp(min=1) * 2}
+    for n_systems, mistaken in ((5, beyond), (2, near)):
+        with pytest.raises(ValueError, match=r"batch_idx|`cell` is for 3 systems"):
+            electrostatics.dsf_coulomb(x, q, 3.0, cell=cell, num_systems=n_systems, **mistaken)

@@ -169,12 +169,18 @@ def _batch(
             raise ValuesNeededError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
         else:
             num_systems = largest_system(of_caller) + 1 if n_atoms else 1
+    n_usable = num_systems
     if cell is not None and cell.shape[0] != num_systems:
-        if cell.shape[0] != 1:
+        if cell.shape[0] == 1:
+            cell = cell.expand(num_systems, 3, 3)
+        elif cell.shape[0] > num_systems:
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
-        cell = cell.expand(num_systems, 3, 3)
+        else:  # systems without atoms, at the end of a batch, need no cell
+            n_usable = cell.shape[0]
+            nowhere = cell.new_full((num_systems - n_usable, 3, 3), torch.nan)
+            cell = torch.cat([cell, nowhere])
     if n_atoms and may_read(batch_idx):
-        check_system_numbers(values_of(batch_idx), num_systems)
+        check_system_numbers(values_of(batch_idx), n_usable)
     return cell, batch_idx, num_systems
 
 
