@@ -63,7 +63,10 @@ class System(TorchSystem):
             whether all neighbors fit.
         """
         if is_traced(tuple(self)):
-            raise TypeError("the number of neighbors is not known under jit: use prepare_neighbor_list, which sizes it")
+            raise TypeError(
+                "the number of neighbors is not known under jit: use prepare_neighbor_list, which sizes it, and "
+                "Neighbors.from_state"
+            )
         given = (cutoff, self.cell, self.pbc, self.batch_idx)
         # the fields that this class inherits are typed as tensors
         found = neighbor_list(self.positions, *given, half_fill=half, return_neighbor_list=not as_matrix)  # type: ignore[arg-type]

@@ -245,3 +245,16 @@ def test_a_skin_refuses_what_it_cannot_keep():
     state = neighbors.prepare_neighbor_list(X, 3.0, CELL, skin=0.5, max_neighbors=9)
     with pytest.raises(TypeError, match="dtype float64, but `state` was prepared for float32"):
         neighbors.neighbor_list(X.astype(float), state=state)
+
+
+def test_a_state_prints_what_it_says_but_not_the_lists():
+    """Also traced, and under `vmap`."""
+    state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, skin=0.5, max_neighbors=4)
+    _, state = jax.jit(lambda x, state: neighbors.neighbor_list(x, state=state))(X, state)
+    largest = int(state.largest[0])
+    text = repr(state)
+    assert "\n" not in text and text.startswith("NeighborListState(cutoff=3.0, ") and "skin=0.5, sizes=(4,)" in text
+    assert f"largest=[{largest}], initialized=[ True], valid=[False], rebuilt=[ True])" in text and largest > 4
+    printed = []
+    jax.make_jaxpr(lambda state: printed.append(repr(state)))(state)
+    assert "valid=" in printed[0]

@@ -111,6 +111,13 @@ class NeighborListState:
             return self.lists[index][names.index(stem)]
         raise AttributeError(f"a NeighborListState has no attribute '{name}'")
 
+    def __repr__(self) -> str:
+        """Settings and what the state says about the lists, without the lists."""
+        settings = {name: value for name, value in self.search._asdict().items() if value not in (None, False)}
+        says = {name: getattr(self, name) for name in ("largest", "initialized", "valid", "rebuilt")}
+        parts = [f"{name}={value!r}" for name, value in settings.items()] + [f"{n}={x}" for n, x in says.items()]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     @property
     def format(self) -> str:
         """``"matrix"`` or ``"coo"``."""
