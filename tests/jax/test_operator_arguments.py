@@ -1,6 +1,7 @@
 """JAX functions of operators: arguments that they take, name or refuse, signatures, and results in torch's terms."""
 
 import copy
+import functools
 import importlib
 import inspect
 import pickle
@@ -189,6 +190,31 @@ def test_periodicity_may_be_traced():
 
     several = [[True, True, False], [True, False, True]]
     np.testing.assert_array_equal(jax.jit(jax.vmap(energy))(jnp.array(several)), [energy(pbc) for pbc in several])
+
+
+@pytest.mark.parametrize("sum_of", [electrostatics.ewald_summation, electrostatics.particle_mesh_ewald])
+def test_molecules_need_no_cell(sum_of):
+    """All pairs, as in torch; also with parameters of Ewald sums, under `vmap`, and in a batch that says its size."""
+    x, q = to_jax(list(SYSTEM[:2]))
+    first, second = np.triu_indices(len(q), 1)
+
+    def expected(x):
+        return (q[first] * q[second] / jnp.linalg.norm(x[first] - x[second], axis=1)).sum()
+
+    def energy(x, pbc=False, **options):
+        return sum_of(x, q, None, pbc=pbc, energy_reduction="system", **options)[0]
+
+    several = jnp.stack([x, 1.5 * x])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-11)
+    jax.tree.map(close, jax.jit(jax.value_and_grad(energy))(x), jax.value_and_grad(expected)(x))
+    close(jax.jit(energy)(x, jnp.zeros(3, bool)), expected(x))
+    found = jax.jit(jax.vmap(functools.partial(energy, alpha=0.5, cutoff=3.0)))(several)
+    close(found, jax.vmap(expected)(several))
+    batch = {"batch_idx": jnp.repeat(jnp.arange(2), len(q)), "energy_reduction": "system"}
+    flat, charges = several.reshape(-1, 3), jnp.tile(q, 2)
+    close(sum_of(flat, charges, None, pbc=jnp.zeros((2, 3), bool), **batch), found)
+    with pytest.raises(ValueError, match=r"need `pbc` \(n_systems, 3\)"):
+        sum_of(flat, charges, None, pbc=False, **batch)
 
 
 def test_coulomb_energies_have_the_channels_of_charges():

@@ -30,6 +30,14 @@ def of_sum(
 ) -> Any:
     """Shapes of energies, and of requested forces, gradients by sources and virial."""
     n_systems = cell.shape[0] if cell is not None and len(cell.shape) == 3 else 1
+    if cell is None and (energy_reduction == "system" or compute_virial):  # molecules, with pbc=False
+        pbc: Any = others.get("pbc")
+        if len(getattr(pbc, "shape", ())) == 2:
+            n_systems = pbc.shape[0]
+        elif others.get("batch_idx") is not None:
+            raise ValueError(
+                "several molecules without a `cell` need `pbc` (n_systems, 3), whose shape says how many there are"
+            )
     rows = positions.shape[:1] if energy_reduction == "atom" else (n_systems,)
     results = [Shape(rows + charges.shape[1:], energy_dtype or positions.dtype)]
     results += [Shape(positions.shape, positions.dtype)] * compute_forces
@@ -51,7 +59,7 @@ _OF_SYSTEMS = {"cell": (3, 3), "pbc": (3,), "alpha": ()}
 
 def _is_foldable(cell: Any, **others: Any) -> bool:
     """Whether all parameters are given: parameters chosen for a batch would differ from those for one system."""
-    if len(cell.shape) == 3 and cell.shape[0] != 1:
+    if cell is None or (len(cell.shape) == 3 and cell.shape[0] != 1):
         return False
     arrays = {name for name, value in others.items() if isinstance(value, Shape)}
     given = others.keys()

@@ -12,7 +12,7 @@ from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclu
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
 from nvalchemiops.torch.operators.segments import system_sums, totals
-from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ def check_system(
 def check_periodic_cells(cell: Any, positions: torch.Tensor, pbc: Any = None) -> torch.Tensor:
     """The cells (n_systems, 3, 3); raise if there are none, or if dtype or device differ from the positions."""
     if cell is None:
-        raise ValueError(
+        unread = pbc is not None and pbc is not True and not may_read(positions)  # perhaps no axis is periodic
+        raise (ValuesNeededError if unread else ValueError)(
             "`cell` is required: an Ewald sum is for periodic systems; for systems that are not periodic give "
             "pbc=False, which sums over all pairs, or use coulomb_energy"
             + "; values cannot be read in exported programs, in compiled graphs on a GPU, or if `vmap` maps over `pbc` "
