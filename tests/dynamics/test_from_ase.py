@@ -244,7 +244,7 @@ def test_charges_of_the_system_have_no_gradients():
     with pytest.warns(NvalchemiopsWarning, match="no gradients"):
         FromASE(Calculator(Electrostatics("dsf", cutoff=5.0, alpha=0.2)))(system)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", NvalchemiopsWarning)
         FromASE(Calculator(Electrostatics("dsf", CHARGES, cutoff=5.0, alpha=0.2)))(system)
         other = EMT()
         other.terms = None  # a calculator of another package may mean anything by it
