@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     md.add_argument("--ensemble", choices=ensembles, default="nve", help="(nve)")
     md.add_argument(
         "--temperature",
-        type=float,
+        action=_Numbers,
         nargs="+",
         metavar="K",
         help="one, or one for each system; one frame and several temperatures or pressures are as many systems. "
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     md.add_argument("--dt", type=float, default=1.0, metavar="FS", help="time step in fs (1)")
     md.add_argument("--steps", type=int, default=1000, help="number of steps (1000)")
-    md.add_argument("--pressure", type=float, nargs="+", metavar="GPA", help="of ensembles with a pressure (0)")
+    md.add_argument("--pressure", action=_Numbers, nargs="+", metavar="GPA", help="of ensembles with a pressure (0)")
     md.add_argument(
         "--compressibility", type=float, metavar="1/GPA", help="for stochastic_cell, about that of the system"
     )
@@ -147,10 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     relax.add_argument("--mask", metavar="AXES", help="Cartesian axes along which cells may change, as xy (xyz)")
     relax.add_argument(
         "--pressure",
-        type=float,
-        nargs="+",
+        action=_Numbers,
         metavar="GPA",
-        help="for cells that relax (0): one, or one for each frame; one frame and several are as many systems",
+        help="for cells that relax (0): one, or one for each frame, as 0,5; one frame and several are as many systems",
     )
     relax.add_argument("--forces", action="store_true", help="print the force on each atom, too")
     relax.add_argument("--output", metavar="FILE", help="where to write the relaxed structures, in a format of ASE")
@@ -167,6 +166,19 @@ def _parser() -> argparse.ArgumentParser:
     stand_in.add_argument("--folder", type=Path, default=Path("dist"), help="where to write it (dist)")
     stand_in.set_defaults(run=_stand_in)
     return parser
+
+
+class _Numbers(argparse.Action):
+    """Numbers with commas between them, also in several arguments where ``nargs`` lets them be."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        try:
+            numbers = [
+                float(part) for text in ([values] if isinstance(values, str) else values) for part in text.split(",")
+            ]
+        except ValueError as error:
+            raise argparse.ArgumentError(self, f"not a number: {error}") from None
+        setattr(namespace, self.dest, numbers)
 
 
 def _add_structures_and_terms(parser: argparse.ArgumentParser) -> None:

@@ -137,7 +137,7 @@ def test_md_of_a_batch_at_its_temperatures_and_pressures(crystals, capsys):
 
 
 def test_md_repeats_one_structure_for_several_temperatures(crystals, capsys):
-    options = ["--index", 0, "--temperature", 30, 60, 90, "--steps", 4, "--every", 3, "--dt", 2]
+    options = ["--index", 0, "--temperature", "30,60", 90, "--steps", 4, "--every", 3, "--dt", 2]
     for ensemble in motion.ENSEMBLES:  # argon's compressibility is some 0.4 / GPa
         more = ["--compressibility", 0.4] if ensemble == "stochastic_cell" else []
         rows = records(capsys, "argon.xyz", "--ensemble", ensemble, *options, *more)
@@ -238,7 +238,7 @@ def test_relaxation_at_several_pressures(crystals, capsys):
         frames = json.loads(said(capsys, "relax", "argon.xyz", *arguments, *options))["frames"]
         return [(frame["frame"], frame["pressure"] / ase.units.GPa) for frame in frames]
 
-    several = ["--pressure", 0.0, 0.3]
+    several = ["--pressure", "0,0.3"]
     assert pressures(*several) == [(0, pytest.approx(0.0, abs=5e-3)), (1, pytest.approx(0.3, abs=5e-3))]
     found = pressures("--index", 1, *several, "--output", "out.xyz")
     assert found == [(1, pytest.approx(0.0, abs=5e-3)), (1, pytest.approx(0.3, abs=5e-3))]
@@ -336,7 +336,7 @@ MOTION_MISTAKES = {
     "no pressure": (["md", "argon.xyz", "--ensemble", "csvr", "--pressure", "1"], "does not belong to --ensemble csvr"),
     "numbers": (["md", "argon.xyz", "--temperature", "1", "2", "3"], "--temperature has 3 values for 2 systems"),
     "pressures": (
-        ["relax", "argon.xyz", "--cell", "full", "--pressure", "1", "2", "3"],
+        ["relax", "--cell", "full", "--pressure", "1,2,3", "argon.xyz"],
         "--pressure has 3 values for 2 systems",
     ),
     "dt": (["md", "argon.xyz", "--temperature", "1", "--dt", "0"], "--dt must be positive, got 0"),
