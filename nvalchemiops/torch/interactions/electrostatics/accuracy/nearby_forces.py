@@ -57,14 +57,14 @@ def force_of_neighbors(
     `error_models.force_of`.
     """
     with torch.no_grad():
-        return _force_of_sums(system.sums(_squares(system, rows, reach)), spacing, torch, on_mesh)
+        return _force_of_sums(_sums_of_system(system, rows, reach), spacing, torch, on_mesh)
 
 
-def _squares(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
-    """The columns (n_atoms, n) whose sums over the atoms are the arguments of `_force_of_sums`."""
+def _sums_of_system(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
+    """The sums (n_systems, n) over atoms that `_force_of_sums` takes."""
     forces, charges = _nearby_forces(system, rows, reach), system.moments[..., 0].detach()
     both = torch.cat([forces, charges, torch.ones_like(forces[:, :1])], 1).to(torch.float64).square()
-    return torch.cat([both, both[:, 3:-1].sum(1, keepdim=True).square()], 1)
+    return system.sums(torch.cat([both, both[:, 3:-1].sum(1, keepdim=True).square()], 1))
 
 
 def _force_of_sums(sums: Any, spacing: Any, xp: Any, on_mesh: bool) -> Any:
@@ -127,11 +127,6 @@ def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> to
     forces = pairs.evaluate(fixed, Derivatives(forces=True)).forces
     assert forces is not None
     return forces
-
-
-def _sums_of_system(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
-    """The sums (n_systems, n) of `_squares`."""
-    return system.sums(_squares(system, rows, reach))
 
 
 def _by_plan(
