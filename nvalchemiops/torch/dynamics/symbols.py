@@ -264,8 +264,9 @@ class SymbolicState(State):
     def normal(self, stream: int, by_system: bool = False) -> Any:
         """Normal numbers of this step."""
         level, size = (SYSTEM, 1) if by_system else (ATOM, 3)
-        trace = _trace_of(self)
-        return Symbol(trace, level, (size,), [trace.add("normal", level, stream, k) for k in range(size)])
+        velocities: Any = self.velocities
+        ids = [velocities.trace.add("normal", level, stream, k) for k in range(size)]
+        return Symbol(velocities.trace, level, (size,), ids)
 
     def chi_square(self, stream: int) -> Any:
         """Sums of squares of f - 1 normal numbers."""
@@ -282,10 +283,6 @@ class SymbolicState(State):
         cell: Any = self.system.cell
         (ax, ay, az), (bx, by, bz), (cx, cy, cz) = (row.unbind(1) for row in cell.unbind(1))
         return (ax * (by * cz - bz * cy) + ay * (bz * cx - bx * cz) + az * (bx * cy - by * cx)).abs()
-
-
-def _trace_of(state: Any) -> Trace:
-    return state.velocities.trace
 
 
 def _fetch(*path: str) -> Callable[[State], torch.Tensor]:
