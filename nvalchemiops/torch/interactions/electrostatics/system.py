@@ -8,7 +8,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.pair import shares
-from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows, within_systems
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
 from nvalchemiops.torch.operators.segments import system_sums, totals
@@ -154,7 +154,7 @@ def check_system(
     check_cells(cell)
     cell = nan_if_singular(cell)
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0])
-    rows = within_systems(exclusion_rows(exclusions, exclusion_factors, positions), batch_idx)
+    rows = exclusion_rows(exclusions, exclusion_factors, positions, batch_idx)
     moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
     system = ChargedSystem(positions, moments[..., 0], moments, charges.ndim == 2, cell, batch_idx, rows)
     of_points = widths is None and moments.shape[-1] == 1

@@ -51,15 +51,17 @@ class ExclusionRows(NamedTuple):
         return self._replace(factors=_of_both(1.0 - self.given_factors, self.order))
 
 
-def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor) -> ExclusionRows | None:
+def exclusion_rows(
+    exclusions: Any, given_factors: Any, positions: torch.Tensor, batch_idx: torch.Tensor | None = None
+) -> ExclusionRows | None:
     """Rows of the exclusions (2, n_pairs) with factors (n_pairs,) of `PairPotential.__call__`; None without exclusions.
 
     Raises
     ------
     ValueError, TypeError
         Factors are given without pairs, have a gradient, or a shape, dtype or device is wrong. If values can be read:
-        an atom does not exist, a pair joins an atom with itself, or a pair is listed twice. Otherwise such a pair is
-        marked with `NO_ATOM`.
+        an atom does not exist, a pair joins an atom with itself or one of another system, or a pair is listed twice.
+        Otherwise such a pair is marked with `NO_ATOM`.
     """
     if exclusions is None:
         if given_factors is not None:
@@ -76,20 +78,14 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
         factors = torch.zeros_like(atoms, dtype=torch.float64)
     else:
         factors = _of_both(given_factors, order)
+    if batch_idx is not None and not may_read(batch_idx, pairs):
+        one, other = (batch_idx.index_select(0, numbers) for numbers in pairs)
+        atoms = _marked(atoms, one != other, order)
+    elif batch_idx is not None:
+        of_pair = batch_idx[pairs]
+        if not torch.equal(of_pair[0], of_pair[1]):
+            raise ValuesError("`exclusions` joins atoms of different systems")
     return ExclusionRows(pointers, atoms, factors, first, order, pairs, given_factors)
-
-
-def within_systems(exclusions: ExclusionRows | None, batch_idx: torch.Tensor | None) -> ExclusionRows | None:
-    """The same rows; raises if a pair joins atoms of different systems, or marks it if values cannot be read."""
-    if exclusions is None or batch_idx is None:
-        return exclusions
-    if not may_read(batch_idx, exclusions.pairs):
-        first, second = (batch_idx.index_select(0, pairs) for pairs in exclusions.pairs)
-        return exclusions._replace(atoms=_marked(exclusions.atoms, first != second, exclusions.order))
-    of_pair = batch_idx[exclusions.pairs]
-    if not torch.equal(of_pair[0], of_pair[1]):
-        raise ValuesError("`exclusions` joins atoms of different systems")
-    return exclusions
 
 
 def _marked(atoms: torch.Tensor, is_invalid: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

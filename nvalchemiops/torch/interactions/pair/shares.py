@@ -24,7 +24,7 @@ from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.distributed.faults import in_call
 from nvalchemiops.torch.distributed.pairs import OwnedPairs, among
-from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows, within_systems
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import may_read
@@ -169,7 +169,7 @@ def exclusions_of_share(
     they count ``at_any_distance``.
     """
     if exclusions is None or domain is None:
-        return within_systems(exclusion_rows(exclusions, factors, positions), batch_idx)
+        return exclusion_rows(exclusions, factors, positions, batch_idx)
     with domain._together() as agreement:
         agreement.must_be_same(exclusions=exclusions, exclusion_factors=factors)
         if isinstance(exclusions, OwnedPairs):
@@ -187,7 +187,7 @@ def exclusions_of_share(
             )
         factors = None if factors is None else factors.index_select(0, own.near)
         everywhere = positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3)
-        return within_systems(exclusion_rows(own.local, factors, everywhere), domain.batch_idx_with_ghosts)
+        return exclusion_rows(own.local, factors, everywhere, domain.batch_idx_with_ghosts)
 
 
 def _excluded_here(domain: Domain, exclusions: Any, factors: Any) -> tuple[OwnedPairs, torch.Tensor]:
