@@ -26,7 +26,7 @@ from nvalchemiops.torch.launch import launch_adjoint
 from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection, rows
 from nvalchemiops.torch.operators.lattice import _geometry
 from nvalchemiops.torch.runtime import cache, graphs
-from nvalchemiops.torch.runtime.context import ValuesNeededError
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 from tests.support import cases
 from tests.support.comparing import close_to_largest, weighted
 from tests.support.given_sizes import (
@@ -437,7 +437,9 @@ def test_what_reads_is_refused_by_name_in_a_capture(name, gpu):
 def test_fake_tensors_of_a_gpu_need_none():
     """Torch without CUDA cannot be asked for captures."""
     with FakeTensorMode(shape_env=ShapeEnv()):
-        pairs, pointers = neighbor_list(torch.empty(9, 3, device="cuda"), CUTOFF, return_neighbor_list=True)
+        positions = torch.empty(9, 3, device="cuda")
+        pairs, pointers = neighbor_list(positions, CUTOFF, return_neighbor_list=True)
+        assert not may_read(positions, wait=True)
     assert pairs.shape[0] == 2 and pointers.shape == (10,)
 
 
