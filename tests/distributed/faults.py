@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nvalchemiops.ase import Calculator, Electrostatics, Pair, on_ranks
 from nvalchemiops.torch import System
 from nvalchemiops.torch.distributed import Domain, OtherRankError, communication, exchange, fail_together
-from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate
+from nvalchemiops.torch.dynamics import SumOfTerms, kinetic_energy, nve, relax, remove_momentum, simulate, sums
 from nvalchemiops.torch.interactions.electrostatics import coulomb, dsf_coulomb
 from nvalchemiops.torch.interactions.pair import lennard_jones, shares
 from tests.distributed.common import Atoms, case
@@ -49,10 +49,15 @@ def no_memory_in_the_middle_of_a_call(group: Any) -> None:
     def follow(steps: Steps) -> Any:
         return steps.domain.follow(steps.positions(1)[steps.domain.global_index] + 1.0)
 
+    def measure(function: Callable[..., Any], steps: Steps) -> Any:
+        x = steps.positions(1)[steps.domain.global_index]
+        return function(x, x[:, 0] + 9.0, domain=steps.domain)
+
     calls: tuple[tuple[Any, str, Callable[[Steps], Any]], ...] = (
         (shares, "swap_rows", lambda steps: steps(1)),
         (coulomb, "sum_pairs", dsf),
         (exchange, "sort_rows", follow),
+        *[(sums, "system_sums", partial(measure, function)) for function in (kinetic_energy, remove_momentum)],
     )
     for at, name, call in calls:
         steps, rank = Steps(group_like(group)), dist.get_rank(group)

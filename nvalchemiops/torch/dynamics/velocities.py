@@ -7,15 +7,16 @@ All functions take ``batch_idx`` (n_atoms,) int32, the system of each atom, and 
 atoms are those that this rank owns, results of systems are those of all atoms, and the calls are collective.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.sums import Division
-from nvalchemiops.torch.interactions.pair.shares import together
+from nvalchemiops.torch.interactions.pair.shares import together, whole_call
 from nvalchemiops.torch.operators.noise import normal_noise
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
@@ -95,6 +96,21 @@ def seeds_of(name: str, value: Any, n_systems: int, device: torch.device) -> tor
     return found
 
 
+_Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
+
+
+def _of_all_ranks(function: _Function) -> _Function:
+    """A decorator for functions of a ``domain``: if one rank raises, those that wait for its message do, too."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> torch.Tensor:
+        with whole_call(options.get("domain")):
+            return function(*args, **options)
+
+    return call  # type: ignore[return-value]
+
+
+@_of_all_ranks
 def degrees_of_freedom(
     masses: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
@@ -132,6 +148,7 @@ def kinetic_energy(
     return found[:, 0, 0] + found[:, 1, 1] + found[:, 2, 2]
 
 
+@_of_all_ranks
 def kinetic_tensor(
     velocities: torch.Tensor,
     masses: torch.Tensor,
@@ -161,6 +178,7 @@ def temperature(
     return temperature_of(kinetic_energy(velocities, masses, batch_idx, num_systems, domain=domain), degrees)
 
 
+@_of_all_ranks
 def maxwell_boltzmann(
     masses: torch.Tensor,
     temperature: float | torch.Tensor,
@@ -211,6 +229,7 @@ def maxwell_boltzmann(
     return (square_root(division.of_atoms(kt, len(masses)) / masses.unsqueeze(1)) * noise).to(masses.dtype)
 
 
+@_of_all_ranks
 def remove_momentum(
     velocities: torch.Tensor,
     masses: torch.Tensor,
@@ -229,6 +248,7 @@ def remove_momentum(
     return torch.where(masses.isinf().unsqueeze(1) | is_alone, 0.0, without)
 
 
+@_of_all_ranks
 def remove_rotation(
     velocities: torch.Tensor,
     positions: torch.Tensor,
