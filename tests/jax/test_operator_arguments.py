@@ -217,6 +217,15 @@ def test_molecules_need_no_cell(sum_of):
         sum_of(flat, charges, None, pbc=False, **batch)
 
 
+def test_potentials_in_molecules_need_no_cell():
+    x, q = to_jax(list(SYSTEM[:2]))
+    first, second = np.triu_indices(len(q), 1)
+    for pbc in (False, jnp.zeros(3, bool)):
+        potential = jax.jit(lambda x, pbc=pbc: electrostatics.electrostatic_potential(x, q, None, pbc=pbc)[0])(x)
+        pairs = (q[first] * q[second] / jnp.linalg.norm(x[first] - x[second], axis=1)).sum()
+        np.testing.assert_allclose((potential[:, 0] * q).sum() / 2, pairs, rtol=1e-12)
+
+
 def test_coulomb_energies_have_the_channels_of_charges():
     x, q, cell = SYSTEM[:3]
     several = torch.stack([q, 2.0 * q], 1)

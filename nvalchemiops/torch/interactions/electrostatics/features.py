@@ -52,7 +52,7 @@ from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed, rows_of
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime import compiled, engine
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -277,7 +277,8 @@ def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[
         needs_cell = {"slab_correction": options.slab_correction or None, "surface_dielectric": dielectric}
         for name, value in {"pbc": atoms.pbc, **needs_cell}.items():
             if value is not None:
-                raise ValueError(f"`{name}` needs a `cell`")
+                unread = name == "pbc" and value is not True and not may_read(atoms.positions)  # it might be False
+                raise (ValuesNeededError if unread else ValueError)(f"`{name}` needs a `cell`")
         with shares.together(domain):
             system = open_system(atoms, *excluded)._replace(of_points=False)
             shares.must_be_same(domain, derivatives=derivatives)
