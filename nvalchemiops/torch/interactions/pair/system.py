@@ -125,13 +125,13 @@ def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: f
             raise ValueError("`pbc` belongs to the `domain`: leave it out")
         if cutoff is None:
             raise ValueError("with a `domain` this potential needs a cutoff, within which neighbors are found")
-        cell, _, _ = _batch(atoms._replace(batch_idx=domain.batch_idx, pbc=domain.pbc), domain.n_systems, True)
+        cell, _, _ = _batch(atoms._replace(batch_idx=domain.batch_idx, pbc=domain.pbc), domain.n_systems, True, True)
         rows, _, _ = shares.rows_of_domain(domain, positions, atoms.cell, cutoff, given)
     return PairSystem(positions, shares.replicated(domain, cell), domain.batch_idx, domain.n_systems, rows, domain)
 
 
 def _batch(
-    atoms: System, num_systems: int | None, by_system: bool
+    atoms: System, num_systems: int | None, by_system: bool, needs_all_cells: bool = False
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems.
 
@@ -173,7 +173,7 @@ def _batch(
     if cell is not None and cell.shape[0] != num_systems:
         if cell.shape[0] == 1:
             cell = cell.expand(num_systems, 3, 3)
-        elif cell.shape[0] > num_systems:
+        elif cell.shape[0] > num_systems or needs_all_cells:
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
         else:  # systems without atoms, at the end of a batch, need no cell
             n_usable = cell.shape[0]
