@@ -150,6 +150,15 @@ def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
         )
 
 
+def has_shape(tensor: Any, *shapes: tuple[int, ...]) -> bool:
+    """Whether the shape is one of these.
+
+    Only those with as many axes are compared. Python also compares tuples of different lengths from the left, so that a
+    number of systems that a traced program leaves open would be compared with the 3 of ``(3,)``, and be no longer open.
+    """
+    return any(len(shape) == tensor.ndim and tuple(tensor.shape) == shape for shape in shapes)
+
+
 def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
     """Raise unless ``value`` is a tensor of the dtype and on the device of the positions."""
     check_tensor(name, value)

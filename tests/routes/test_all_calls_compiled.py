@@ -313,6 +313,13 @@ def arguments_of(case, system):
     return *case.inputs(system), case.near(system, **csr(system, CUTOFF)) | {"batch_idx": system.batch_idx}
 
 
+def with_pbc(case, arguments):
+    near = arguments[-1]
+    if case is not DSF and case is not SPLINES:  # which have no such argument
+        near["pbc"] = torch.ones(len(arguments[2]), 3, dtype=torch.bool)
+    return arguments
+
+
 OTHER_CALLS = [
     *(with_number(PAIRS[0]), with_number(D3), DSF, with_number(DSF), SPLINES),
     plain("LJ function", lambda x, q, cell, _, near: lj_energy_forces(x, 2.2, 0.05, CUTOFF, cell, **near)),
@@ -337,15 +344,16 @@ def test_one_compiled_function_takes_batches_of_three_two_and_one(case, dynamic)
 
 @each(with_number(PAIRS[0]), DSF, with_number(D3), SUMS[0], SPLINES)
 def test_one_exported_program_takes_batches_of_three_and_two(case):
-    """With names for the numbers of atoms, systems and pairs."""
+    """With names for the numbers of atoms, systems and pairs, and with the periodicity of each system."""
     atoms, systems, pairs = (torch.export.Dim(name, min=2) for name in ("atoms", "systems", "pairs"))
     of_inputs = {name: {0: atoms} for name in case.of_atoms} | {name: {0: systems} for name in case.of_systems}
     of_near = {"neighbor_list": {1: pairs}, "neighbor_ptr": {0: atoms + 1}, "neighbor_shifts": {0: pairs}}
-    eager, (*inputs, near) = model(case), arguments_of(case, BATCHES[0])
+    of_near["pbc"] = {0: systems}
+    eager, (*inputs, near) = model(case), with_pbc(case, arguments_of(case, BATCHES[0]))
     shapes = (
         *(of_inputs.get(name) for name in case.inputs(ONE)._fields),
         {key: of_near.get(key, {0: atoms}) for key in near},
     )
     program = torch.export.export(eager, (*inputs, near), dynamic_shapes=shapes).module()
     for system in BATCHES[:2]:
-        close(program(*arguments_of(case, system)), eager(*arguments_of(case, system)))
+        close(program(*with_pbc(case, arguments_of(case, system))), eager(*arguments_of(case, system)))

@@ -286,7 +286,7 @@ def _check_lattice(
             raise TypeError(f"`pbc` must be bool, got {tensor.dtype}")
         if name != "pbc" and not tensor.is_floating_point():
             raise TypeError(f"`{name}` must be float32 or float64, got {tensor.dtype}")
-        if tensor.shape not in ((n_systems, *shape), (1, *shape), shape):
+        if not checks.has_shape(tensor, (n_systems, *shape), (1, *shape), shape):
             of_all = (n_systems, *shape)
             raise ValueError(f"`{name}` must have shape {shape} or {of_all}, got {tuple(tensor.shape)}")
         if name != "pbc" and tensor.device != positions.device:

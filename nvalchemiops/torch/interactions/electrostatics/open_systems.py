@@ -102,7 +102,7 @@ class Part(NamedTuple):
         """Values of the systems in this part; a number, or None, holds for all systems. ``name`` is for messages."""
         if values is None or type(values) in (int, float):
             return values
-        if isinstance(values, torch.Tensor) and tuple(values.shape) == (n_systems, 3):
+        if isinstance(values, torch.Tensor) and checks.has_shape(values, (n_systems, 3)):
             return values.index_select(0, self.systems.to(values.device))
         return per_system(name, values, n_systems, self.systems.device).index_select(0, self.systems)
 

@@ -190,7 +190,7 @@ def _check_periodicity(
     if isinstance(pbc, bool):
         pbc = [pbc] * 3
     pbc = checks.pbc_tensor(pbc, positions.device)
-    if tuple(pbc.shape) not in ((3,), (1, 3), (n_systems, 3)):
+    if not checks.has_shape(pbc, (3,), (1, 3), (n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({n_systems}, 3), got {tuple(pbc.shape)}")
     pbc = pbc.reshape(-1, 3).expand(n_systems, 3)
     slab_axes = pbc if with_slab else None

@@ -85,7 +85,7 @@ def pair_system(
     checks.check_positions(positions, finite=False)
     checks.check_flag("check", check)
     fits = isinstance(given, GivenNeighbors) and given.fits_cell
-    if fits and pbc is not None and pbc.shape in ((3,), (1, 3)):
+    if fits and pbc is not None and checks.has_shape(pbc, (3,), (1, 3)):
         atoms = atoms._replace(pbc=None)  # no axis is open
     cell, of_atoms, n_systems = _batch(atoms, num_systems, by_system)
     # the search must distinguish systems even if the sum does not
@@ -192,7 +192,7 @@ def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
     if pbc is None:
         return cell
     pbc = checks.pbc_tensor(pbc, cell.device)
-    fits = pbc.ndim == 0 or pbc.shape in ((3,), (1, 3), (cell.shape[0], 3))
+    fits = checks.has_shape(pbc, (), (3,), (1, 3), (cell.shape[0], 3))
     if not fits and (cell.shape[0] != 1 or pbc.ndim != 2 or pbc.shape[1] != 3):
         raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
     is_nowhere = (cell.detach() == 0.0).all(-1, keepdim=True)
