@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nvalchemiops.torch import spline
 from nvalchemiops.torch.interactions import electrostatics
@@ -357,3 +358,26 @@ def test_one_exported_program_takes_batches_of_three_and_two(case):
     program = torch.export.export(eager, (*inputs, near), dynamic_shapes=shapes).module()
     for system in BATCHES[:2]:
         close(program(*with_pbc(case, arguments_of(case, system))), eager(*arguments_of(case, system)))
+
+
+MODULES = {
+    "Ewald": electrostatics.EwaldSummation(0.6, k_cutoff=3.0, cutoff=CUTOFF),
+    "PME": electrostatics.ParticleMeshEwald(0.6, (8, 8, 8), cutoff=CUTOFF),
+}
+
+
+@pytest.mark.later_cases("PME")
+@pytest.mark.parametrize("name", MODULES)
+def test_forces_that_are_traced_without_data(name):
+    """By ``make_fx``, where tensors that a module keeps have values, but not the results of operations on them."""
+
+    def forces(x, q, cell, near):
+        x = x.detach().requires_grad_()
+        energies = MODULES[name](x, q, cell, **near)
+        return torch.autograd.grad(energies.sum(), x)[0]
+
+    four = batch(*(spread_out(n, seed=n) for n in (5, 3, 6, 4)))  # a size of 2 or 3 would become a number
+    arguments = [(*s[:3], csr(s, CUTOFF) | {"batch_idx": s.batch_idx}) for s in (four, *BATCHES[:2])]
+    traced = make_fx(forces, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*arguments[0])
+    for values in arguments:
+        close([traced(*values)], [forces(*values)])

@@ -555,9 +555,22 @@ def is_about_symbols(error: Exception) -> bool:
     return type(error).__module__ == _SYMBOLS.partition(":")[0]
 
 
+_infra = _find(
+    "tensors with data while a graph is traced",
+    "_C._get_dispatch_mode",
+    "_C._TorchDispatchModeKey",
+    works=lambda mode, keys: mode(keys.FAKE) is None,
+)
+
+
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether this is a tensor without data (see `without_data`), or wraps one while a graph is traced."""
-    return _fake is not None and isinstance(tensor, (_fake[1], _fake[4]))
+    """Whether this is a tensor without data (see `without_data`), or wraps one while a graph is traced.
+
+    Where operations make tensors without data, as under ``make_fx``, one with data gives such results, too.
+    """
+    if type(tensor) not in PLAIN_TYPES:
+        return _fake is not None and isinstance(tensor, (_fake[1], _fake[4]))
+    return bool(count_dispatch_modes()) and _infra is not None and _infra[0](_infra[1].FAKE) is not None
 
 
 _passes = _find(

@@ -27,10 +27,10 @@ class ValuesNeededError(ValueError):
 def may_read(*tensors: Any, wait: bool = False) -> bool:
     """Whether values of these tensors may be read on the host, to check them or to choose shapes.
 
-    They may not be read inside a compiler or from fake tensors, which have no values; under vmap, where values differ
-    between slices; and on a GPU or inside `hidden_values`, unless ``wait`` is set and no graph is being captured.
-    Without tensors, the answer is whether the code is running outside of a compiler. Arguments that are not tensors may
-    always be read.
+    They may not be read inside a compiler; from fake tensors, which have no values, or from any where operations make
+    fake ones, as under ``make_fx``; under vmap, where values differ between slices; and on a GPU or inside
+    `hidden_values`, unless ``wait`` is set and no graph is being captured. Without tensors, the answer is whether the
+    code is running outside of a compiler. Arguments that are not tensors may always be read.
     """
     if torch.compiler.is_compiling():
         return False
@@ -40,7 +40,7 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
         waits = _thread.hides_values or not layout(tensor.device.type).reads
         if waits and (not wait or (tensor.is_cuda and is_capturing())):
             return False
-        if is_mapped(tensor) or (type(tensor) not in PLAIN_TYPES and internals.has_no_data(tensor)):
+        if is_mapped(tensor) or internals.has_no_data(tensor):
             return False
     return True
 
@@ -168,14 +168,15 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
         ``vmap`` maps over the tensor, so that it has other values in each slice; or it is fake, and has none; or it is
         on a GPU, and a graph is being captured.
     """
-    if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not internals.transforms_active():
+    plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    if plain and not internals.transforms_active() and not internals.has_no_data(tensor):
         return tensor.detach().resolve_neg().numpy()
     if is_mapped(tensor):
         raise ValuesNeededError(
             "values that differ between the slices of `vmap` would be read, to find neighbors or to choose parameters: "
             "give neighbors and parameters, or do not map over what they depend on"
         )
-    if type(tensor) not in PLAIN_TYPES and internals.has_no_data(tensor):
+    if internals.has_no_data(tensor):
         raise ValuesNeededError(
             "values of a fake tensor would be read, to find neighbors or to choose parameters: give them, or "
             "choose them outside of FakeTensorMode and export"
