@@ -311,6 +311,19 @@ def test_tables_of_d3_without_memory_make_nan_until_a_state_is_loaded():
         same(module, d3())
 
 
+@pytest.mark.parametrize("make", [ewald, lambda: pme().prepare(CELL), d3, lambda: d3(trainable=True)])
+def test_modules_that_lost_their_memory(make):
+    """As the one that ``functional_call`` gives the weights of an ensemble: only these are lost."""
+    module, base = make(), make().to("meta")
+    trained = dict(module.named_parameters())
+    arguments = MOLECULE if isinstance(base, DFTD3) else dict(zip(("positions", "charges", "cell"), (X, Q, CELL)))
+    found = torch.func.functional_call(base, trained, kwargs=arguments | {"compute_forces": True})
+    for one, other in zip(found, of(module)):
+        assert torch.equal(one, other)
+    if not trained:
+        same(base.to_empty(device="cpu"), module)
+
+
 def test_modules_share_memory():
     module = torch.nn.Sequential(ewald().prepare(CELL), pme().prepare(CELL), d3())
     module.share_memory()

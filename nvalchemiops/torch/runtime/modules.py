@@ -51,6 +51,8 @@ class ExactModule(torch.nn.Module):
 
     - ``.to(device)`` moves them. ``.float()``, ``.half()`` and ``.to(dtype)`` leave them as they are, so that they are
       not rounded with the weights of a network. Derivatives follow the dtype of the positions.
+    - ``.to("meta")`` leaves them, and ``.to_empty(...)`` moves them: `torch.func.functional_call` gives weights and
+      buffers to a module without memory, but nothing would give it these.
     - ``DistributedDataParallel`` and similar wrappers do not touch them. These wrappers make the buffers of all
       processes equal, but the parameters of a method belong to the systems of one process.
     - A state dict has all of them in one entry, ``_extra_state``, a tensor with the bytes of a JSON text. Loading
@@ -78,9 +80,11 @@ class ExactModule(torch.nn.Module):
 
         def exactly(before: torch.Tensor) -> torch.Tensor:
             now = fn(before)
-            if before.is_meta and not now.is_meta:  # `to_empty`: NaN until a state is loaded
+            if now.is_meta:
+                return before
+            if before.is_meta:  # `to_empty`: NaN until a state is loaded
                 return torch.full_like(before, torch.nan if before.is_floating_point() else 0, device=now.device)
-            return now if now.dtype is before.dtype else before.to(now.device)
+            return before.to(now.device)
 
         self._map(exactly)
         return self
