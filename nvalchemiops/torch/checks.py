@@ -171,12 +171,13 @@ def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
 
 
 def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
-    """A parameter in the dtype of ``beside``; raises unless it is a tensor of floats on the same device.
+    """A parameter in the dtype of ``beside``; raises unless it is a tensor of real numbers on the same device.
 
-    Parameters may come with another precision than the system; its positions, charges and cells have one dtype.
+    Parameters may come with another precision than the system, or as integers, such as atomic numbers; the positions,
+    charges and cells of a system have one dtype.
     """
     check_tensor(name, value)
-    if value.is_floating_point():
+    if not value.is_complex() and value.dtype is not torch.bool:
         value = value.to(beside.dtype)
     check_real(name, value, beside)
     return value

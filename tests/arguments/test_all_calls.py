@@ -115,8 +115,9 @@ def of_parameters():
     for name in ("q", "sigma", "epsilon", "charges"):
         for value in (ONES[:3], torch.ones(4, 2, 1, dtype=torch.float64), ONES[[0, 1, 2, 3, 3]], ONES.to(OTHER)):
             yield ValueError, name, {name: value}
-        for value in (ONES.bool(), ONES.int(), ONES.tolist(), "heavy", None, 1j):
+        for value in (ONES.bool(), ONES + 0j, ONES.tolist(), "heavy", None, 1j):
             yield TypeError, name, {name: value}
+    yield TypeError, "charges", {"charges": ONES.int()}
 
 
 def of_systems():
@@ -263,7 +264,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_of_another_precision_are_converted(name):
-    """To the dtype of the positions. Gradients have the dtype of the parameter. The numbers are those of float32."""
+    """To the dtype of the positions, integers as well. Gradients have that of the parameter, the numbers of float32."""
     call = CALLS[name]
     for parameter in PARAMETERS[name]:
         value = torch.as_tensor(call.given.get(parameter, 0.25), dtype=torch.float32)
@@ -278,6 +279,9 @@ def test_parameters_of_another_precision_are_converted(name):
         assert torch.equal(found[0], found[2])
         torch.testing.assert_close(found[1], found[3].float())
         assert found[1].any()
+        ones = torch.ones_like(value)
+        of_ones, of_integers = (call(**{parameter: given}) for given in (ones, ones.int()))
+        assert all(map(torch.equal, of_ones, of_integers))
 
 
 @pytest.mark.parametrize("name", ["dsf_coulomb", "ewald_real_space"])

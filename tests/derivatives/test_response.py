@@ -337,6 +337,9 @@ def test_systems_of_a_batch_are_alone():
         assert all(f[~here].isnan().all() for f in found) and energies[1].isnan()
 
 
+INTEGERS = torch.tensor([1, -1])
+
+
 def test_single_precision():
     single = [leaf.detach().float() for leaf in leaves_for("both")]
     double = [leaf.detach() for leaf in leaves_for("both")]
@@ -356,6 +359,9 @@ def test_single_precision():
         close_to_largest([r.double() for r in results[:3]], exact[:3], 2e-5)
     assert found(single, tolerance=1e-5).iterations == rough.iterations < found(single, tolerance=1e-8).iterations
     assert all(map(torch.equal, found([*single[:-1], double[-1]])[:3], rough[:3]))  # a field in another dtype
+    place = names_of("both").index("total_charge")
+    of_integers, of_floats = (found([*single[:place], t, *single[place + 1 :]]) for t in (INTEGERS, INTEGERS.float()))
+    assert all(map(torch.equal, of_integers[:3], of_floats[:3]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all(map(torch.equal, found(single)[:3], rough[:3]))
 
@@ -453,7 +459,7 @@ BAD = {
     "another beginning": ({"initial": InducedMoments(None, torch.ones(2, 3), *[None] * 3)}, ValueError, "`initial`"),
     "no dipoles to begin with": ({"initial": InducedMoments(torch.ones(3), *[None] * 4)}, ValueError, "`initial`"),
     "field shape": ({"external_field": torch.ones(5)}, ValueError, r"`external_field` must have shape \(3,\)"),
-    "dtype": ({"external_field": torch.ones(3).int()}, TypeError, "`external_field` must be torch.float32"),
+    "dtype": ({"external_field": torch.ones(3).bool()}, TypeError, "`external_field` must be torch.float32"),
     "polarizability shape": ({"polarizabilities": torch.ones(3, 3)}, ValueError, "`polarizabilities` must have shape"),
     "negative": ({"polarizabilities": torch.tensor([1.0, -0.1, 1.0])}, ValueError, "must be non-negative"),
     "negative along an axis": (
