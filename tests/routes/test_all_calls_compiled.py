@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from nvalchemiops.torch import spline
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy_forces
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support import cases
 from tests.support.cases import (
     CUTOFF,
@@ -363,6 +364,7 @@ def test_one_exported_program_takes_batches_of_three_and_two(case):
 MODULES = {
     "Ewald": electrostatics.EwaldSummation(0.6, k_cutoff=3.0, cutoff=CUTOFF),
     "PME": electrostatics.ParticleMeshEwald(0.6, (8, 8, 8), cutoff=CUTOFF),
+    "chosen": electrostatics.EwaldSummation(cutoff=CUTOFF, accuracy=1e-3),
 }
 
 
@@ -381,3 +383,15 @@ def test_forces_that_are_traced_without_data(name):
     traced = make_fx(forces, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*arguments[0])
     for values in arguments:
         close([traced(*values)], [forces(*values)])
+
+
+def test_lists_that_are_traced_without_data():
+    """Their check for faults is left out, as in compiled code."""
+
+    def counts(x, cell, numbers):
+        return neighbor_list(x, 3.0, cell, batch_idx=numbers, max_neighbors=40)[1]
+
+    system = BATCHES[0]
+    arguments = system.positions, system.cell, system.batch_idx
+    traced = make_fx(counts, tracing_mode="symbolic")(*arguments)
+    close([traced(*arguments)], [counts(*arguments)])

@@ -563,14 +563,16 @@ _infra = _find(
 )
 
 
-def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether this is a tensor without data (see `without_data`), or wraps one while a graph is traced.
+def results_have_no_data() -> bool:
+    """Whether operations make tensors without data (see `without_data`), also of tensors with data."""
+    return bool(count_dispatch_modes()) and _infra is not None and _infra[0](_infra[1].FAKE) is not None
 
-    Where operations make tensors without data, as under ``make_fx``, one with data gives such results, too.
-    """
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether this is a tensor without data (see `without_data`), or wraps one while a graph is traced."""
     if type(tensor) not in PLAIN_TYPES:
         return _fake is not None and isinstance(tensor, (_fake[1], _fake[4]))
-    return bool(count_dispatch_modes()) and _infra is not None and _infra[0](_infra[1].FAKE) is not None
+    return results_have_no_data()
 
 
 _passes = _find(

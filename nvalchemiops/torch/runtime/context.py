@@ -27,12 +27,12 @@ class ValuesNeededError(ValueError):
 def may_read(*tensors: Any, wait: bool = False) -> bool:
     """Whether values of these tensors may be read on the host, to check them or to choose shapes.
 
-    They may not be read inside a compiler; from fake tensors, which have no values, or from any where operations make
-    fake ones, as under ``make_fx``; under vmap, where values differ between slices; and on a GPU or inside
+    They may not be read inside a compiler, or where operations make fake tensors, as under ``make_fx``; from fake
+    tensors, which have no values; under vmap, where values differ between slices; and on a GPU or inside
     `hidden_values`, unless ``wait`` is set and no graph is being captured. Without tensors, the answer is whether the
-    code is running outside of a compiler. Arguments that are not tensors may always be read.
+    code is running outside of a compiler and makes values. Arguments that are not tensors may always be read.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or internals.results_have_no_data():
         return False
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
