@@ -25,6 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.compiled import one_op
 from nvalchemiops.torch.runtime.context import ValuesNeededError
+from tests.lanes.fibers import gpu_layout
 from tests.support.comparing import assert_compiled_equals_eager, close, compiled, leaves_of, weighted
 from tests.support.systems import ALL, batch, csr, triclinic
 
@@ -227,6 +228,18 @@ def test_export_of_a_sum_that_chooses_its_parameters(strict):
 
     program = torch.export.export(Model(), ONE[:3], strict=strict).module()
     close([program(*ONE[:3])], [Model()(*ONE[:3])])
+
+
+def test_a_sum_on_a_gpu_chooses_in_compiled_code_as_in_eager_mode_before():
+    """What eager calls have kept is nothing that compilers look at; those of torch 2.11 cannot."""
+
+    def energies(*inputs):
+        return ewald_summation(*inputs, cutoff=CUTOFF, **NEAR)
+
+    torch.compiler.reset()
+    with gpu_layout():
+        expected = energies(*ONE[:3])
+        close([torch.compile(energies, backend="eager", fullgraph=True)(*ONE[:3])], [expected])
 
 
 # -- the whole sum as one op ----------------------------------------------------------------------

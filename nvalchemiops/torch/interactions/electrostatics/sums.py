@@ -60,7 +60,8 @@ def evaluate(
     fixed = tuple(terms)
 
     def prepare(inputs: Sequence[torch.Tensor], near: Any, *others: torch.Tensor) -> engine.Body:
-        changed: dict[int, Any] = dict(zip(map(id, chosen), others))
+        # nothing is chosen again in a traced graph, and torch 2.11 cannot trace the id of a tensor
+        changed: dict[int, Any] = dict(zip(map(id, chosen), others)) if others else {}
         if near is not given:  # it is in the memory of a graph
             both = near.neighbors.ndim > 1
             rows = near._replace(first=near.neighbors[0], neighbors=near.neighbors[1]) if both else near
@@ -89,7 +90,8 @@ def evaluate(
         by_system=request.energy_reduction == "system",
         domain=system.domain,
     )
-    if near is not None and system.domain is None and not layout(system.positions.device.type).reads:
+    has_key = near is not None and system.domain is None and not torch.compiler.is_compiling()
+    if has_key and not layout(system.positions.device.type).reads:
         call = in_general(call)._replace(in_general=None)  # values of a GPU are no part of a key
     return complete(engine.run(call), system, request)
 

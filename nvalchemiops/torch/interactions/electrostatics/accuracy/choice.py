@@ -213,7 +213,9 @@ def _choose(
     def optimum() -> "tuple[Any, _Splittings]":
         return optimal_splitting(system, long_range, accuracy, costs, strengths, limit), Kept(MOST_SPLITTINGS)
 
-    (optimal_alpha, r_c, optimal_target, spacing), splittings = _kept_or_made(_choices, key, optimum)
+    # the compiler of torch 2.11 would look at all keys that are kept, and cannot tell whether they have a hash
+    made = optimum() if key is None else _kept_or_made(_choices, key, optimum)
+    (optimal_alpha, r_c, optimal_target, spacing), splittings = made
 
     def balanced(reach: Any, model: core.Reciprocal | None, target: core.Target) -> Any:
         """Alpha for a list with this reach."""
