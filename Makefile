@@ -22,7 +22,8 @@ MATRIX_TESTS := $(addprefix tests/,\
 	derivatives/test_pair.py derivatives/test_response.py derivatives/test_training.py jax/test_bridge*.py \
 	jax/test_torch_bridge*.py package/test_optional_imports.py package/test_package.py \
 	package/test_torch_internals.py resources/test_cache.py resources/test_copies.py resources/test_openmp.py \
-	routes/test_all_calls_compiled.py routes/test_custom_ops*.py routes/test_default_device.py \
+	dynamics/test_compiled_and_recorded.py resources/test_state.py routes/test_all_calls_compiled.py \
+	routes/test_custom_ops*.py routes/test_default_device.py \
 	routes/test_ewald_compiled.py routes/test_launch.py routes/test_library_ops.py routes/test_repeated_sums*.py \
 	values/test_neighbors.py values/test_verlet.py)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal

@@ -83,7 +83,7 @@ def of_d3_dispersion():
         yield TypeError, "`damping`", {"damping": value}
     for kind, names in ((RationalDamping(0.4, 4.0, 0.8), PBE._fields), (ZeroDamping(1.2, 0.8), ZeroDamping._fields)):
         for name in names:
-            for value in ("strong", None, torch.tensor(True), torch.tensor(1)):
+            for value in ("strong", None, torch.tensor(True), torch.tensor(1j)):
                 yield TypeError, f"`{name}`", {"damping": kind._replace(**{name: value}), "parameters": STATES}
             for value in (torch.ones(3, dtype=F64), ONE.to(OTHER), torch.ones(1, 1, dtype=F64)):
                 yield ValueError, f"`{name}`", {"damping": kind._replace(**{name: value}), "parameters": STATES}

@@ -65,7 +65,7 @@ def bad_values(name):
             yield TypeError, parameter, {parameter: value}
         yield (TypeError, ValueError), parameter, {parameter: None}  # no number, or missing
     if general_call:
-        for value in ("all", TABLE.tolist(), TABLE.int(), torch.tensor(True)):
+        for value in ("all", TABLE.tolist(), TABLE + 0j, torch.tensor(True)):
             yield TypeError, "A", {"A": value}
         for value in (TABLE[:1], TABLE[0], TABLE[None], TABLE.to(OTHER)):
             yield ValueError, "A", {"A": value}
@@ -129,7 +129,7 @@ def test_messages_say_how_to_convert():
     with pytest.raises(TypeError, match=r"`positions` must be a torch\.Tensor, got ndarray: use torch\.as_tensor"):
         potential(X.numpy(), CELL, sigma=1.0, epsilon=1.0)
     with pytest.raises(TypeError, match=r"use `epsilon\.to\(positions\.dtype\)`"):
-        potential(X, CELL, sigma=1.0, epsilon=ONES.int())
+        potential(X, CELL, sigma=1.0, epsilon=ONES.bool())
 
 
 def test_damped_shifted_sums_take_one_charge_for_each_atom():
