@@ -360,9 +360,10 @@ def _make({", ".join(values)}):
         return self._formula(kept, cotangents, shapes, record)
 
     def _no_derivative(self) -> NotDifferentiableError:
+        advice = "" if self.trusted else ", or give it a backward"
         return NotDifferentiableError(
             f"{self.name} has no derivative: it was declared with backward='none', as the last op of a chain of "
-            "derivatives. Give it a backward, or differentiate once less"
+            f"derivatives. Differentiate once less{advice}"
         )
 
     # -- other dispatch keys ----------------------------------------------------------------------
