@@ -103,22 +103,34 @@ class Cuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(graphs, "place_of", lambda device: (device, self.current.cuda_stream))
-        monkeypatch.setattr(graphs, "_streams", graphs._OfThread())
+        monkeypatch.setattr(graphs, "_captured_on", weakref.WeakValueDictionary())
         monkeypatch.setattr(graphs, "_failed", {})
         monkeypatch.setattr(torch, "zeros", lambda *_, **__: 0)
 
     def stream(self):
         self.made += 1
-        return SimpleNamespace(wait_stream=id)
+        return SimpleNamespace(wait_stream=id, cuda_stream=self.made % 3)
 
 
-def test_graphs_of_a_place_are_captured_on_one_stream(monkeypatch):
-    """Torch keeps memory for each stream on which there was a matrix product."""
-    cuda = Cuda(monkeypatch)
-    for handle, expected in ((0, 1), (0, 1), (7, 2), (0, 2)):
-        cuda.current.cuda_stream = handle
-        assert graphs.Graph(SECOND).captured(lambda memory: memory, ()) == ()
-        assert cuda.made == expected
+def test_graphs_do_not_share_the_stream_of_their_capture(monkeypatch):
+    """With one of them torch deletes the memory of the stream for matrix products, which others would still use."""
+    Cuda(monkeypatch)
+
+    def captured():
+        graph = graphs.Graph(SECOND)
+        assert graph.captured(lambda memory: memory, ()) == ()
+        return graph
+
+    def streams():
+        return {graph: handle for (_, handle), graph in graphs._captured_on.items()}
+
+    first, second, third = captured(), captured(), captured()
+    assert set(streams().values()) == {0, 1, 2}
+    free = streams()[second]
+    del second
+    last = captured()
+    assert streams()[last] == free and set(streams()) == {first, third, last}
+    captured()  # on one of them, if there are more graphs than streams
 
 
 def fails(memory):

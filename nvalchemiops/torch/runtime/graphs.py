@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import gc
-import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -49,14 +49,13 @@ class Graph:
         try:
             with torch.cuda.device(self.device):
                 reserved = torch.cuda.memory_reserved(self.device)
-                current, aside = torch.cuda.current_stream(), _aside(place_of(self.device))
+                current, aside = torch.cuda.current_stream(), _own_stream(self)
                 aside.wait_stream(current)
                 with torch.cuda.stream(aside):
                     results = _capture(self._graph, function, memory, self.device)
                 current.wait_stream(aside)
                 self.n_bytes = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
         except Exception as error:  # the function has run before, so the cause is torch, the driver or another thread
-            _streams.asides.clear()
             self.reason = f"its capture has failed: {type(error).__name__}: {error}"
             _find_out_whether_captures_work(self.device, self.reason)
             return None
@@ -68,25 +67,24 @@ class Graph:
             self._graph.replay()
 
 
-class _OfThread(threading.local):
-    """The streams on which this thread captures graphs, by the place of their replays."""
+_captured_on: weakref.WeakValueDictionary[tuple[torch.device, int], Graph] = weakref.WeakValueDictionary()
+"""Graphs by the stream on which they were captured."""
 
-    def __init__(self) -> None:
-        self.asides: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
-
-
-_streams = _OfThread()
+_MOST_STREAMS = 32  # of torch: `torch.cuda.Stream` gives the same ones again, in turn
 
 
-def _aside(place: tuple[torch.device, int]) -> torch.cuda.Stream:
-    """The stream on which graphs for this place are captured.
+def _own_stream(graph: Graph) -> torch.cuda.Stream:
+    """A stream on which no other graph was captured that is still there.
 
-    Torch keeps memory for matrix products, up to 32 MiB, for each stream and thread. A graph uses that of the stream of
-    its capture: one for the graphs of a place is enough, since they run one after the other.
+    Torch keeps memory for matrix products for each stream, and a graph uses that of the stream of its capture. The
+    first graph of a stream that is deleted takes this memory with it (since torch 2.12), from others of the stream too.
     """
-    if place not in _streams.asides:
-        _streams.asides[place] = torch.cuda.Stream()
-    return _streams.asides[place]
+    for _ in range(_MOST_STREAMS):
+        stream = torch.cuda.Stream()
+        if (graph.device, stream.cuda_stream) not in _captured_on:
+            break
+    _captured_on[graph.device, stream.cuda_stream] = graph
+    return stream
 
 
 def _capture(
