@@ -27,6 +27,9 @@ class Capture:
         if not self.ends:
             raise RuntimeError("the driver has ended it")
 
+    def reset(self):
+        pass
+
 
 @pytest.fixture
 def capture(monkeypatch):
@@ -84,6 +87,42 @@ def test_memory_is_that_of_all_again_after_a_capture(ends, fails, capture, monke
         graphs._capture(capture, function, (), SECOND)
     assert not capture.is_open
     assert released == ([] if ends else [(1, "its pool")])
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_pool_is_left_once(begins, monkeypatch):
+    """Since torch 2.14 a graph does so when it is deleted, too. There an error would end the process."""
+    counts = {"its pool": 0}
+
+    def end(_, pool):
+        if pool not in counts:
+            raise RuntimeError("it has ended")
+        counts[pool] -= 1
+
+    class Newer(Capture):
+        in_pool = False
+
+        def capture_begin(self, **_):
+            counts["its pool"], self.in_pool = 1, True
+            if not begins:
+                raise RuntimeError("the driver cannot begin")
+
+        def reset(self):
+            if self.in_pool:
+                end(1, "its pool")
+                del counts["its pool"]
+                self.in_pool = False
+
+    def fails(memory):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "its pool")
+    monkeypatch.setattr(_torch_internals, "_pools", (end, lambda _, pool: counts.pop(pool)))
+    graph = Newer()
+    with pytest.raises(ZeroDivisionError if begins else RuntimeError):
+        graphs._capture(graph, fails, (), SECOND)
+    assert not counts
+    graph.reset()  # as when it is deleted
 
 
 class Cuda:

@@ -102,6 +102,7 @@ def _capture(
                 raise
             graph.capture_end()
         except BaseException:
+            graph.reset()  # since torch 2.14 it leaves the pool, unless it knows that it has done so
             leave_pool(device, pool)
             raise
     return results
