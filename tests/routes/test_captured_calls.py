@@ -595,6 +595,20 @@ def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
         assert torch.equal(large(x), 2.0 * x) and "since there is not enough memory" in large.explain()
     assert large._counts["ordinary"] == 2
     weights.requires_grad_()
+    total = torch.zeros_like(weights)
+
+    def adds(x):
+        total.add_(1.0)
+        raise torch.OutOfMemoryError("none left")
+
+    def adds_gradients(x):
+        (x @ weights).sum().backward()
+        raise torch.OutOfMemoryError("none left")
+
+    for function in (adds, adds_gradients):
+        with pytest.raises(torch.OutOfMemoryError):
+            record(function)(x)
+    close([total, weights.grad], [torch.ones_like(total), x.sum(0)], 1e-12)  # not called again
 
     def trained(x):
         weights.grad = None

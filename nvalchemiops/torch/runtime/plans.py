@@ -266,8 +266,8 @@ def _captured(
             with recording(seen):
                 results = tuple([_in_memory(t).detach() for t in function(memory)])
         except torch.OutOfMemoryError:  # there may be enough without all that the recorder keeps
-            if seen.acts:  # other ranks would get messages twice
-                raise
+            if seen.acts or seen.reason or _writes_gradients(seen, memory):
+                raise  # messages would be sent twice, or values that exist added to twice
             return Followed(None, None, NO_MEMORY)
         # the memory will have the values of other calls
         results = tuple([t.clone() if share_memory([t], memory) else t for t in results])
