@@ -1,6 +1,7 @@
 """Two parts of a call at the same time on a GPU: what waits for what."""
 
 import tempfile
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from nvalchemiops.torch.distributed import Domain
 from nvalchemiops.torch.distributed.communication import begin_maximum
 from nvalchemiops.torch.interactions.electrostatics import particle_mesh_ewald
 from nvalchemiops.torch.runtime import streams
+from nvalchemiops.torch.runtime.recorder import Recorder, recording
 from tests.support.on_device import on_gpu
 
 
@@ -76,11 +78,12 @@ def test_the_second_part_waits_for_what_was_before_the_first(monkeypatch):
     # the backward pass of the second part may be the last to use what both are given
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: notes.append(f"given to {stream.name}"))
     given = (on_gpu(torch.ones(1)), (on_gpu(torch.ones(1)), None, 2.0), torch.ones(1))
-    for with_graph in (True, False):
+    recorded = recording(Recorder((), (), (), 0, (), makes_steps=False))
+    for with_graph, within, expected in ((True, nullcontext(), 2), (False, nullcontext(), 0), (True, recorded, 0)):
         notes.clear()
-        with torch.set_grad_enabled(with_graph):
+        with torch.set_grad_enabled(with_graph), within:
             streams.beside(*parts, torch.device("cuda"), given)
-        assert notes.count("given to side") == 2 * with_graph
+        assert notes.count("given to side") == expected
 
 
 def test_what_is_read_later_is_there_on_the_device_of_the_message(monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvalchemiops.torch.runtime.context import is_eager
-from nvalchemiops.torch.runtime.recorder import tensors_in
+from nvalchemiops.torch.runtime.recorder import current_recorder, tensors_in
 
 First = TypeVar("First")
 
@@ -31,7 +31,8 @@ def beside(
     first are sent before all messages of the second, which would hold them up.
 
     The backward pass of the second one runs on the other stream, too, and may be the last to use a tensor ``given`` to
-    it, in nested tuples. The memory of these is not reused before that.
+    it, in nested tuples. The memory of these is not reused before that. A recorder keeps all tensors; for it this would
+    be a change of tensors that existed before the call.
 
     Returns
     -------
@@ -42,7 +43,7 @@ def beside(
         return first(), second()
     here, side = torch.cuda.current_stream(device), _side(device)
     begun = here.record_event()
-    for used in tensors_in(given) if torch.is_grad_enabled() else ():
+    for used in tensors_in(given) if torch.is_grad_enabled() and current_recorder() is None else ():
         if used.device.type == device.type:
             used.record_stream(side)
     found = first()
