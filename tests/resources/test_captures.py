@@ -144,6 +144,7 @@ class Cuda:
         monkeypatch.setattr(graphs, "place_of", lambda device: (device, self.current.cuda_stream))
         monkeypatch.setattr(graphs, "_captured_on", weakref.WeakValueDictionary())
         monkeypatch.setattr(graphs, "_failed", {})
+        monkeypatch.setattr(_torch_internals, "_pools", None)
         monkeypatch.setattr(torch, "zeros", lambda *_, **__: 0)
 
     def stream(self):
