@@ -414,7 +414,7 @@ WAITING: dict[str, Call] = {
 REFUSED = {
     "neighbor_list, checked": "check=False",
     "neighbor_list, any width": "`max_neighbors`",
-    "neighbor_list, pairs": "`max_neighbors`",
+    "neighbor_list, pairs": "no list of pairs",
     "VerletList": "between replays",
     "neighbors built": "`max_neighbors`",
     "alpha chosen": "give neighbors and parameters",

@@ -41,7 +41,7 @@ MOST_SPARE_SLOTS = 2**22
 """Largest number of slots, besides a few for each atom, of a cell-list search that is requested by name."""
 
 
-IN_CAPTURE = "give `neighbor_list` a `max_neighbors` and check=False"
+IN_CAPTURE = "give `neighbor_list` a `max_neighbors` and check=False, and ask for no list of pairs"
 """How to search while a graph is captured."""
 
 
