@@ -337,6 +337,16 @@ def test_tensors_of_a_gpu_where_all_arguments_are_on_a_cpu():
     assert "runs on a GPU, where no argument is" in follow(step, [torch.ones(3)]).reason
 
 
+def test_a_step_without_arguments_is_part_of_a_captured_graph(monkeypatch):
+    """Values of a GPU that it uses cannot be compared there."""
+    weights = torch.ones(3)
+    step = record(weights.sin)
+    step()
+    monkeypatch.setattr("nvalchemiops.torch.runtime.recorded.is_capturing", lambda: True)
+    weights.add_(1.0)
+    assert torch.equal(step(), weights.sin()) and "part of a graph" in step.explain()
+
+
 REFUSED = {
     "reads values": lambda x: x * float(x.sum()),
     "_local_scalar_dense": lambda x: x if bool(x.sum() > 0) else -x,

@@ -229,8 +229,7 @@ class Recorded:
 
     def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
         """Why a call with these tensors runs without a plan; None if it may have one."""
-        device = self._device(moving)
-        if not layout(device.type).reads and is_capturing():
+        if is_capturing():  # a step without arguments may use tensors of a GPU
             return "it is part of a graph that is being captured"
         if not is_eager(*moving) or has_function_modes():
             return "compilers, transforms and modes see the operations"
@@ -243,6 +242,7 @@ class Recorded:
             return _DEPENDENT
         if not is_unobserved(*moving, *self._changing):
             return "autocast, a profiler or a tensor of another kind sees the operations"
+        device = self._device(moving)
         if any([t.device != device for t in (*moving, *self._changing)]):
             return "tensors are on several devices"
         return None if layout(device.type).reads else graphs.obstacle(device) or None
