@@ -213,3 +213,18 @@ def test_memory_is_freed_for_others_after_a_capture_that_failed(monkeypatch):
     for part in (0.6, 0.7):
         torch.empty(int(part * free), dtype=torch.uint8, device=device)
     torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_a_graph_outlives_others_with_matrix_products():
+    """Torch frees the memory of a stream for such products with the first graph of the stream that is deleted."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(512, 512, device=device)
+    torch.mm(x, x)  # loads the kernels
+    made = [graphs.Graph(device) for _ in range(2)]
+    found = [graph.captured(lambda memory: (memory[0] @ memory[0],), (x,))[0] for graph in made]
+    del made[0], found[0]
+    torch.cuda.empty_cache()
+    x.mul_(0.5)
+    made[0].replay()
+    torch.testing.assert_close(found[0], x @ x)
