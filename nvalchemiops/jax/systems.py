@@ -13,6 +13,7 @@ from nvalchemiops.jax.operators import from_torch_values, to_torch
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.systems import Neighbors as TorchNeighbors
 from nvalchemiops.torch.systems import System as TorchSystem
+from nvalchemiops.torch.systems import several
 
 
 class System(TorchSystem):
@@ -42,7 +43,7 @@ class System(TorchSystem):
     @classmethod
     def concatenate(cls, systems: Iterable[TorchSystem]) -> "System":
         """One batch of several systems, outside of ``jit``; see `nvalchemiops.torch.systems.System.concatenate`."""
-        given = [TorchSystem(*fields) for fields in _on_host("systems", systems)]
+        given = [TorchSystem(*fields) for fields in _on_host("systems", systems, TorchSystem)]
         return cls(*from_torch_values(tuple(super().concatenate(given))))
 
     @property
@@ -87,8 +88,8 @@ class Neighbors(TorchNeighbors):
     @classmethod
     def concatenate(cls, neighbors: Iterable[TorchNeighbors], systems: Iterable[TorchSystem]) -> "Neighbors":
         """The neighbors in one batch of several systems; see `nvalchemiops.torch.systems.Neighbors.concatenate`."""
-        given = [TorchNeighbors(*fields) for fields in _on_host("neighbors", neighbors)]
-        beside = [TorchSystem(*fields) for fields in _on_host("systems", systems)]
+        given = [TorchNeighbors(*fields) for fields in _on_host("neighbors", neighbors, TorchNeighbors)]
+        beside = [TorchSystem(*fields) for fields in _on_host("systems", systems, TorchSystem)]
         return cls(*from_torch_values(tuple(super().concatenate(given, beside))))
 
     @classmethod
@@ -103,9 +104,9 @@ class Neighbors(TorchNeighbors):
         return cls(matrix=state.lists[0][0], padding=state.fill_value, **given)
 
 
-def _on_host(what: str, values: Iterable[Any]) -> list[tuple[Any, ...]]:
+def _on_host(what: str, values: Iterable[Any], kind: type) -> list[tuple[Any, ...]]:
     """The fields of systems or neighbors as tensors."""
-    given = [tuple(value) for value in values]
+    given = [tuple(value) for value in several(what, values, kind)]
     if is_traced(given):
         raise TypeError(f"`{what}` are traced: make one batch outside of jit and grad")
     return [tuple(map(to_torch, value)) for value in given]

@@ -38,10 +38,10 @@ def joined_systems(systems: Sequence["System"]) -> dict[str, Any]:
         fields[name] = _of_atoms(name, systems)
     indices, first = [], 0
     for system, count in zip(systems, counts):
-        own = system.batch_idx
+        own, _ = checks.check_batch(system.batch_idx, system.positions, count)
         if own is None:
             own = torch.zeros(system.positions.shape[0], dtype=torch.int32, device=system.positions.device)
-        indices.append(own.to(torch.int32) + first)
+        indices.append(own + first)
         first += count
     fields["batch_idx"] = _joined("batch_idx", indices)
     has_cells, says_pbc = ([getattr(s, name) is not None for s in systems] for name in ("cell", "pbc"))
@@ -72,7 +72,11 @@ def joined_neighbors(neighbors: Sequence["Neighbors"], systems: Sequence["System
     fields: dict[str, Any] = {"half": neighbors[0].half}
     fields["cutoff"] = min(cutoffs) if len(cutoffs) == len(neighbors) else None
     sizes = [system.positions.shape[0] for system in systems]
-    return fields | (_joined_matrices if as_matrix else _joined_lists)(neighbors, sizes)
+    joined = (_joined_matrices if as_matrix else _joined_lists)(neighbors, sizes)
+    for number, (near, system) in enumerate(zip(neighbors, systems)):
+        if near.shifts is None and joined["shifts"] is not None and system.cell is not None:
+            raise ValueError(f"`neighbors`: number {number} has no `shifts`, which its system needs with `cell`")
+    return fields | joined
 
 
 def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dict[str, Any]:
@@ -149,7 +153,10 @@ def _of_atoms(name: str, systems: Sequence["System"]) -> Any:
             raise ValueError(f"`{name}` of system number {number} is missing, but other systems have it")
         if value is not None:
             value = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else system.positions.dtype)
-            found.append(value if value.ndim else value.to(system.positions.device).expand(n_atoms))
+            value = value if value.ndim else value.to(system.positions.device).expand(n_atoms)
+            if value.shape[0] != n_atoms:
+                raise ValueError(f"`{name}` of system number {number} has {value.shape[0]} rows for {n_atoms} atoms")
+            found.append(value)
     return _joined(name, found)
 
 

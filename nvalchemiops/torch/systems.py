@@ -156,9 +156,9 @@ class System(NamedTuple):
 
         Raises
         ------
-        ValueError
-            There is no system; charges, numbers or other values of atoms are given for some systems only, or have other
-            shapes; a system has a ``domain``.
+        ValueError, TypeError
+            There is no system, or something else; charges, numbers or other values of atoms are given for some systems
+            only, or have other shapes; ``batch_idx`` holds a system that does not exist; a system has a ``domain``.
 
         Examples
         --------
@@ -166,10 +166,7 @@ class System(NamedTuple):
         >>> batch.batch_idx.tolist(), batch.pbc[:, 0].tolist()
         ([0, 0, 0, 0, 0, 0, 0, 0, 1, 1], [True, False])
         """
-        systems = list(systems)
-        if not systems:
-            raise ValueError("`systems` holds no system")
-        return cls(**joined_systems(systems))
+        return cls(**joined_systems(several("systems", systems, System)))
 
     def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> "System":
         """The system on another device, or with real numbers of another dtype; gradients flow through it.
@@ -235,6 +232,18 @@ class System(NamedTuple):
         if as_matrix:
             return Neighbors.from_matrix(found[0], shifts, counts=found[1], cutoff=cutoff, half=half)
         return Neighbors.from_list(found[0], shifts, row_pointers=found[1], cutoff=cutoff, half=half)
+
+
+def several(name: str, values: Iterable[Any], kind: type) -> list[Any]:
+    """The values of an iterable, at least one; raise unless all are of this kind."""
+    found = list(values)
+    if not found:
+        raise ValueError(f"`{name}` holds no {kind.__name__}")
+    for value in found:
+        if not isinstance(value, kind):
+            hint = ": give a list of several" if isinstance(values, kind) else ""
+            raise TypeError(f"`{name}` must hold {kind.__name__} objects, got {type(value).__name__}{hint}")
+    return found
 
 
 def _in_short(value: Any) -> str:
@@ -362,9 +371,9 @@ class Neighbors(NamedTuple):
 
         Raises
         ------
-        ValueError
-            There are no neighbors; their number is not that of the systems; they have different formats, or are half
-            lists in part; or they do not fit the atoms of their system.
+        ValueError, TypeError
+            There are no neighbors, or something else; their number is not that of the systems; they have different
+            formats, or are half lists in part; they do not fit the atoms of their system, or lack shifts.
 
         Examples
         --------
@@ -373,10 +382,7 @@ class Neighbors(NamedTuple):
         >>> torch.equal(near.pairs, System.concatenate(systems).neighbors(3.0).pairs)
         True
         """
-        neighbors = list(neighbors)
-        if not neighbors:
-            raise ValueError("`neighbors` holds none")
-        return cls(**joined_neighbors(neighbors, list(systems)))
+        return cls(**joined_neighbors(several("neighbors", neighbors, Neighbors), several("systems", systems, System)))
 
     def to(self, device: torch.device | str | None = None) -> "Neighbors":
         """The neighbors on another device."""

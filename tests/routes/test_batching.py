@@ -138,8 +138,15 @@ def test_neighbors_from_elsewhere():
 
 def test_what_has_no_answer():
     crystal, free, slab, _ = systems = structures("crystals, molecules, slabs")
+    three = torch.arange(8) % 3
     for wrong, message in (
-        ([], "holds no system"),
+        ([], "holds no System"),
+        (crystal, "must hold System objects, got Tensor: give a list"),
+        ([SALT], "must hold System objects, got Atoms"),
+        # as many rows as atoms in the sum, so that nobody would notice later
+        ([crystal._replace(charges=free.charges), free._replace(charges=crystal.charges)], "number 0 has 3 rows for 8"),
+        ([crystal._replace(cell=crystal.cell.expand(2, 3, 3), batch_idx=three), free], "the entry 2, but there are 2"),
+        ([crystal._replace(batch_idx=three[:3]), free], r"`batch_idx` must have shape \(8\), got \(3,\)"),
         ([crystal, free._replace(charges=None)], "`charges` of system number 1 is missing"),
         (
             [crystal, free._replace(charges=free.charges[:, None])],
@@ -148,16 +155,19 @@ def test_what_has_no_answer():
         ([crystal, free._replace(domain=object())], "number 1 has a `domain`"),
         ([crystal._replace(cell=crystal.cell.expand(2, 3, 3))], "`cell` is for 2 systems, but there are 1"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             System.concatenate(wrong)
     near = [system.neighbors(3.0) for system in systems]
     for neighbors, beside, message in (
-        ([], [], "`neighbors` holds none"),
+        ([], [], "`neighbors` holds no Neighbors"),
+        (near[0], [crystal], "`neighbors` must hold Neighbors objects, got Tensor: give a list"),
+        (near[:2], System.concatenate([crystal, free]), "`systems` must hold System objects, got Tensor: give a list"),
+        ([near[0], near[2]._replace(shifts=None)], [crystal, slab], "number 1 has no `shifts`, which its system needs"),
         (near, systems[:3], "of 4 systems, but there are 3"),
         (near[:2], [crystal, slab], "number 1 is for 3 atoms, but its system has 2"),
         ([near[0], free.neighbors(3.0, as_matrix=True)], [crystal, free], "one is a matrix, the other has pairs"),
         ([near[0], free.neighbors(3.0, half=True)], [crystal, free], "number 1 has another `half`"),
         ([Neighbors()], [crystal], "must have either pairs or a matrix"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             Neighbors.concatenate(neighbors, beside)
