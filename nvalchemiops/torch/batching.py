@@ -92,7 +92,7 @@ def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dic
             raise _other_size(number, ends.shape[0] - 1, size)
         if ends is not None and may_read(ends) and int(ends[-1]) < own.shape[1]:  # room for more pairs
             own, images = own[:, : int(ends[-1])], None if images is None else images[: int(ends[-1])]
-        moved = own + first_atom
+        moved = _moved(own, first_atom, size)
         pairs.append(moved if near.padding is None else torch.where(own == near.padding, n_atoms, moved))
         shifts.append(own.new_zeros(own.shape[1], 3) if images is None else images)
         if ends is not None:
@@ -119,12 +119,17 @@ def _joined_matrices(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> 
         if not own.shape[0]:  # no neighbors, for any number of atoms
             own, images = own.new_full((size, 0), padding), None
         images = own.new_zeros(*own.shape, 3) if images is None else images
-        entries, more = torch.where(own == padding, n_atoms, own + first_atom), width - own.shape[1]
+        entries, more = torch.where(own == padding, n_atoms, _moved(own, first_atom, size)), width - own.shape[1]
         rows.append(pad(entries, (0, more), value=n_atoms))
         shifts.append(pad(images, (0, 0, 0, more)))
         first_atom += size
     has_shifts = any(near.shifts is not None for near in neighbors)
     return {"matrix": torch.cat(rows), "shifts": torch.cat(shifts) if has_shifts else None}
+
+
+def _moved(atoms: torch.Tensor, first_atom: int, size: int) -> torch.Tensor:
+    """Atoms of one of the systems as those of the batch; those that the system does not have stay invalid."""
+    return torch.where((atoms >= 0) & (atoms < size), atoms + first_atom, atoms.clamp(max=-1))
 
 
 def _other_size(number: int, found: int, size: int) -> ValueError:

@@ -136,6 +136,23 @@ def test_neighbors_from_elsewhere():
     assert not energies([Neighbors.from_matrix(p.matrix[:0], p.shifts[:0]) for p in padded]).any()
 
 
+@pytest.mark.parametrize("atom", [-1, 8])
+def test_atoms_that_a_system_does_not_have_are_not_those_of_the_next(atom):
+    """Padding without its declaration, for one; the error is that of the system alone."""
+    crystal, free = structures("crystals, molecules, slabs")[:2]
+    both = System.concatenate([free, crystal, free])
+    for as_matrix, name in ((False, "pairs"), (True, "matrix")):
+        near, water = (s.neighbors(3.0, as_matrix=as_matrix) for s in (crystal, free))
+        entries = getattr(near, name).clone()
+        entries[-1, -1] = atom
+        joined = Neighbors.concatenate([water, near._replace(**{name: entries}), water], [free, crystal, free])
+        if as_matrix and atom == 8:  # the default padding
+            assert joined.matrix[10].max() == 14 and PAIR(both, joined, q=both.charges).energies.isfinite().all()
+            continue
+        with pytest.raises(ValueError, match="holds an atom that does not exist"):
+            PAIR(both, joined, q=both.charges)
+
+
 def test_what_has_no_answer():
     crystal, free, slab, _ = systems = structures("crystals, molecules, slabs")
     three = torch.arange(8) % 3
