@@ -138,7 +138,7 @@ def _other_size(number: int, found: int, size: int) -> ValueError:
 
 def _joined(name: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The values of all systems in one tensor, whose rows must have the same shape."""
-    shapes = {tuple(value.shape[1:]) for value in values}
+    shapes = {tuple(value.shape[1:]) for value in values if value.shape != (0,)}  # charges of no atoms fit all others
     if len(shapes) > 1:
         raise ValueError(f"`{name}` of all systems must have rows of the same shape, got {sorted(shapes)}")
     return torch.cat(list(values))
@@ -169,7 +169,7 @@ def _of_each(name: str, value: torch.Tensor, count: int) -> torch.Tensor:
     """A value of each of the systems in one batch, from that of a single system or of all."""
     ndim = {"cell": 3, "pbc": 2}[name]
     if value.ndim < ndim or value.shape[0] == 1:
-        return value.expand(count, *value.shape[1 - ndim :])
+        return value.expand(count, *(value.shape[1 - ndim :] or (3,)))  # one flag of `pbc` is that of all axes
     if value.shape[0] != count:
         raise ValueError(f"`{name}` is for {value.shape[0]} systems, but there are {count}")
     return value

@@ -91,6 +91,10 @@ def test_values_of_atoms():
     assert System.concatenate([wide, wide]).widths == 0.5
     nothing = System(x[:0])  # no charges, and none missing
     assert torch.equal(System.concatenate([nothing, crystal]).charges, crystal.charges)
+    channels = crystal._replace(charges=crystal.charges[:, None].expand(-1, 2))
+    mixed = System.concatenate([nothing._replace(charges=crystal.charges[:0]), channels])
+    assert torch.equal(mixed.charges, channels.charges)
+    assert System.concatenate([crystal._replace(pbc=True), free]).pbc.tolist() == [[True] * 3, [False] * 3]
     assert list(map(len, to_ase(found))) == [8, 3, 8]
     rows = torch.full((8,), 0.2, dtype=x.dtype)
     assert torch.equal(
