@@ -23,7 +23,9 @@ def count_systems(system: "System") -> int:
     found = checks.systems_in_shapes((system.cell, 3), (system.pbc, 2))
     if found is not None:
         return found
-    return int(system.batch_idx.max()) + 1 if system.batch_idx.numel() else 0
+    if system.batch_idx.numel():
+        return int(system.batch_idx.max()) + 1
+    return int(getattr(system.cell, "ndim", 0) == 3 or getattr(system.pbc, "ndim", 0) == 2)  # one, without atoms
 
 
 def joined_systems(systems: Sequence["System"]) -> dict[str, Any]:

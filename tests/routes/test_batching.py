@@ -1,12 +1,14 @@
 """One batch of several systems, and of their neighbors: the batch that one call makes, to the last bit."""
 
+from functools import partial
+
 import pytest
 import torch
 from ase import Atoms
 from ase.build import bulk, molecule
 
-from nvalchemiops.torch import Neighbors, System
-from nvalchemiops.torch.dynamics import to_ase
+from nvalchemiops.torch import Graph, Neighbors, System
+from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate, to_ase
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support.systems import batch, triclinic
@@ -77,6 +79,19 @@ def test_batches_of_batches():
     energies = PAIR(found, near, q=found.charges, energy_reduction="system").energies
     alone = [PAIR(s, q=s.charges, energy_reduction="system").energies for s in (mixed, shared)]
     torch.testing.assert_close(energies, torch.cat(alone))
+
+
+@pytest.mark.parametrize("cell", [None, SALT.cell.array], ids=["molecule", "crystal"])
+def test_a_batch_of_one_system_without_atoms(cell):
+    """It counts in further batches, in relaxations and in runs, as for interactions."""
+    nothing = System(torch.zeros(0, 3, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+    nothing = nothing._replace(cell=None if cell is None else torch.as_tensor(cell), numbers=torch.zeros(0).int())
+    alone, model = System.concatenate([nothing]), SumOfTerms(partial(PAIR, q=nothing.charges))
+    both = System.concatenate([alone, structures("one")[0]])
+    assert both.cell.shape == (2, 3, 3) and both.batch_idx.tolist() == [1] * 8
+    assert Graph(alone, 3.0).n_systems == 1
+    assert relax(alone, model).evaluation.energies.tolist() == [0.0]
+    assert simulate(alone, model, nve(1.0), 1).state.evaluation.energies.tolist() == [0.0]
 
 
 def test_values_of_atoms():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.distributed.exchange import carried
 from nvalchemiops.torch.dynamics.cell_flows import cell_arguments
 from nvalchemiops.torch.dynamics.model import Evaluation
@@ -175,8 +176,11 @@ class Chart:
         checks.check_positions(positions, finite=False)
         if domain is None:
             lattice, pbc, shaped = checks.check_systems(positions, system.cell, system.pbc, system.batch_idx, None)
-            batch_idx, found = checks.check_batch(system.batch_idx, positions, shaped, wait=True)
+            n_systems = shaped if len(positions) else count_systems(system)
+            batch_idx, found = checks.check_batch(system.batch_idx, positions, n_systems, wait=True)
             assert found is not None
+            if batch_idx is not None and lattice is None and not bool((batch_idx == found - 1).any()):
+                pbc = system.positions.new_zeros((found, 3), dtype=torch.bool)  # it alone tells how many systems
             if batch_idx is not None:  # a cell of its own for each system
                 system = system._replace(
                     cell=None if lattice is None else lattice.reshape(-1, 3, 3).expand(found, 3, 3),
