@@ -284,22 +284,23 @@ def _held(atoms: ase.Atoms, besides: tuple[type, ...] = ()) -> np.ndarray:
 
     Raise for constraints that do not hold atoms, except those of the given types.
     """
-    held = np.zeros((len(atoms), 3), dtype=bool)
-    for constraint in atoms.constraints:
-        name = type(constraint).__name__
-        if isinstance(constraint, besides):
-            continue
+    constraints = [constraint for constraint in atoms.constraints if not isinstance(constraint, besides)]
+    for constraint in constraints:
         if not isinstance(constraint, HOLDING):
+            name = type(constraint).__name__
             raise ValueError(f"the file has a constraint {name}; only those that hold atoms are supported")
-        for axis, unit in enumerate(np.eye(3)):
-            forces, steps = np.tile(unit, (len(atoms), 1)), atoms.positions + unit
-            constraint.adjust_forces(atoms, forces)
-            constraint.adjust_positions(atoms, steps)
-            for passed in (forces, steps - atoms.positions):
-                kept = (passed * unit).sum(axis=1)
-                if not np.allclose(passed, np.outer(np.round(kept), unit), atol=1e-6):
-                    raise ValueError(f"the file has a constraint {name} along a direction that is no Cartesian axis")
-                held[:, axis] |= kept < 0.5
+    held = np.zeros((len(atoms), 3), dtype=bool)
+    start = ase.Atoms(atoms.numbers, cell=atoms.cell, pbc=atoms.pbc)  # whatever the positions are
+    for axis, unit in enumerate(np.eye(3)):
+        forces, steps = (np.tile(unit, (len(atoms), 1)) for _ in range(2))
+        for constraint in constraints:  # a POSCAR has one for each atom
+            constraint.adjust_forces(start, forces)
+            constraint.adjust_positions(start, steps)
+        for passed in (forces, steps):
+            kept = (passed * unit).sum(axis=1)
+            if not np.allclose(passed, np.outer(np.round(kept), unit), atol=1e-6):
+                raise ValueError("the file lets atoms move along directions that are no Cartesian axes")
+            held[:, axis] |= kept < 0.5
     return held
 
 

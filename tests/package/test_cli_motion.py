@@ -191,6 +191,11 @@ def test_atoms_that_move_in_some_directions_go_where_they_go_in_ase(crystals, ca
     assert stays.tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 1], [0, 1, 0], [1, 1, 1]]
     atoms.set_constraint([FixScaled([1], (True, True, True)), FixCartesian([2], (True, True, True))])
     assert motion._fixed(atoms).tolist() == [False, True, True] + [False] * 5
+    atoms.positions[0] = np.nan  # of which the relaxation tells, not the constraint
+    atoms.set_constraint([FixScaled([k], (k > 4, True, False)) for k in range(8)])  # as ASE reads a POSCAR
+    assert motion._held(atoms).tolist() == [[k > 4, True, False] for k in range(8)]
+    atoms.set_constraint([FixedPlane([1], (0.0, 1.0, 1.0)), FixAtoms([1])])
+    assert motion._fixed(atoms).tolist() == [False, True] + [False] * 6
 
 
 @pytest.mark.parametrize("name", ["held.traj", "sliding.traj", "hooked.traj"])
@@ -347,7 +352,7 @@ MOTION_MISTAKES = {
     "one frame": (["relax", "argon.xyz", "--output", "POSCAR"], "cannot write several frames in the format of POSCAR"),
     "constraint": (["relax", "hooked.traj"], "a constraint Hookean; only those that hold atoms"),
     "bonds": (["relax", "bonds.traj"], "a constraint FixBondLengths; only those that hold atoms"),
-    "oblique": (["relax", "oblique.traj"], "a constraint FixedPlane along a direction that is no Cartesian axis"),
+    "oblique": (["relax", "oblique.traj"], "lets atoms move along directions that are no Cartesian axes"),
     "components": (["md", "sliding.traj", "--temperature", "9"], "lets atoms move in some directions only"),
     "mask": (
         ["md", "argon.xyz", "--ensemble", "npt", "--temperature", "9", "--mask", "ab"],
