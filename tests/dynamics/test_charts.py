@@ -169,6 +169,9 @@ def test_fixed_atoms_may_be_an_array_or_a_list() -> None:
     for given, same in ((fixed, fixed), (fixed[:, 0], fixed[:, 0])):
         for form in (given.numpy(), given.tolist(), tuple(given.tolist())):
             assert torch.equal(Chart(system, fixed=form).fixed, same)
+    with torch.device("meta"):  # a default device is not that of the system
+        chart = Chart(system, fixed=np.broadcast_to(True, (n,)))  # read-only
+    assert chart.fixed.all()
     empty = System.from_ase(crystal(1)[:0])
     assert Chart(empty, fixed=[]).fixed.shape == (0,)
     for wrong in ([1, 2], np.zeros(n), [[True], [True, False]], np.array([None] * n), ["Ar"] * n):

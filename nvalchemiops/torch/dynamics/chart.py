@@ -424,7 +424,8 @@ def _free(fixed: Any, positions: torch.Tensor) -> torch.Tensor:
     """Which components may move, (n_atoms, 1) or (n_atoms, 3)."""
     if isinstance(fixed, (np.ndarray, list, tuple)):
         try:
-            fixed = torch.as_tensor(np.asarray(fixed, dtype=None if len(fixed) else bool))
+            # a copy, since an array may be read-only; and whatever the default device is
+            fixed = torch.as_tensor(np.array(fixed, dtype=None if len(fixed) else bool), device="cpu")
         except (TypeError, ValueError) as error:  # rows of several lengths, or objects
             raise TypeError(f"`fixed` must be an array of bools: {error}") from None
     checks.check_tensor("fixed", fixed)
