@@ -53,7 +53,7 @@ def test_one_batch_of_several():
             assert isinstance(value, jax.Array) == isinstance(other, torch.Tensor)
             np.testing.assert_array_equal(value, other)
     assert [*map(type, found)] == [System, Neighbors]
-    with pytest.raises(TypeError, match="`systems` must hold System objects, got .*: give a list"):
+    with pytest.raises(TypeError, match=r"`systems` must hold System objects, got .*: give a list"):
         System.concatenate(systems[0])
     with pytest.raises(TypeError, match="`systems` are traced: make one batch outside of jit"):
         jax.jit(System.concatenate)(systems)
