@@ -18,14 +18,14 @@ DEVICES = ("cpu", "cuda")
 """Types of devices on which kernels run."""
 
 
-def kind_of(value: Any) -> str:
-    """The type of an argument that is not a tensor, for a message, with advice."""
+def kind_of(name: str, value: Any) -> str:
+    """The type of an argument of this name that is not what it must be, for a message, with advice."""
     advice = ""
     if _is_atoms(value):
         advice = ": use System.from_ase"
     elif hasattr(value, "_fields"):  # a System, or a result of this library, is a tuple
-        names = [name for name in ("state", "system", "positions") if hasattr(value, name)]
-        advice = f": give its `{names[0]}`" if names else ""
+        parts = [part for part in ("state", "system", name) if hasattr(value, part)]
+        advice = f": give its `{parts[0]}`" if parts else ""
     elif isinstance(value, (np.ndarray, list, tuple)):
         advice = ": use torch.as_tensor"
     return type(value).__name__ + advice
@@ -41,13 +41,13 @@ def _is_atoms(value: Any) -> bool:
 def refuse_atoms(name: str, value: Any) -> None:
     """Raise for atoms of ASE where a system is needed."""
     if _is_atoms(value):
-        raise TypeError(f"`{name}` must be a System, got {kind_of(value)}")
+        raise TypeError(f"`{name}` must be a System, got {kind_of(name, value)}")
 
 
 def check_tensor(name: str, tensor: Any) -> None:
     """Raise unless this is a dense tensor."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {kind_of(tensor)}")
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {kind_of(name, tensor)}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"`{name}` has layout {tensor.layout}, but kernels need a dense tensor: call .to_dense()")
 

@@ -357,6 +357,8 @@ def test_results_and_systems_in_the_place_of_their_parts_are_told_which():
         "Relaxation: give its `system`": lambda: simulate(relaxed, model, nve(1.0), 1),
         "State: give its `system`": lambda: relax(run.state, model),
         "System: give its `positions`": lambda: ewald_summation(system, None, system.cell),
+        "System: give its `charges`": lambda: ewald_summation(system.positions, system, system.cell),
+        "System$": lambda: lennard_jones(5.0)(system, sigma=system, epsilon=1.0),  # which has none
     }
     for message, call in calls.items():
         assert_named([(message, call, TypeError, f"got {message}")])

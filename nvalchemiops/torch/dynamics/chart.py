@@ -171,7 +171,7 @@ class Chart:
         fixed: torch.Tensor | np.ndarray | Sequence[Any] | None = None,
     ) -> None:
         if not isinstance(system, System):
-            raise TypeError(f"`system` must be a System, got {checks.kind_of(system)}")
+            raise TypeError(f"`system` must be a System, got {checks.kind_of('system', system)}")
         positions, domain = system.positions, system.domain
         checks.check_positions(positions, finite=False)
         if domain is None:

@@ -151,7 +151,7 @@ def simulate(
     change in each step. ``run.state.system.domain`` brings values back to the ranks that hold the atoms.
     """
     if not isinstance(start, System | State):
-        raise TypeError(f"`start` must be a System or a State, got {checks.kind_of(start)}")
+        raise TypeError(f"`start` must be a System or a State, got {checks.kind_of('start', start)}")
     parts = ("start", "resume", "step", "parameters", "constraints", "per_atom")  # also of what wraps an integrator
     if isinstance(integrator, type) or not all(hasattr(integrator, name) for name in parts):
         raise TypeError(f"`integrator` must be an Integrator, such as nve(dt), got {integrator!r}")

@@ -126,7 +126,7 @@ def _number(name: Any, value: Any) -> float:
     try:
         return checks.as_float(name, value)
     except TypeError:
-        raise TypeError(f"`{name}` must be a number or a torch.Tensor, got {checks.kind_of(value)}") from None
+        raise TypeError(f"`{name}` must be a number or a torch.Tensor, got {checks.kind_of(name, value)}") from None
 
 
 def _side_by_side(columns: list[torch.Tensor]) -> torch.Tensor | None:
