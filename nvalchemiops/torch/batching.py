@@ -95,7 +95,9 @@ def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dic
         if ends is not None and may_read(ends) and int(ends[-1]) < own.shape[1]:  # room for more pairs
             own, images = own[:, : int(ends[-1])], None if images is None else images[: int(ends[-1])]
         moved = _moved(own, first_atom, size)
-        pairs.append(moved if near.padding is None else torch.where(own == near.padding, n_atoms, moved))
+        if near.padding is not None:  # of second atoms; the first one may have this number
+            moved = torch.stack([moved[0], torch.where(own[1] == near.padding, n_atoms, moved[1])])
+        pairs.append(moved)
         shifts.append(own.new_zeros(own.shape[1], 3) if images is None else images)
         if ends is not None:
             pointers.append(ends[min(number, 1) :] + first_pair)

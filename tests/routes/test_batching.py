@@ -144,9 +144,13 @@ def test_neighbors_from_elsewhere():
     assert Neighbors.concatenate(bare, systems).cutoff is None
     farther = [near._replace(cutoff=3.0 + number) for number, near in enumerate(lists)]
     assert Neighbors.concatenate(farther, systems).cutoff == 3.0
-    gaps = [near._replace(pairs=torch.where(near.pairs == 4, -1, near.pairs), padding=-1) for near in lists[:1]]
-    found = Neighbors.concatenate([lists[1], *gaps], systems[1::-1])
-    assert found.padding == 13 and found.pairs.max() == 13 and found.pairs.min() == 0
+    for padding in -1, 0:  # which may be an atom
+        pairs = torch.stack([lists[0].pairs[0], torch.where(lists[0].pairs[1] == 4, padding, lists[0].pairs[1])])
+        gaps = lists[0]._replace(pairs=pairs, padding=padding)
+        found = Neighbors.concatenate([lists[1], gaps], systems[1::-1])
+        assert found.padding == 13
+        both, alone = System.concatenate(systems[1::-1]), PAIR(systems[0], gaps, q=systems[0].charges).energies
+        torch.testing.assert_close(PAIR(both, found, q=both.charges).energies[5:], alone)
     nothing = [
         near._replace(pairs=near.pairs[:, :0], shifts=near.shifts[:0], row_pointers=near.row_pointers[:1])
         for near in lists
