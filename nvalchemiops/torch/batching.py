@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
+from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.runtime.context import may_read
 
@@ -92,8 +93,9 @@ def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dic
             ends = ends.new_zeros(size + 1)
         if ends is not None and ends.shape[0] != size + 1:
             raise _other_size(number, ends.shape[0] - 1, size)
-        if ends is not None and may_read(ends) and int(ends[-1]) < own.shape[1]:  # room for more pairs
-            own, images = own[:, : int(ends[-1])], None if images is None else images[: int(ends[-1])]
+        if ends is not None and may_read(own, ends) and 0 <= (end := int(ends[-1])) < own.shape[1]:
+            if own[0, end] == NO_PADDING:  # room for more pairs; a list that its pointers do not fit stays one
+                own, images = own[:, :end], None if images is None else images[:end]
         moved = _moved(own, first_atom, size)
         if near.padding is not None:  # of second atoms; the first one may have this number
             moved = torch.stack([moved[0], torch.where(own[1] == near.padding, n_atoms, moved[1])])

@@ -11,6 +11,7 @@ from nvalchemiops.torch import Graph, Neighbors, System
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate, to_ase
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from tests.support.systems import batch, triclinic
 
 CHARGES = {"Na": 1.0, "Cl": -1.0, "O": -0.8, "H": 0.4}
@@ -132,13 +133,14 @@ def test_neighbors_from_elsewhere():
         padded.append(Neighbors.from_matrix(matrix, shifts, padding=-1 - number))
     torch.testing.assert_close(energies(padded), expected)
     lists = [system.neighbors(3.0) for system in systems]
-    room = [
-        near._replace(
-            pairs=torch.nn.functional.pad(near.pairs, (0, 4)), shifts=torch.nn.functional.pad(near.shifts, (0, 0, 0, 4))
-        )
-        for near in lists
-    ]
-    torch.testing.assert_close(energies(room), expected)
+
+    def longer(value):
+        pad = torch.nn.functional.pad
+        return [n._replace(pairs=pad(n.pairs, (0, 4), value=value), shifts=pad(n.shifts, (0, 0, 0, 4))) for n in lists]
+
+    torch.testing.assert_close(energies(longer(NO_PADDING)), expected)
+    with pytest.raises(ValueError, match="`neighbor_ptr` must fit it"):  # as that of each system
+        energies(longer(0))
     bare = [lists[0], lists[1]._replace(row_pointers=None, cutoff=None), lists[2]]
     torch.testing.assert_close(energies(bare), expected)
     assert Neighbors.concatenate(bare, systems).cutoff is None
