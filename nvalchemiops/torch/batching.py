@@ -93,9 +93,9 @@ def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dic
             ends = ends.new_zeros(size + 1)
         if ends is not None and ends.shape[0] != size + 1:
             raise _other_size(number, ends.shape[0] - 1, size)
-        if ends is not None and may_read(own, ends) and 0 <= (end := int(ends[-1])) < own.shape[1]:
-            if own[0, end] == NO_PADDING:  # room for more pairs; a list that its pointers do not fit stays one
-                own, images = own[:, :end], None if images is None else images[:end]
+        end = int(ends[-1]) if ends is not None and may_read(own, ends) else own.shape[1]
+        if 0 <= end < own.shape[1] and own[0, end] == NO_PADDING:  # room; a list that its pointers do not fit stays one
+            own, images = own[:, :end], None if images is None else images[:end]
         moved = _moved(own, first_atom, size)
         if near.padding is not None:  # of second atoms; the first one may have this number
             moved = torch.stack([moved[0], torch.where(own[1] == near.padding, n_atoms, moved[1])])
