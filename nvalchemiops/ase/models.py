@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import ase
+import numpy as np
 import torch
 
 from nvalchemiops.ase.calculator import Calculator
@@ -135,20 +136,17 @@ class FromASE:
     def _one_by_one(self, system: System) -> Evaluation:
         wants_stress = self.stress and system.cell is not None
         energies, stresses = [], []
-        forces = torch.zeros(system.positions.shape, dtype=torch.float64)
+        double: Any = {"dtype": torch.float64, "device": "cpu"}  # whatever the default device is
+        forces = torch.zeros(system.positions.shape, **double)
         for atoms, places in structures_of(system):
             atoms.calc = self.calculator
-            forces[places] = torch.as_tensor(atoms.get_forces(), dtype=torch.float64)
+            forces[places] = torch.as_tensor(atoms.get_forces(), **double)
             energies.append(atoms.get_potential_energy(force_consistent=self._energy))
             if wants_stress:
                 has_volume = int(atoms.cell.rank) == 3
-                stress = (
-                    torch.tensor(atoms.get_stress(voigt=False))
-                    if has_volume
-                    else torch.zeros(3, 3, dtype=torch.float64)
-                )
-                stresses.append(stress)
-        results = [torch.tensor(energies, dtype=torch.float64), forces]
+                stress = atoms.get_stress(voigt=False) if has_volume else np.zeros((3, 3))
+                stresses.append(torch.tensor(stress, **double))
+        results = [torch.tensor(energies, **double), forces]
         if wants_stress:
             results.append(torch.stack(stresses))
         return Evaluation(*(result.to(system.positions) for result in results))

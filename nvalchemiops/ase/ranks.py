@@ -150,7 +150,7 @@ class RankCalculator(Calculator):
         known = self._known
         if len(message) > 1:
             self._atoms = ase.Atoms(known["numbers"], cell=known["cell"], pbc=known["pbc"], charges=known["charges"])
-        held = torch.empty((0, 3)) if positions is None else torch.as_tensor(positions)
+        held = torch.as_tensor(np.empty((0, 3)) if positions is None else positions, device=self.device)
         cell = None
         if self._atoms.pbc.any():
             cell = torch.tensor(self._atoms.cell.array, dtype=torch.float64, device=self.device)

@@ -163,7 +163,8 @@ def _of_atoms(name: str, systems: Sequence["System"]) -> Any:
         if value is None and n_atoms:
             raise ValueError(f"`{name}` of system number {number} is missing, but other systems have it")
         if value is not None:
-            value = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else system.positions.dtype)
+            if not isinstance(value, torch.Tensor):
+                value = torch.as_tensor(value, dtype=system.positions.dtype, device=system.positions.device)
             value = value if value.ndim else value.to(system.positions.device).expand(n_atoms)
             if value.shape[0] != n_atoms:
                 raise ValueError(f"`{name}` of system number {number} has {value.shape[0]} rows for {n_atoms} atoms")

@@ -74,6 +74,20 @@ def results_do_not_depend_on_when_ranks_compare(group: Any) -> None:
         assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True)), check
 
 
+@case(2)
+def new_tensors_may_have_another_default_device(group: Any) -> None:
+    """One without memory, where a tensor that is made by mistake is an error."""
+    here = dist.get_rank(group) == 0
+    held = Atoms(n=3).positions[: None if here else 0]
+    own = torch.zeros(len(held), dtype=torch.int32) if here else None  # a rank without atoms needs none
+    atoms, expected = Divided(group, check="later"), Divided(group).dsf()
+    with torch.device("meta"):
+        found = atoms.dsf()
+        assert atoms.domain.settle().wrong == 0
+        assert Domain(held, cutoff=3.0, batch_idx=own, group=group).n_systems == 1
+    assert_equal(found[0], expected[0], "energies")
+
+
 @case(3)
 def atoms_that_have_moved_too_far_are_told_later(group: Any) -> None:
     """By the atoms of one rank, in one call; the error names this call, on all ranks, and calls after it are right."""

@@ -88,9 +88,10 @@ def test_lists_of_a_declared_capacity_begin_with_those_of_torch():
     exact = in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **options)
     n_pairs = exact[0].shape[1]
     for room in (n_pairs + 7, n_pairs, n_pairs - 5):
-        pairs, pointers, shifts, vectors, counts, too_many = jax.jit(
-            lambda x, room=room: neighbors.neighbor_list(x, 3.0, CELL, PBC, coo_capacity=room, **options)
-        )(X)
+        with torch.device("meta"):  # the default of new tensors
+            pairs, pointers, shifts, vectors, counts, too_many = jax.jit(
+                lambda x, room=room: neighbors.neighbor_list(x, 3.0, CELL, PBC, coo_capacity=room, **options)
+            )(X)
         n = min(room, n_pairs)
         assert pairs.shape == (2, room) and bool(too_many) == (room < n_pairs)
         same([pairs[:, :n], shifts[:n], vectors[:n]], [exact[0][:, :n], exact[2][:n], exact[3][:n]])

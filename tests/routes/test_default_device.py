@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from ase.build import bulk, fcc111
+from ase.calculators.emt import EMT
 
-from nvalchemiops.ase import Calculator, Dispersion, Electrostatics, Pair, neighbor_list
+from nvalchemiops.ase import Calculator, Dispersion, Electrostatics, FromASE, Pair, neighbor_list
 from nvalchemiops.torch import System, spline
 from nvalchemiops.torch import neighbors as lists
 from nvalchemiops.torch.dynamics import CellFilter, SumOfTerms, relax
@@ -30,6 +31,8 @@ SYSTEM = triclinic(8)
 X, Q, CELL = SYSTEM.positions, SYSTEM.charges, SYSTEM.cell
 TWO = torch.arange(8, dtype=torch.int32) // 4
 CELLS = CELL.repeat(2, 1, 1)
+NEEDLE = torch.tensor([[6.0, 0.0, 0.0], [17.0, 6.0, 0.0], [0.0, 13.0, 6.0]], dtype=torch.float64)
+SYSTEMS = System(X, Q, CELLS, TWO)
 MESH = torch.linspace(0.0, 1.0, 216, dtype=torch.float64).view(6, 6, 6)
 ALL = {"compute_forces": True, "compute_virial": True}
 EACH = ALL | {"compute_charge_gradients": True}
@@ -66,16 +69,42 @@ def verlet():
     return (*kept(X, CELL), *kept(X + 0.01, CELL))
 
 
+def verlet_of_a_batch():
+    """Of which nothing is searched again, and then one system."""
+    kept, found = lists.VerletList(3.0, 0.5), []
+    for moved in (X, X + 0.01, X + TWO[:, None]):
+        found += [*kept(moved, CELLS, batch_idx=TWO), kept.rebuilt]
+    return tuple(found)
+
+
 CALLS = {
     "sizes of a cell list": lambda: lists.estimate_cell_list_sizes(CELL, [True, True, False], 3.0),
     "list": lambda: lists.neighbor_list(X, 3.0, CELL, return_neighbor_list=True),
     "matrix of a batch": lambda: lists.neighbor_list(X, 3.0, CELLS, pbc=[True, True, False], batch_idx=TWO),
     "kept list": verlet,
+    "kept list of a batch": verlet_of_a_batch,
     "pairs": lambda: lennard_jones(4.0)(X, CELL, sigma=1.0, epsilon=0.1, exclusions=EXCLUDED, **ALL),
     "pairs of a batch": lambda: lennard_jones(4.0)(X, CELLS, sigma=1.0, epsilon=0.1, batch_idx=TWO, **ALL),
     "ewald": sums(electrostatics.ewald_summation, exclusions=EXCLUDED),
     "ewald of a batch": lambda: electrostatics.ewald_summation(X, Q, CELLS, batch_idx=TWO, **EACH),
     "pme": sums(electrostatics.particle_mesh_ewald, accuracy=1e-4),
+    "mesh of a needle": lambda: electrostatics.particle_mesh_ewald(X, Q, NEEDLE, 0.6, mesh_spacing=0.7, cutoff=4.0),
+    "errors of a needle": lambda: (
+        electrostatics.estimate_errors(X, NEEDLE, alpha=0.6, real_space_cutoff=4.0, mesh_spacing=0.7).total
+    ),
+    "a crystal and a molecule": lambda: electrostatics.ewald_summation(
+        X, Q, CELLS, batch_idx=TWO, pbc=[[True] * 3, [False] * 3], **ALL
+    ),
+    "induced dipoles": lambda: (
+        electrostatics.induced_moments(
+            lambda dipoles, x: electrostatics.ewald_summation(
+                x, Q, CELL, 0.6, dipoles=dipoles, k_cutoff=4.0, cutoff=4.0
+            ),
+            (X,),
+            polarizabilities=torch.full_like(Q, 0.01),
+        ).dipoles
+    ),
+    "one batch": lambda: tuple(v for v in System.concatenate([SYSTEMS, SYSTEMS]) if v is not None),
     "pme of a batch": lambda: electrostatics.particle_mesh_ewald(X, Q, CELLS, batch_idx=TWO, **EACH),
     "pme, derivatives": gradients,
     "prepared mesh": lambda: electrostatics.particle_mesh_ewald(
@@ -146,11 +175,19 @@ def test_calculators(make, terms):
     np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
+def test_calculators_of_ase():
+    system, model = System.from_ase([bulk("Cu"), bulk("Au") * (2, 1, 1)]), FromASE(EMT())
+    with torch.device("meta"):
+        found = model(system)
+    torch.testing.assert_close(tuple(found), tuple(model(system)), rtol=0.0, atol=0.0)
+
+
 @pytest.mark.parametrize("cell", [True, "axes", CellFilter(mask=[1, 1, 0, 0, 0, 1], constant_volume=True)])
 def test_relaxation_of_cells(cell):
     model, system = SumOfTerms(partial(lennard_jones(6.0), sigma=2.4, epsilon=0.1)), System.from_ase(salt())
     with torch.device("meta"):
         found = relax(system, model, cell=cell, fmax=0.01)
+        relax(system, model, fixed=np.array([True, False]), fmax=1e3)
     here = relax(system, model, cell=cell, fmax=0.01)
     assert here.steps > 0 and torch.equal(found.system.cell, here.system.cell)
 

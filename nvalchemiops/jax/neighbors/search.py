@@ -194,11 +194,11 @@ def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any],
             )
             room = capacity_for(pairs.shape[1])
         n = min(pairs.shape[1], room)
-        rows = torch.full((2, room), padding, dtype=pairs.dtype)
+        rows = pairs.new_full((2, room), padding)
         rows[:, :n] = pairs[:, :n]
         out += [rows, pointers.clamp(max=room)]
         out += [torch.cat([x[:n], x.new_zeros((room - n, *x.shape[1:]))]) for x in others]
-        out += [pointers.diff(), torch.tensor(pairs.shape[1] > room)]
+        out += [pointers.diff(), pairs.new_full((), pairs.shape[1] > room, dtype=torch.bool)]
     return out
 
 

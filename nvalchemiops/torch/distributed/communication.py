@@ -91,7 +91,7 @@ class Messages:
         self.places: set[tuple[float, float]] = set()
         self.answers: list[int] = []
         with torch.inference_mode(False):
-            self.domains = torch.zeros(1, dtype=torch.int64)
+            self.domains = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.scope, self.left, self._depth, self._found = 0, "", 0, 0.0
         self._recent: deque[tuple[int, str, int, str]] = deque(maxlen=RECENT)
 
@@ -355,7 +355,7 @@ def _wait_for(done: torch.cuda.Event, group: Any, messages: Messages) -> None:
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """Integers as an int64 tensor on a device, for which the host does not wait."""
-    here = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    here = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return here.to(device, non_blocking=True)
 
 

@@ -187,7 +187,7 @@ class Domain(Ranks):
                 agreement.must_be_same(cuts=(cuts.axis, cuts.cut))
         here = None
         if self.is_batch:  # a rank without atoms may have left `batch_idx` out
-            here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
+            here = torch.zeros(len(positions), device=self.device) if batch_idx is None else batch_idx.detach()
             here = here.to(self.device, torch.int32)
         # tensors made in inference mode could not be used outside of it later
         with in_call(self.group), torch.inference_mode(False):

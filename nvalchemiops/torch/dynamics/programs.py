@@ -276,7 +276,7 @@ class Program:
         if not all(map(torch.Tensor.is_contiguous, given)):
             given = [tensor.contiguous() for tensor in given]
         found = [
-            torch.empty(shape, dtype=torch.float64) if like < 0 else torch.empty_like(given[like])
+            torch.empty(shape, dtype=torch.float64, device="cpu") if like < 0 else torch.empty_like(given[like])
             for shape, like in likes
         ]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in numbered]

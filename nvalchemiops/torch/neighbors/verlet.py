@@ -176,7 +176,7 @@ class VerletList:
         if kept is not None and (look := _look(self, kept)) is not None:
             seen = look(positions, cell, pbc, batch_idx, batch_ptr)
             if seen is not None and 1 not in seen:
-                self.rebuilt = torch.zeros(len(seen), dtype=torch.bool)
+                self.rebuilt = torch.zeros(len(seen), dtype=torch.bool, device=positions.device)
                 return kept.result
         checks.check_positions(positions, finite=False)
         refuse_in_capture(positions, "call `VerletList` between replays")
@@ -189,7 +189,7 @@ class VerletList:
         with torch.no_grad(), torch.inference_mode(False), outside_of_transforms():
             flags = None
             if seen is not None:
-                flags = torch.tensor(list(seen), dtype=torch.bool) if 0 in seen else None
+                flags = torch.tensor(list(seen), dtype=torch.bool, device=positions.device) if 0 in seen else None
             elif kept is not None and _layout(given) == _layout(kept.systems):
                 flags, other_batch = _stale(self, kept, given)
                 is_other, some, every = torch.stack([other_batch, flags.any(), flags.all()]).tolist()

@@ -219,7 +219,7 @@ def _system_of(part: Part, atoms: System, n_systems: int) -> System:
     if isinstance(pbc, torch.Tensor) and pbc.ndim == 2 and pbc.shape[0] == n_systems:
         pbc = pbc.index_select(0, part.systems.to(pbc.device))
     elif not isinstance(pbc, torch.Tensor):
-        pbc = torch.as_tensor(pbc).expand(n_systems, 3)[part.systems.cpu()]
+        pbc = torch.as_tensor(pbc, device="cpu").expand(n_systems, 3)[part.systems.cpu()]
     of_atoms = {name: part.of_atoms(getattr(atoms, name)) for name in ATOMS}
     return atoms._replace(cell=cell, pbc=pbc, batch_idx=batch_idx, **of_atoms)
 

@@ -296,7 +296,7 @@ def estimate_errors(
     if mesh_dimensions is None and mesh_spacing is not None:
         sizes, _ = sizes.along_spacing(mesh_spacing)
         mesh_dimensions = mesh_spacing_to_dimensions(
-            torch.as_tensor(sizes.cell), mesh_spacing, spline_order=spline_order
+            torch.as_tensor(sizes.cell, device="cpu"), mesh_spacing, spline_order=spline_order
         )
     given = [v is not None for v in (reciprocal_space_cutoff, miller_bounds, mesh_dimensions)]
     if sum(given) != 1:

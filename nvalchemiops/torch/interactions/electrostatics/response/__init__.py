@@ -274,7 +274,7 @@ class _Minimum(torch.autograd.Function):
         v = with_fields(problem, found, found - left)
         ctx.operator = operator
         ctx.set_materialize_grads(False)  # otherwise a missing gradient becomes zeros, for which a system is solved
-        iterations = torch.tensor(count)
+        iterations = torch.tensor(count, device="cpu")
         ctx.save_for_backward(v, *tensors)
         ctx.mark_non_differentiable(energies, residuals, iterations)
         return v, energies, residuals, iterations

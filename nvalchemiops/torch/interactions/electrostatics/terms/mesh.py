@@ -250,7 +250,7 @@ class MeshSum(NamedTuple):
             ones = np.ones(system.n_systems)
             sizes, found = Sizes(on_host(cell).astype(np.float64), ones, ones).along_spacing(mesh_spacing)
             if found is not None:
-                cell, basis = torch.as_tensor(sizes.cell), _basis_on(cell.device, found)
+                cell, basis = torch.as_tensor(sizes.cell, device="cpu"), _basis_on(cell.device, found)
         mesh = mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=order)
         return cls(order, mesh, "`mesh_spacing`", precomputed, basis=basis)
 
