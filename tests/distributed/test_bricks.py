@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvalchemiops.torch.distributed.bricks import ONE, Bricks, Frames, check_grid, make_bricks, shape_of
 
@@ -67,6 +68,23 @@ def test_work_is_balanced(kind):
         atom = 1.0 if weights is None else float(weights.max())
         assert float(of_ranks.max()) < 1.01 * float(of_ranks.mean()) + 2.0 * atom, (n_ranks, of_ranks.max())
         assert abs(float(of_ranks.max() / of_ranks.mean()) - bricks.largest) < 1e-9, "as the histograms say"
+
+
+class Deterministic(TorchDispatchMode):
+    """As on a GPU with ``torch.use_deterministic_algorithms(True)``."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.bincount.default and len(args) > 1 and args[1] is not None:
+            raise RuntimeError("_bincount_cuda does not have a deterministic implementation")
+        return func(*args, **kwargs or {})
+
+
+def test_work_is_summed_by_what_is_deterministic_on_a_gpu():
+    x = places("bulk", 500)
+    for weights in (None, torch.arange(500) % 7 + 1):
+        with Deterministic():
+            found, _ = cut(x, LENGTH * np.eye(3), 5, weights=weights)
+        assert np.array_equal(found.cut, cut(x, LENGTH * np.eye(3), 5, weights=weights)[0].cut)
 
 
 def test_cuts_avoid_atoms_where_they_can():

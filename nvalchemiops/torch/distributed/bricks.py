@@ -325,6 +325,14 @@ def _along(values: torch.Tensor, axis: torch.Tensor) -> torch.Tensor:
 # -- making them ----------------------------------------------------------------------------------
 
 
+def sums_of_work(numbers: torch.Tensor, work: torch.Tensor, size: int) -> torch.Tensor:
+    """The work (size,), float64, of all atoms with each number.
+
+    A GPU has no ``bincount`` of weights when ``torch.use_deterministic_algorithms`` is on.
+    """
+    return work.new_zeros(size, dtype=torch.float64).index_add_(0, numbers, work.double())
+
+
 def make_bricks(
     frames: Frames,
     coordinates: torch.Tensor,
@@ -375,8 +383,7 @@ def make_bricks(
     below = torch.as_tensor(shape.below, device=device)
 
     def sums(bins: torch.Tensor, work: torch.Tensor, *sizes: int) -> np.ndarray:
-        counts = torch.bincount(bins, work, minlength=math.prod(sizes)).double()  # of no atoms it returns integers
-        return add(counts).cpu().numpy().reshape(sizes)
+        return add(sums_of_work(bins, work, math.prod(sizes))).cpu().numpy().reshape(sizes)
 
     for level in shape.levels:
         inside = ((part >= level.start) & (part < level.stop)).nonzero().squeeze(1)

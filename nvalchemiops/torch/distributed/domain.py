@@ -30,6 +30,7 @@ from nvalchemiops.torch.distributed.bricks import (
     check_weights,
     make_bricks,
     shape_of,
+    sums_of_work,
 )
 from nvalchemiops.torch.distributed.collectives import refuse_slices
 from nvalchemiops.torch.distributed.communication import add, maximum, messages_of
@@ -215,7 +216,8 @@ class Domain(Ranks):
         if cuts is not None:
             known = cuts._replace(frames=self._frames)
             owner = known.ranks_of(known.wrapped(coordinates, batch_idx)[0])
-            of_ranks = add(torch.bincount(owner, work, minlength=self.n_ranks).double(), self.group)
+            work_of = torch.ones(len(owner), device=self.device) if work is None else work
+            of_ranks = add(sums_of_work(owner, work_of, self.n_ranks), self.group)
             if float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean()):
                 return known
 
