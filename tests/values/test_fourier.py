@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from nvalchemiops.kernels.moments import components, count
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.operators import fourier
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
+from tests.lanes.fibers import gpu_layout
 from tests.support.comparing import close_to_largest
 
 SIGNS = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64)
@@ -94,6 +97,25 @@ def test_any_number_of_atoms(n_atoms):
     p = Problem((n_atoms, n_atoms + 1), (5, 3))
     close([fourier_spread(p.moments(1), p.coordinates, *p.plan, 1)], [p.spread(p.moments(1), p.coordinates, 1)])
     close([fourier_gather(p.field(), p.coordinates, *p.plan, 0)], [p.gather(p.field(), p.coordinates, 0)])
+
+
+def test_a_table_with_more_entries_than_a_gpu_can_number_is_left_out(monkeypatch):
+    """That of 45 million atoms: a thread whose number is negative writes in front of the table."""
+    p = Problem((70, 9), (11, 5))
+    threads = 3 * 16 * 79
+    expected, launched = p.spread(p.moments(1), p.coordinates, 1), []
+
+    def counted(kernel, dim, *arguments, **options):
+        launched.append(dim)
+        launch(kernel, dim, *arguments, **options)
+
+    monkeypatch.setattr(fourier, "launch", counted)
+    for most, n_tables in ((threads, 1), (threads - 1, 0)):
+        monkeypatch.setattr(fourier, "MOST_NUMBERED", most)
+        launched.clear()
+        with gpu_layout():
+            close([fourier_spread(p.moments(1), p.coordinates, *p.plan, 1)], [expected])
+        assert launched.count(threads) == n_tables
 
 
 @pytest.mark.parametrize("n_points", [1, 2, 15, 16, 17, 31, 33])

@@ -42,6 +42,9 @@ MOST_COLUMNS, COLUMNS_IN_STEPS = 512, 16
 MOST_TABLE = 2**28
 """Largest size of a table of phases on a GPU, in bytes."""
 
+MOST_NUMBERED = 2**31 - 1
+"""Largest number of threads that kernels can number."""
+
 
 def _slices(n_threads: int, n_terms: int, n_systems: int) -> int:
     """Into how many parts a GPU divides the sums, each over all terms of a system, of as many threads."""
@@ -59,6 +62,8 @@ def _tables_of_atoms(
     n_atoms = coordinates.shape[0]
     wanted = 2.0 * math.cbrt(n_points / n_systems)
     columns = COLUMNS_IN_STEPS * math.ceil(min(wanted, MOST_COLUMNS, MOST_TABLE / (48 * n_atoms)) / COLUMNS_IN_STEPS)
+    if 3 * columns * n_atoms > MOST_NUMBERED:
+        columns = 0  # all are computed where they are needed
     tables = new_empty((n_atoms, 6 * columns), torch.float64, coordinates.device)
     launch(phases.phase_tables(), 3 * columns * n_atoms, [coordinates, order, None, None, None, 0, 0], [tables])
     return tables
