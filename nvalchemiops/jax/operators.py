@@ -359,7 +359,10 @@ def to_torch(value: Any) -> Any:
         array = jnp.asarray(value)
     if len(array.sharding.device_set) > 1:
         array = jax.device_put(array, array.addressable_shards[0].device)
-    return torch.from_dlpack(array).clone()
+    tensor = torch.from_dlpack(array).clone()
+    if tensor.is_cuda:  # JAX may use the memory of an array again, without regard to torch's streams
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
 
 
 def from_torch_values(results: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from nvalchemiops.jax.bridge import from_torch
 from nvalchemiops.jax.interactions.electrostatics import ewald_summation
 from nvalchemiops.jax.neighbors import neighbor_list
+from nvalchemiops.jax.operators import to_torch
 from nvalchemiops.torch.interactions import electrostatics as in_torch
 from tests.jax.precision import double_precision  # noqa: F401
 from tests.support.systems import triclinic
@@ -65,6 +66,17 @@ def test_sums_and_their_gradients_are_those_of_torch_on_a_cpu():
     np.testing.assert_allclose(value, energy.item(), rtol=1e-12)
     for f, e in zip(found, expected, strict=True):
         np.testing.assert_allclose(f, e.numpy(), rtol=1e-9, atol=1e-10)
+
+
+def test_arrays_are_copied_before_jax_uses_their_memory_again():
+    """Those of NumPy go through an array of JAX that nobody keeps."""
+    factor = torch.rand(4096, 4096, device="cuda")
+    for k in range(8):
+        for _ in range(20):  # so that the copy by torch has to wait
+            factor @ factor
+        found = to_torch(np.full(2**20, float(k)))
+        jnp.asarray(np.full(2**20, -1.0)).block_until_ready()
+        assert bool((found == k).all())
 
 
 def test_lists_are_those_of_a_cpu():
