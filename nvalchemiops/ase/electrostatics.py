@@ -14,7 +14,7 @@ from nvalchemiops.ase.pair import Parameters, from_library, names, shown
 from nvalchemiops.ase.system import Contribution, InBatches, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.electrostatics.error_models import COSTS, order_of_least_cost, reciprocal_cutoff
-from nvalchemiops.torch.checks import check_positive
+from nvalchemiops.torch.checks import check_place, check_positive
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.electrostatics import Electrostatics as AnyElectrostatics
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -403,6 +403,7 @@ class LatticeSum:
     def _choose(self, atoms: ase.Atoms, device: torch.device, whole: Sources, made_for: tuple[Any, ...]) -> Chosen:
         cell = torch.tensor(atoms.cell.array, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only their number matters
+        check_place("positions", positions)
         method, mesh, k_cutoff, costs = self.method, None, None, COSTS[device.type]  # with a list that is kept
         if method == "auto":
             method = method_of_one(len(atoms), self.accuracy, costs, False)

@@ -23,6 +23,11 @@ MISTAKES = {
     "no atoms": (lambda: rigid_ions().get_potential_energy(), ValueError, "`atoms` are needed"),
     "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must be non-negative"),
     "device": (lambda: Calculator(Electrostatics("ewald"), device="abacus"), ValueError, "`device` = 'abacus'"),
+    "device without kernels": (
+        lambda: Calculator(Electrostatics("pme", NACL), device="meta").get_potential_energy(salt()),
+        ValueError,
+        "is on meta, but kernels run on cpu and cuda only",
+    ),
     "set": (lambda: rigid_ions().set(skin=1.0), TypeError, "`skin` cannot be set"),
     "potential": (lambda: Pair("lennard", cutoff=3.0), ValueError, "one of 'lennard_jones'"),
     "list": (lambda: Pair(["lennard_jones"], cutoff=3.0), ValueError, "`potential` must be a PairPotential or one of"),
