@@ -174,11 +174,14 @@ def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
     """A parameter in the dtype of ``beside``; raises unless it is a tensor of real numbers on the same device.
 
     Parameters may come with another precision than the system, or as integers, such as atomic numbers; the positions,
-    charges and cells of a system have one dtype.
+    charges and cells of a system have one dtype. As in operations of torch, one without axes may be on the CPU beside
+    tensors of a GPU.
     """
     check_tensor(name, value)
     if not value.is_complex() and value.dtype is not torch.bool:
         value = value.to(beside.dtype)
+        if not value.ndim and value.device.type == "cpu" != beside.device.type:
+            value = torch.zeros((), dtype=beside.dtype, device=beside.device) + value  # nothing waits for a copy
     check_real(name, value, beside)
     return value
 

@@ -459,6 +459,15 @@ NOT_READING: dict[str, Call] = {
     "a number of NumPy": lambda g: electrostatics.ewald_reciprocal_space(
         g.x, g.q, g.cell, None, np.float64(ALPHA), g.idx, miller_bounds=(1, 1, 1)
     ),
+    "parameters of the host": lambda g: (
+        cases.LENNARD_JONES(g.x, g.cell, sigma=torch.tensor(1.0), epsilon=torch.tensor(0.1), **g.near),
+        electrostatics.dsf_coulomb(
+            *(g.x, g.q, CUTOFF, torch.tensor(ALPHA)),
+            batch_idx=g.idx,
+            num_systems=N_SYSTEMS,
+            neighbor_list=g.pairs["neighbor_list"],
+        ),
+    ),
     "periodicity as a list": lambda g: neighbor_list(
         g.x, CUTOFF, g.cell[0], [True, True, False], check=False, max_neighbors=WIDTH
     ),
