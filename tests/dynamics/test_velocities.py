@@ -19,6 +19,7 @@ from nvalchemiops.torch.dynamics import (
 from nvalchemiops.torch.operators.chains import chain_steps, move_chains
 from nvalchemiops.torch.systems import System
 from tests.support.mistakes import assert_named
+from tests.support.on_device import on_gpu, pretended_gpu
 
 from .systems import float64, springs
 
@@ -212,3 +213,10 @@ def test_the_kernel_of_chains_is_the_same_steps_with_the_same_derivatives(length
     inputs = [tensor.requires_grad_(length > 1 or n != 4) for n, tensor in enumerate(inputs)]
     assert torch.autograd.gradcheck(lambda *t: move_chains(*t, 2), inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda *t: move_chains(*t, 1), inputs, fast_mode=True, atol=1e-4)
+
+
+def test_seeds_on_a_cpu_are_those_of_atoms_on_a_gpu():
+    masses, systems = on_gpu((torch.ones(4, dtype=torch.float64), torch.tensor([0, 0, 1, 1], dtype=torch.int32)))
+    with pretended_gpu():
+        found = maxwell_boltzmann(masses, 0.1, systems, 2, seed=torch.tensor([5, 6]), keys=torch.tensor([3, 4]))
+    assert found.device == masses.device

@@ -88,9 +88,9 @@ def seeds_of(name: str, value: Any, n_systems: int, device: torch.device) -> tor
         value = torch.full((n_systems,), checks.check_int(name, value, 64), dtype=torch.int64, device=device)
     if value.shape not in ((), (n_systems,)) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
-    found = value.to(torch.int64)
+    found = value.to(device, torch.int64)
     if found.ndim == 0:
-        found = found.to(device).repeat(n_systems)
+        found = found.repeat(n_systems)
     if name == "keys" and may_read(found) and bool(((found < 0) | (found >= 2**32)).any()):
         raise ValueError("`keys` must be numbers 0 .. 2³² - 1")
     return found
