@@ -62,6 +62,20 @@ def test_each_item_gives_rows_and_a_broken_one_does_not_stop_the_rest(bench, tmp
     assert "list 200 float32 matrix" in printed and "not as expected: limits" in printed
 
 
+def test_a_file_of_tests_that_needs_a_missing_package_does_not_stop_the_others(bench, tmp_path, monkeypatch):
+    options = bench.argparse.Namespace(stand_in=True, minutes=9.0, json=str(tmp_path / "gpu.json"), only=[])
+    commands = []
+    monkeypatch.setattr(bench, "output_within", lambda command, *_: (commands.append(command), (0, ""))[1])
+    session = bench.Session(options, tmp_path)
+    session.item = "tests"
+    bench.tests(session)
+    (tmp_path / "test_broken.py").write_text("import a_package_that_is_missing\n")
+    (tmp_path / "test_whole.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test():\n    pass\n")
+    command = [str(tmp_path) if part.endswith(".py") else part for part in commands[0]]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert "1 passed" in said and "1 error" in said
+
+
 def test_a_process_that_is_late_or_dies_is_a_row(bench, tmp_path):
     options = bench.argparse.Namespace(stand_in=True, peer="", minutes=9.0, json=str(tmp_path / "gpu.json"), only=[])
     options.copies = []
