@@ -70,3 +70,17 @@ def test_elements_without_parameters_are_nan(gpu):
         return d3_dispersion(x, numbers, damping_parameters("pbe"), states, neighbor_list=pairs)[:1]
 
     assert gpu(energies)[0].isnan().all()
+
+
+def test_states_for_a_gpu_without_a_number_are_those_of_the_current_one(monkeypatch):
+    """Kept ones are found by their device, which must not be another one when the current one changes."""
+    asked = []
+
+    def states(parameters, elements, device):
+        asked.append(device)
+        return D3Parameters._states(parameters, elements, torch.device("cpu"))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    kind = type("Asked", (D3Parameters,), {"_states": states})
+    kind(**vars(D3Parameters.load())).states([1], "cuda")
+    assert asked == [torch.device("cuda", 1)]

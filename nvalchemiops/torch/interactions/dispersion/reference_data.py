@@ -266,7 +266,10 @@ class D3Parameters:
             named = sorted({operator.index(number) for number in elements})
         except TypeError:
             raise TypeError(f"`elements` must be atomic numbers, got {elements!r}") from None
-        found = self._states(tuple(named), torch.device(device))
+        place = torch.device(device)
+        if place.type == "cuda" and place.index is None:  # the current one, which may be another one later
+            place = torch.device("cuda", torch.cuda.current_device())
+        found = self._states(tuple(named), place)
         with torch.inference_mode(False):  # a copy, which the caller may change
             copied: Any = [part.clone() if isinstance(part, torch.Tensor) else part for part in found]
             return ReferenceStates(*copied)
