@@ -4,12 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.distributed import Domain, OtherRankError, divide
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
     LongRangePotential,
@@ -72,6 +73,15 @@ def mistakes_of_one_rank_are_told_to_all(group: Any) -> None:
         raise AssertionError("cells that differ are an error on all ranks")
     system = System(own, charges, atoms.cell, domain=domain)
     assert system.domain is domain
+
+
+@case(2)
+def atoms_where_a_group_sends_nothing_are_named(group: Any) -> None:
+    """As with NCCL, which sends nothing from a CPU."""
+    atoms = Atoms(n=3)
+    with mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
+        for call in (Domain, lambda x, **options: divide(System(x), **options)):
+            raises(lambda call=call: call(atoms.positions, cutoff=3.0, group=group), "a backend for cuda only")
 
 
 @case(2)

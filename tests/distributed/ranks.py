@@ -15,7 +15,7 @@ from pathlib import Path
 SIZES = (1, 2, 3, 4, 7)
 FEW = {
     *("exchanges_are_transposes", "neighbors_are_those_of_one_process", "what_ranks_do_differently_is_named"),
-    *("rows_go_to_partners_only", "exclusions_of_owners"),
+    *("rows_go_to_partners_only", "exclusions_of_owners", "atoms_where_a_group_sends_nothing_are_named"),
     *("charges_within_a_cutoff", "particle_mesh_sums", "dispersion", "trajectories_are_those_of_one_process"),
     *("networks_are_those_of_one_process", "runs_go_on_with_other_numbers_of_ranks"),
     *("no_memory_in_the_middle_of_a_call", "atoms_that_have_moved_too_far_are_told_later"),

@@ -201,6 +201,19 @@ def messages_of(group: Any) -> Messages:
     return _messages.setdefault(group, Messages()) if found is None else found
 
 
+def check_backend(group: Any, device: torch.device) -> None:
+    """Raise unless the group can send tensors of the atoms' device, if it is known for which devices it is."""
+    try:
+        known = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    except (TypeError, ValueError):  # a group that torch did not make
+        return
+    if device.type not in known:
+        raise ValueError(
+            f"`positions` is on {device}, but `group` has a backend for {' and '.join(known)} only: move the atoms, or "
+            'choose a backend for each device (init_process_group("cpu:gloo,cuda:nccl"))'
+        )
+
+
 # -- failures -------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.distributed.agreement import Agreement, kind_of
 from nvalchemiops.torch.distributed.bricks import check_weights
+from nvalchemiops.torch.distributed.communication import check_backend
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.dynamics.relaxation_state import RelaxationState
 from nvalchemiops.torch.dynamics.state import State
@@ -74,6 +75,7 @@ def divide(
         dist.init_process_group("nccl" if system.positions.is_cuda else "gloo")
     group = dist.group.WORLD if group is None else group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    check_backend(group, system.positions.device)
     n_atoms = len(system.positions)
     with Agreement(group, system.positions.device) as agreement:
         if system.domain is not None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.distributed.agreement import Agreement, kind_of, of_atoms
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
-from nvalchemiops.torch.distributed.communication import maximum, messages_of
+from nvalchemiops.torch.distributed.communication import check_backend, maximum, messages_of
 from nvalchemiops.torch.distributed.exchange import carried, check_rows
 from nvalchemiops.torch.distributed.faults import in_call
 from nvalchemiops.torch.distributed.ledger import Entry, Found, Ledger
@@ -41,6 +41,7 @@ class Ranks:
         self.group, self.device, self.skin = group, device, math.inf
         self.rank, self.n_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.number = number_of(group)
+        check_backend(group, device)
         self._ledger: Ledger | None = None
         self._agreement: weakref.ref[Agreement] | None = None
 
