@@ -24,7 +24,9 @@ from nvalchemiops.torch.interactions.dispersion import (
     dftd3,
 )
 from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.runtime import tables
 from tests.support.molecules import molecule
+from tests.support.plans import forget
 from tests.support.systems import triclinic
 
 SYSTEM = triclinic(8)
@@ -214,3 +216,13 @@ def test_modules_are_made_there(make):
     assert {value.device.type for value in module.state_dict().values()} == {"meta"}
     kept = [module.a1, *module.states] if isinstance(module, DFTD3) else [module.alpha]
     assert {value.device.type for value in kept if isinstance(value, torch.Tensor)} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["list", "pme", "ewald of a batch", "pme, derivatives", "dispersion, prepared"])
+def test_repeated_calls_have_plans(name):
+    forget()
+    expected = CALLS[name]()
+    with torch.device("meta"):
+        for _ in range(4):
+            torch.testing.assert_close(CALLS[name](), expected, rtol=1e-13, atol=1e-13)
+    assert tables.everywhere.replayed

@@ -366,9 +366,22 @@ def out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     return None
 
 
-def has_function_modes() -> bool:
-    """Whether a ``TorchFunctionMode`` is active (a default device is one); True if that is not known."""
-    return _modes is None or _modes[0]() > 0
+_mode_at = _find("plans of repeated calls beside a default device", "_C._get_function_stack_at")
+
+
+def has_function_modes(but_default_device: bool = False) -> bool:
+    """Whether a ``TorchFunctionMode`` is active; True if that is not known.
+
+    With ``but_default_device`` that of ``torch.set_default_device`` does not count, which says only where functions
+    that make tensors make them.
+    """
+    if _modes is None:
+        return True
+    count = _modes[0]()
+    if not count or not but_default_device or _mode_at is None:
+        return bool(count)
+    default = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", None)
+    return any(type(_mode_at[0](number)) is not default for number in range(count))
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -200,8 +200,8 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         return f"there are more than {most} atoms" if n_atoms else "there are no atoms"
     if current_recorder() is not None or is_capturing() or active_tape() is not None:
         return "it is part of a recording"
-    if has_function_modes() or has_other_modes():
-        return "a mode, such as a default device, sees the operations"
+    if has_function_modes(but_default_device=True) or has_other_modes():  # the library says where tensors are made
+        return "a mode sees the operations"
     listed: list[torch.Tensor] = []
     of_near: list[Any] = []  # with a mark in place of tensors: a list is not a matrix of the same shape
     for value in near:
@@ -254,7 +254,8 @@ def kind_here(kind: Kind | str, incoming: Sequence[torch.Tensor]) -> Kind | str:
         return kind
     if current_recorder() is not None:
         return "it is part of a recording"
-    if has_function_modes() or not is_eager(*incoming) or not is_unobserved(*incoming) or has_saved_tensor_hooks():
+    is_observed = has_function_modes(but_default_device=True) or not is_unobserved(*incoming)
+    if is_observed or not is_eager(*incoming) or has_saved_tensor_hooks():
         return "transforms, modes or hooks see the backward pass"
     here = None if kind.place is None else kind.place[0]
     for t in incoming:
