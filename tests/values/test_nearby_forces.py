@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
     ParticleMeshEwald,
@@ -15,7 +17,10 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy import nearby_forces
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import mesh_for
 from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_of_neighbors, force_on_host
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of
+from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import Strengths
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
@@ -159,6 +164,24 @@ def test_a_moment_alone_has_no_forces_that_could_be_small():
         )
         points.append(np.prod(found.mesh_dimensions))
     assert points[0] == points[2] < 0.1 * points[1]
+
+
+def test_a_mesh_for_few_moments_has_a_bound():
+    """For two quadrupoles among 8000 atoms 2e9 points were chosen, and for 27000 atoms the call was refused."""
+    g = torch.Generator().manual_seed(3)
+    x, cell = 42.0 * torch.rand(1000, 3, dtype=torch.float64, generator=g), 42.0 * torch.eye(3, dtype=torch.float64)
+    quadrupoles = torch.zeros(1000, 3, 3, dtype=torch.float64)
+    quadrupoles[:2] = two_moments("quadrupoles", 8.9)[3]["quadrupoles"][:1]
+    x[:2] = torch.tensor([[0.0], [21.0]], dtype=torch.float64)
+    system = System(x, torch.zeros_like(x[:, 0]), cell, quadrupoles=quadrupoles)
+    with pytest.warns(AccuracyWarning, match=r"order 8 on a mesh of 1.7e\+07 points: expect .* goes further"):
+        found = ParticleMeshEwald.estimate(system, accuracy=1e-4)
+    assert 0.9 * core.MOST_POINTS < np.prod(found.mesh_dimensions) < 1.3 * core.MOST_POINTS
+    # a mesh for strengths that are assumed without a look at forces has no bound
+    sizes, alpha = sizes_of(400.0 * torch.eye(3, dtype=torch.float64)[None], np.array([2.0])), np.array([0.5])
+    strengths = Strengths(np.array([[0.0, 1.0, 0.0]]), sizes.spacing, np.array([0.8]), np.array([1.0]))
+    target = strengths.target(1e-4, alpha)
+    assert np.prod(mesh_for(sizes, alpha, target, 8, strengths=strengths)) > 20.0 * core.MOST_POINTS
 
 
 class Calls(TorchFunctionMode):

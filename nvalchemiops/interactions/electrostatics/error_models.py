@@ -95,9 +95,10 @@ FINEST = 0.027
 """Smallest α h of a mesh: beyond this, use splines of a higher order instead of a finer mesh."""
 
 MOST_POINTS, MOST_POINTS_PER_ATOM = 2**24, 2048
-"""Largest number of points, in total and per atom, of a mesh with the spacing `FINEST`.
+"""Largest number of points, in total and per atom, of a mesh with the spacing `FINEST`, or for few moments.
 
-Such a mesh misses the accuracy anyway, so it should not take gigabytes.
+The former misses the accuracy anyway, and the latter is needed only since moments are far from each other: neither
+should take gigabytes.
 """
 
 WIDEST = 4.0

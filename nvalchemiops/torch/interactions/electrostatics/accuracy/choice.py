@@ -484,26 +484,38 @@ def mesh_for(
 ) -> tuple[int, int, int]:
     """The mesh for all systems. Warns if splines of this order cannot reach the accuracy."""
     safety = checks.check_positive("mesh_safety_factor", safety)
-    of_derivatives = target._replace(force=target.force / sizes.skewness)
-    spacing = core.mesh_spacing(alpha, sizes.spacing, of_derivatives, order)
-    for _ in range(3 * SETTLED):
-        if strengths is None:
-            break
-        # The finer a mesh, the larger its errors for moments relative to its errors for charges. Moments are
-        # differentiated more than once, so the heights of lattice vectors count.
-        factor = strengths.of_mesh(target.accuracy, alpha, spacing / sizes.skewness)
-        spacing = core.mesh_spacing(
-            alpha, sizes.spacing, of_derivatives._replace(force=of_derivatives.force / factor), order
-        ).clip(core.FINEST / alpha * 0.5, None)
-    out_of_reach = spacing * alpha < core.FINEST
-    if out_of_reach.any():
-        spacing = np.maximum(spacing, core.FINEST / alpha)
-        points = (sizes.lengths / spacing[:, None]).max(0).prod() / max(
-            core.MOST_POINTS, core.MOST_POINTS_PER_ATOM * sizes.n_atoms.sum()
-        )
-        spacing = spacing * max(1.0, points) ** (1.0 / 3.0)
+
+    def spacing_for(target: core.Target) -> np.ndarray:
+        of_derivatives = target._replace(force=target.force / sizes.skewness)
+        spacing: np.ndarray = core.mesh_spacing(alpha, sizes.spacing, of_derivatives, order)
+        for _ in range(3 * SETTLED):
+            if strengths is None:
+                break
+            # The finer a mesh, the larger its errors for moments relative to its errors for charges. Moments are
+            # differentiated more than once, so the heights of lattice vectors count.
+            factor = strengths.of_mesh(target.accuracy, alpha, spacing / sizes.skewness)
+            spacing = core.mesh_spacing(
+                alpha, sizes.spacing, of_derivatives._replace(force=of_derivatives.force / factor), order
+            ).clip(core.FINEST / alpha * 0.5, None)
+        return spacing
+
+    most = max(core.MOST_POINTS, core.MOST_POINTS_PER_ATOM * sizes.n_atoms.sum())
+
+    def coarser(spacing: np.ndarray) -> np.ndarray:
+        """With which a mesh has this many points."""
+        points = (sizes.lengths / spacing[:, None]).max(0).prod()
+        return spacing * max(1.0, points / most) ** (1.0 / 3.0)
+
+    spacing, limited = spacing_for(target), ""
+    if (spacing * alpha < core.FINEST).any():
+        spacing, limited = coarser(np.maximum(spacing, core.FINEST / alpha)), f"splines of order {order}"
+    elif strengths is not None and ((bounded := coarser(spacing)) > spacing).any():
+        # no finer for forces between few moments far from each other; for those that are assumed without looking, it is
+        bounded = np.minimum(bounded, spacing_for(strengths.target(target.accuracy, alpha))).clip(spacing, None)
+        if (bounded > spacing).any():
+            spacing, limited = bounded, f"splines of order {order} on a mesh of {most:.2g} points"
     mesh = mesh_of(sizes.lengths / (spacing / safety)[:, None], order, padding)
-    if out_of_reach.any():
+    if limited:
         reach = core.real_cutoff(alpha, sizes.spacing, target)
         model = sizes.mesh_model(mesh, order)
         if strengths is not None:
@@ -513,7 +525,7 @@ def mesh_for(
         advice = (
             f"a higher `spline_order`, up to {max(better)}, goes further" if better else "an Ewald sum goes further"
         )
-        warn_of_errors(target.accuracy, np.hypot(*errors), f"splines of order {order}", advice, least=0.0)
+        warn_of_errors(target.accuracy, np.hypot(*errors), limited, advice, least=0.0)
     return mesh
 
 
