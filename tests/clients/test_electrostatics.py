@@ -1,5 +1,6 @@
 """Energies of charges as clients call for them (../shared/clients.md), in the shape of their own calls."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from nvalchemiops.torch.interactions.lj import lj_energy
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.context import hidden_values
+from tests.lanes.fibers import gpu_layout
 from tests.support.systems import batch, crystal, triclinic
 
 MESH = (6, 7, 8)
@@ -177,7 +179,16 @@ def test_systems_without_atoms_at_the_end_of_a_batch_need_no_cell():
     for of_systems, more in zip(expected[:2], found, strict=False):
         torch.testing.assert_close(more, torch.cat([of_systems, torch.zeros_like(of_systems[:2])]), rtol=0, atol=0)
     torch.testing.assert_close(found[2:], expected[2:], rtol=0, atol=0)
+    for layout in (contextlib.nullcontext, gpu_layout):
+        with layout():
+            searched = electrostatics.dsf_coulomb(x, q, 3.0, cell=cell, batch_idx=idx, num_systems=5)[0]
+            no_atoms = electrostatics.dsf_coulomb(x[:0], q[:0], 3.0, cell=cell, batch_idx=idx[:0], num_systems=5)[0]
+        torch.testing.assert_close(searched, found[0], rtol=1e-12, atol=0)
+        assert torch.equal(no_atoms, torch.zeros(5, dtype=torch.float64))
     beyond = {**near, "batch_idx": idx.clamp(min=1) * 2}
     for n_systems, mistaken in ((5, beyond), (2, near)):
         with pytest.raises(ValueError, match=r"batch_idx|`cell` is for 3 systems"):
             electrostatics.dsf_coulomb(x, q, 3.0, cell=cell, num_systems=n_systems, **mistaken)
+    compiled = torch.compile(electrostatics.dsf_coulomb, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match="a system that does not exist"):
+        compiled(x, q, 3.0, cell=cell, num_systems=5, **beyond)

@@ -173,12 +173,13 @@ def _batch(
     if cell is not None and cell.shape[0] != num_systems:
         if cell.shape[0] == 1:
             cell = cell.expand(num_systems, 3, 3)
-        elif cell.shape[0] > num_systems or needs_all_cells:
+        elif cell.shape[0] > num_systems or needs_all_cells or not cell.shape[0]:
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
         else:  # systems without atoms, at the end of a batch, need no cell
             n_usable = cell.shape[0]
-            nowhere = cell.new_full((num_systems - n_usable, 3, 3), torch.nan)
-            cell = torch.cat([cell, nowhere])
+            cell = torch.cat([cell, cell[:1].detach().expand(num_systems - n_usable, 3, 3)])
+            if not may_read(batch_idx):  # numbers are not checked below: these do not exist
+                batch_idx = torch.where(batch_idx < n_usable, batch_idx, num_systems)
     if n_atoms and may_read(batch_idx):
         check_system_numbers(values_of(batch_idx), n_usable)
     return cell, batch_idx, num_systems
