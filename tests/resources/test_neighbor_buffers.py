@@ -229,6 +229,22 @@ def test_one_flag_for_all_systems_leaves_no_row_cut(batched):
         assert begins_with(matrix, expected[0][:, :most]) and begins_with(matrix, memory["neighbor_matrix"])
 
 
+@pytest.mark.parametrize("shared", ["cell", "pbc", "neither"])
+def test_one_flag_for_systems_with_cells_of_their_own(shared):
+    """The second of three systems has no atoms, and its cell and axes are not those of the third."""
+    x, idx = two_systems()
+    cell = torch.stack([torch.eye(3, dtype=F64) * length for length in (8.0, 6.0, 7.0)])
+    pbc = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
+    cell, pbc = (cell[0] if shared == "cell" else cell), (pbc[2] if shared == "pbc" else pbc)
+    given = {"cell": cell, "pbc": pbc, "batch_idx": 2 * idx}
+    expected = neighbor_list(x, 3.0, **given)
+    with pytest.warns(NeighborListWarning):
+        found = neighbor_list(x, 3.0, **given, **buffers(60, 3), rebuild_flags=torch.tensor([True]))
+    most = int(expected[1].max())
+    assert torch.equal(found[1], expected[1])
+    assert begins_with(found[0], expected[0][:, :most]) and begins_with(found[2], expected[2][:, :most])
+
+
 def test_rows_that_are_kept_unknown_have_no_length():
     x, idx = two_systems()
     memory = buffers(60, 60)

@@ -70,10 +70,13 @@ def systems_beyond(
 ) -> tuple[torch.Tensor, "Search"]:
     """Flags for the systems with rows of more than ``width`` known entries, and a search with their numbers.
 
-    Waits for the device if one flag is for all: then systems are numbered anew, since their numbers may be large.
+    Waits for the device if one flag is for all: then systems are numbered anew, since their numbers may be large,
+    unless they have cells or periodic axes of their own.
     """
     beyond = (count > width) & (count < NOT_FINITE)
     n_systems = rebuild_flags.shape[0]
+    if n_systems == 1:
+        n_systems = checks.systems_in_shapes((search.cell, 3), (search.pbc, 2)) or 1
     if n_systems == 1 and search.batch_idx is not None and search.batch_ptr is None:
         found, numbers = torch.unique(search.batch_idx, return_inverse=True)
         search, n_systems = search._replace(batch_idx=numbers.to(search.batch_idx.dtype)), found.shape[0]
