@@ -20,7 +20,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy import nearby_force
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import mesh_for
 from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_of_neighbors, force_on_host
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of
-from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import Strengths
+from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import Strengths, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
@@ -164,6 +164,16 @@ def test_a_moment_alone_has_no_forces_that_could_be_small():
         )
         points.append(np.prod(found.mesh_dimensions))
     assert points[0] == points[2] < 0.1 * points[1]
+
+
+def test_how_many_moments_there_are_does_not_matter_where_there_are_many():
+    """Choices that are kept serve dipoles whose magnitudes become more or less even."""
+    x, charges, cell, _ = two_moments("dipoles", 8.9)
+    even = torch.nn.functional.normalize(torch.cos(x + x.roll(1, 1)), dim=1)
+    for exponent, few in ((0, False), (2, False), (16, True)):
+        dipoles = even * torch.linspace(0.0, 1.0, len(x), dtype=torch.float64)[:, None] ** exponent
+        system = check_system(System(x, charges, cell[None], dipoles=dipoles))
+        assert (strengths_of(system, np).per_source != 1.0) == few
 
 
 def test_a_mesh_for_few_moments_has_a_bound():

@@ -38,7 +38,8 @@ class Strengths(NamedTuple):
         RMS of the forces times d².
     per_source : (n_systems,) array or tensor
         Number of atoms for each of the (Σs²)²/Σs⁴ sources, where s² are mean squares of equivalent charges at the wave
-        number of forces between neighbors; 1 for a source alone, between whose images there are no forces.
+        number of forces between neighbors; 1 if that is not beyond `error_models.ATOMS_PER_SOURCE`, so that choices do
+        not depend on it, and for a source alone, between whose images there are no forces.
     """
 
     squares: Any
@@ -129,8 +130,9 @@ def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
     k = NEAR_MOMENTS / spacing
     squares, is_zero = _at(k, means), means.sum(1) <= 0.0
     per_source = (_at(k, roots) / (squares + is_zero)) ** 2
-    per_source = xp.where(per_source < (1.0 - LEAST_OTHERS) * count, per_source.clip(1.0, None), 1.0)
-    per_source = core.in_steps(per_source, "nearest", core.STEPS_OF_FORCES, xp)
+    rounded = core.in_steps(per_source, "nearest", core.STEPS_OF_FORCES, xp)
+    is_few = (rounded > core.ATOMS_PER_SOURCE) & (per_source < (1.0 - LEAST_OTHERS) * count)
+    per_source = xp.where(is_few, rounded, 1.0)
     means = xp.where(means > 0.0, core.in_steps(means, "nearest", STEPS_OF_SQUARES, xp), 0.0)
     found = Strengths(means, spacing, spacing, per_source)
     return found._replace(force=core.TYPICAL_FORCE * found.at(k))
