@@ -280,7 +280,7 @@ class _Variant:
             try:
                 return trace()
             except ValuesNeededError as error:
-                reason = str(error)
+                raise self._undeclared(str(error)) from error
             except NEEDS_DATA as error:
                 reason = str(error)
                 try:  # only sizes inside of the function may depend on data
@@ -290,15 +290,18 @@ class _Variant:
                 except Exception as other:
                     if not is_about_symbols(other):
                         reason += f"; {type(other).__name__}: {other}"
+                raise self._undeclared(reason) from error
             except Exception as error:
                 error.add_note(
                     f"`{function.name}` was called without data, to find the shapes of its outputs: "
                     "if it needs data, declare them as `out_shapes` of from_torch or from_module"
                 )
                 raise
-        raise ValueError(
-            f"`{function.name}`: the shapes of its outputs cannot be found without data ({reason}): declare them as "
-            "`out_shapes` of from_torch or from_module"
+
+    def _undeclared(self, reason: str) -> ValueError:
+        return ValueError(
+            f"`{self.function.name}`: the shapes of its outputs cannot be found without data ({reason}): declare them "
+            "as `out_shapes` of from_torch or from_module"
         )
 
     def _takes_all(self, sizes: tuple[int, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> bool:

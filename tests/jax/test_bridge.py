@@ -1,6 +1,7 @@
 """Torch functions as functions of JAX: derivatives, memory, and errors. Many calls are in `test_bridge_calls`."""
 
 import gc
+import traceback
 import weakref
 
 import jax
@@ -481,10 +482,12 @@ NEED_DATA = {
 
 @pytest.mark.parametrize("name", NEED_DATA)
 def test_functions_that_need_data_are_told_to_declare(name):
-    """In the message, or in a note at an error of torch's."""
+    """In the message, or in a note at an error of torch's; with the line that needs them."""
     with pytest.raises((ValueError, RuntimeError)) as caught:
         jax.jit(from_torch(NEED_DATA[name]))(np.ones(3))
     assert "`out_shapes` of from_torch" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    lines = traceback.extract_tb((caught.value.__cause__ or caught.value).__traceback__)
+    assert any(line.name == "<lambda>" and line.filename == __file__ for line in lines)
 
 
 def test_errors_when_traced():
