@@ -68,7 +68,6 @@ def operator(
     name, kinds = name or function.__name__, _kinds(function)
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
     parameters, numbers = signature.parameters, [key for key, kind in kinds.items() if kind == _NUMBERS]
-    reals = frozenset(key for key, text in _annotations(function).items() if _NUMBERS in text and kinds[key] == _ARRAYS)
 
     def call(**arguments: Any) -> Any:
         for key in numbers:
@@ -92,11 +91,10 @@ def operator(
         arguments: dict[str, Any] = {}
         for key, value in _bound(name, signature, args, kwargs).arguments.items():
             if parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
-                arguments |= {added: as_real(as_array(added, number)) for added, number in value.items()}
+                arguments |= {added: as_array(added, number) for added, number in value.items()}
             elif key not in ignored and value is not parameters[key].default:
                 if kinds.get(key) == _ARRAYS:
                     value = as_array(key, value)
-                    value = as_real(value) if key in reals else value
                 elif kinds.get(key) != _NUMBERS or not is_traced(value):
                     value = as_static(f"{name}: `{key}`", value)
                 arguments[key] = value
@@ -214,18 +212,8 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def as_real(value: Any) -> Any:
-    """The value; a whole number in an array without axes, such as an ``int`` in a jitted function, as a real one."""
-    whole = isinstance(value, jax.Array) and not value.ndim and jnp.issubdtype(value.dtype, jnp.integer)
-    return value.astype(float) if whole else value
-
-
-def _annotations(function: Callable[..., Any]) -> dict[str, str]:
-    return {name: str(parameter.annotation) for name, parameter in inspect.signature(function).parameters.items()}
-
-
 def _kinds(function: Callable[..., Any]) -> dict[str, str]:
-    texts = _annotations(function)
+    texts = {name: str(parameter.annotation) for name, parameter in inspect.signature(function).parameters.items()}
     return {name: next((kind for kind in (_ARRAYS, _NUMBERS) if kind in text), "") for name, text in texts.items()}
 
 
