@@ -40,7 +40,7 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
         waits = _thread.hides_values or not layout(tensor.device.type).reads
         if waits and (not wait or (tensor.is_cuda and is_capturing())):
             return False
-        if is_mapped(tensor) or internals.has_no_data(tensor):
+        if is_mapped(tensor) or (type(tensor) not in PLAIN_TYPES and internals.has_no_data(tensor)):
             return False
     return True
 
