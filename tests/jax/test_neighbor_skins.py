@@ -258,3 +258,4 @@ def test_a_state_prints_what_it_says_but_not_the_lists():
     printed = []
     jax.make_jaxpr(lambda state: printed.append(repr(state)))(state)
     assert "valid=" in printed[0]
+    assert "num_atoms=0" in repr(neighbors.prepare_neighbor_list(X[:0], 3.0, CELL, PBC, max_neighbors=4))

@@ -113,7 +113,8 @@ class NeighborListState:
 
     def __repr__(self) -> str:
         """Settings and what the state says about the lists, without the lists."""
-        settings = {name: value for name, value in self.search._asdict().items() if value not in (None, False)}
+        given = self.search._asdict().items()
+        settings = {name: value for name, value in given if value is not None and value is not False}
         says = {name: getattr(self, name) for name in ("largest", "initialized", "valid", "rebuilt")}
         parts = [f"{name}={value!r}" for name, value in settings.items()] + [f"{n}={x}" for n, x in says.items()]
         return f"{type(self).__name__}({', '.join(parts)})"
