@@ -163,7 +163,7 @@ def test_a_mesh_in_single_precision_with_reduced_overhead():
     [
         ("Ewald", {}, "`alpha` or `cutoff` is needed"),
         ("PME", {"mesh_dimensions": MESH}, "`alpha` or `cutoff` is needed"),
-        ("Ewald", {"alpha": ALPHA}, "`cutoff` is needed inside torch.compile to build neighbors"),
+        ("Ewald", {"alpha": ALPHA}, "`cutoff`, or a list, is needed"),
         ("PME", {"alpha": ALPHA, **NEAR}, "`mesh_dimensions` is needed"),
         ("PME", {"alpha": ALPHA, "mesh_spacing": 0.5, **NEAR}, "`mesh_dimensions` is needed"),
         ("PME", {"cutoff": 5.0}, "`mesh_dimensions` is needed"),

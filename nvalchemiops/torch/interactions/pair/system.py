@@ -166,7 +166,7 @@ def _batch(
         elif not may_read() and of_one:
             num_systems = 1
         elif not may_read():
-            raise ValuesNeededError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
+            raise ValuesNeededError("`num_systems` is needed where `batch_idx` cannot be read, as inside torch.compile")
         else:
             num_systems = largest_system(of_caller) + 1 if n_atoms else 1
     n_usable = num_systems

@@ -158,7 +158,7 @@ def choose_splitting(
     if alpha is None:
         if compiling and cutoff is None:
             raise ValuesNeededError(
-                "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
+                "`alpha` or `cutoff` is needed where the neighbor list cannot be measured, as inside torch.compile"
             )
         return _choose(system, long_range, cutoff, rows, accuracy)
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
@@ -185,7 +185,9 @@ def choose_splitting(
         return EwaldSplitting(chosen, rows, target, None, strengths, values, sizes_known)
     if cutoff is None:
         if compiling:
-            raise ValuesNeededError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
+            raise ValuesNeededError(
+                "`cutoff`, or a list, is needed where values cannot be read, as inside torch.compile"
+            )
         spacing = sizes_of_system(system).spacing
         screened = chosen.detach() if limit is None else torch.minimum(chosen.detach(), limit)
         cutoff = float(core.real_cutoff(on_host(screened), spacing, target).max(initial=0.0))

@@ -241,7 +241,7 @@ class MeshSum(NamedTuple):
             return cls(order, mesh, "`mesh_dimensions`", precomputed)
         if not may_read():
             raise ValuesNeededError(
-                "`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read"
+                "`mesh_dimensions` is needed where the size of the cell cannot be read, as inside torch.compile"
             )
         if mesh_spacing is None:
             return cls(NOT_CHOSEN if spline_order is None else order, None, precomputed=precomputed)
