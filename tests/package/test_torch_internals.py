@@ -1,10 +1,11 @@
 """Private names of torch: each means what is assumed, and without it results are the same or an error says why."""
 
-import importlib
+import importlib.util
 import inspect
 import json
 import logging
 import os
+import pkgutil
 import sys
 from collections import namedtuple
 from types import SimpleNamespace
@@ -238,6 +239,17 @@ def test_what_is_used_in_place_of_replace():
 
 
 # -- without each name ----------------------------------------------------------------------------
+
+
+def test_searches_ask_for_tracers_without_the_names_of_shortcuts(monkeypatch):
+    resolve = pkgutil.resolve_name
+    without = {"torch:_C._dispatch_keys": None}
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda path: without[path] if path in without else resolve(path))
+    spec = importlib.util.spec_from_file_location("copy_of_internals", internals.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert not copy.EAGER_SHORTCUT and not copy.tracing_state()
+
 
 WITHOUT = """
     import json, logging, os, pkgutil, sys

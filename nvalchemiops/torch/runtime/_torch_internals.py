@@ -246,7 +246,8 @@ EAGER_SHORTCUT = _eager is not None
 count_dispatch_modes: Callable[[], int] = _eager[0] if _eager else lambda: 1
 """The number of active ``TorchDispatchMode``s."""
 
-autocast_enabled, profiling, tracing_state, dispatch_keys, autograd_excluded = _eager[1:] if _eager else (None,) * 5
+_checks = _eager[1:] if _eager else (None, None, torch.jit.is_tracing, None, None)  # searches ask it, too
+autocast_enabled, profiling, tracing_state, dispatch_keys, autograd_excluded = _checks
 
 plain_keys: set[int] = set()
 """Dispatch keys of plain tensors on each device; `learn_plain_keys` fills the set at first use."""
