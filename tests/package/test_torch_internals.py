@@ -241,14 +241,27 @@ def test_what_is_used_in_place_of_replace():
 # -- without each name ----------------------------------------------------------------------------
 
 
+def imported_again():
+    spec = importlib.util.spec_from_file_location("copy_of_internals", internals.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
 def test_searches_ask_for_tracers_without_the_names_of_shortcuts(monkeypatch):
     resolve = pkgutil.resolve_name
     without = {"torch:_C._dispatch_keys": None}
     monkeypatch.setattr(pkgutil, "resolve_name", lambda path: without[path] if path in without else resolve(path))
-    spec = importlib.util.spec_from_file_location("copy_of_internals", internals.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
+    copy = imported_again()
     assert not copy.EAGER_SHORTCUT and not copy.tracing_state()
+
+
+def test_nothing_is_off_if_a_function_that_is_traced_imports_the_library():
+    """As by ``torch.export``, which makes tensors without data."""
+    with internals.without_data():
+        copy = imported_again()
+        assert copy.EAGER_SHORTCUT and copy.results_have_no_data()
+    assert not copy.results_have_no_data()
 
 
 WITHOUT = """

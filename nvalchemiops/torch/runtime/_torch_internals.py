@@ -226,7 +226,7 @@ def outside_of_transforms() -> Iterator[None]:
 
 def _eager_works(n_modes: Any, autocast: Any, profiling: Any, tracing: Any, keys: Any, below: Any) -> bool:
     with below():
-        return not (n_modes() or tracing()) and isinstance(keys(torch.empty(0, device="cpu")).raw_repr(), int)
+        return n_modes() >= 0 and not tracing() and isinstance(keys(torch.empty(0, device="cpu")).raw_repr(), int)
 
 
 _eager = _find(
@@ -573,7 +573,7 @@ _infra = _find(
     "tensors with data while a graph is traced",
     "_C._get_dispatch_mode",
     "_C._TorchDispatchModeKey",
-    works=lambda mode, keys: mode(keys.FAKE) is None,
+    works=lambda mode, keys: mode(keys.FAKE),  # it may be on
 )
 
 
