@@ -134,7 +134,7 @@ def of_systems():
     yield ValueError, "num_systems", {"num_systems": -1, "batch_idx": 0 * INDEX, "cell": None}
     yield TypeError, "num_systems", {"num_systems": 1.5}
     yield ValueError, "batch_idx", {"num_systems": 2}
-    yield ValueError, "cell", {"num_systems": 3, "batch_idx": INDEX, **two}
+    yield ValueError, "cell|batch_idx", {"num_systems": 3, "batch_idx": INDEX + 1, **two}
     for value in (INDEX, INDEX - 1):
         without = {"cell": None, "energy_reduction": "system", "num_systems": 1, "batch_idx": value}
         yield ValueError, "batch_idx", {**without, "neighbor_list": PAIRS[:, :0]}
