@@ -11,6 +11,7 @@ from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 FLOATS = (torch.float32, torch.float64)
 
@@ -180,7 +181,8 @@ def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
     check_tensor(name, value)
     if not value.is_complex() and value.dtype is not torch.bool:
         value = value.to(beside.dtype)
-        if not value.ndim and value.device.type == "cpu" != beside.device.type:
+        is_number_of_host = not value.ndim and value.device.type == "cpu" != beside.device.type
+        if is_number_of_host and current_recorder() is None:  # a recorded step would keep its value
             value = torch.zeros((), dtype=beside.dtype, device=beside.device) + value  # nothing waits for a copy
     check_real(name, value, beside)
     return value

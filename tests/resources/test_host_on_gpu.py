@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from nvalchemiops.layout import GPU, replaced_layout
-from nvalchemiops.torch import plans, spline
+from nvalchemiops.torch import checks, plans, spline
 from nvalchemiops.torch.autograd import OutputSpec, arrays, tapes, warp_custom_op, warp_stream_from_torch
 from nvalchemiops.torch.interactions import dispersion, electrostatics
 from nvalchemiops.torch.launch import launch_adjoint
@@ -478,3 +478,12 @@ NOT_READING: dict[str, Call] = {
 @by_name(NOT_READING)
 def test_what_does_not_read_is_allowed(name, gpu):
     assert events(lambda: NOT_READING[name](gpu[0]))
+
+
+def test_a_number_of_the_host_is_no_part_of_a_recorded_step(monkeypatch):
+    """It would be an argument of a kernel, whose value a captured graph keeps."""
+    number, beside = torch.tensor(3.4), torch.ones(2, 3, device="meta")
+    assert checks.as_real("sigma", number, beside).is_meta
+    monkeypatch.setattr(checks, "current_recorder", object)
+    with pytest.raises(ValueError, match="`sigma`"):
+        checks.as_real("sigma", number, beside)
