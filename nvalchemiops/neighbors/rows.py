@@ -15,6 +15,12 @@ from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 NO_PADDING = -(2**31)
 """Padding value that means no padding: no list may hold it."""
 
+HOW_TO_SORT = (
+    "; of a list in another order take neighbor_list[:, order] and its shifts[order] with order = "
+    "neighbor_list[0].argsort(), without `neighbor_ptr`"
+)
+"""End of messages about a list that is not sorted."""
+
 NOWHERE = 2**31 - 1
 """Image number, along each axis, that marks an atom whose neighbors cannot be known.
 

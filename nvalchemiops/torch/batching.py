@@ -1,4 +1,4 @@
-"""One batch of several systems, and of their neighbors: behind `System.concatenate` and `Neighbors.concatenate`."""
+"""How many systems there are; one batch of several, and of their lists, for the two ``concatenate`` methods."""
 
 from collections.abc import Sequence
 from itertools import repeat

@@ -171,6 +171,11 @@ def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
         raise ValueError(f"`{name}` is on {value.device}, but `positions` is on {positions.device}")
 
 
+def is_real(value: torch.Tensor) -> bool:
+    """Whether a tensor holds real numbers, integers among them."""
+    return not value.is_complex() and value.dtype is not torch.bool
+
+
 def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
     """A parameter in the dtype of ``beside``; raises unless it is a tensor of real numbers on the same device.
 
@@ -179,7 +184,7 @@ def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
     tensors of a GPU.
     """
     check_tensor(name, value)
-    if not value.is_complex() and value.dtype is not torch.bool:
+    if is_real(value):
         value = value.to(beside.dtype)
         is_number_of_host = not value.ndim and value.device.type == "cpu" != beside.device.type
         if is_number_of_host and current_recorder() is None:  # a recorded step would keep its value

@@ -31,7 +31,7 @@ from tests.clients.test_toolkit_names import (
     close,
     draw,
     scalars,
-    warp_is_ready,  # noqa: F401
+    warp_is_ready,  # noqa: F401  # a fixture
 )
 
 

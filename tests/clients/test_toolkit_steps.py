@@ -17,7 +17,7 @@ from tests.clients.test_toolkit_names import (
     arrays,
     chains,
     close,
-    warp_is_ready,  # noqa: F401
+    warp_is_ready,  # noqa: F401  # a fixture
 )
 
 

@@ -17,13 +17,12 @@ from nvalchemiops.interactions.pair import loop_in_vectors, loop_in_warps
 from nvalchemiops.kernels.native import by_device, native_kernel, signature
 from nvalchemiops.kernels.simd import WARP, lanes_of
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
-from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
+from nvalchemiops.neighbors.rows import HOW_TO_SORT, NO_PADDING, NOWHERE
 
 FAULTS = {
     1: "`neighbor_list` or `neighbor_matrix` holds an atom that does not exist, or with `half_list` a pair twice",
     2: "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit it, from 0 to the number of pairs"
-    "; of a list in another order take neighbor_list[:, order] and its shifts[order] with order = "
-    "neighbor_list[0].argsort(), without `neighbor_ptr`",
+    + HOW_TO_SORT,
     3: "`batch_idx` holds a system that does not exist",
     4: "`species` holds a species that the tables do not have",
 }

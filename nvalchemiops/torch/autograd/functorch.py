@@ -184,7 +184,7 @@ def given_by_name(
     op: Callable[..., Any], in_dims: Sequence[Any], args: Sequence[Any]
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The arguments of an op under ``vmap`` by name, and the dimension of the slices in those that it maps over."""
-    names = [p.name for p in op.op.parameters]  # type: ignore[attr-defined]
+    names = [p.name for p in op.op.parameters]  # type: ignore[attr-defined]  # `warp_custom_op` adds it
     return dict(zip(names, args)), {name: dim for name, dim in zip(names, in_dims) if isinstance(dim, int)}
 
 

@@ -107,7 +107,7 @@ def _of_all_ranks(function: _Function) -> _Function:
         with whole_call(options.get("domain")):
             return function(*args, **options)
 
-    return call  # type: ignore[return-value]
+    return call  # type: ignore[return-value]  # it has the signature of the function
 
 
 @_of_all_ranks

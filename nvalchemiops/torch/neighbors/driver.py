@@ -83,7 +83,7 @@ def build_two(
 ) -> Tensors:
     """The results of `build` for each of two cutoffs in turn; the names of the cutoffs are for messages.
 
-    The second matrix has at least the width asked for the first unless it has a width or memory of its own, as in
+    The second matrix has at least the width asked for the first unless its own width or memory is given, as in
     nvalchemi-toolkit-ops.
     """
     results: Tensors = ()

@@ -71,7 +71,7 @@ def systems_beyond(
     """Flags for the systems with rows of more than ``width`` known entries, and a search with their numbers.
 
     Waits for the device if one flag is for all: then systems are numbered anew, since their numbers may be large,
-    unless they have cells or periodic axes of their own.
+    unless each has its cell or periodic axes.
     """
     beyond = (count > width) & (count < NOT_FINITE)
     n_systems = rebuild_flags.shape[0]

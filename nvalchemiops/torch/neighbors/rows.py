@@ -416,9 +416,7 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
         raise ValuesError("`batch_idx`: the neighbor list joins atoms of different systems")
     if worst == core.UNSORTED:
         raise ValuesError(
-            "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row; of a list in "
-            "another order take neighbor_list[:, order] and its shifts[order] with order = neighbor_list[0].argsort(), "
-            "without `neighbor_ptr`"
+            "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row" + core.HOW_TO_SORT
         )
     if bool((balance.sum(1) != 0).any()):
         notify(

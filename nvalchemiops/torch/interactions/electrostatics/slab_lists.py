@@ -57,9 +57,8 @@ def _lacks_images(asked: EwaldSum) -> torch.Tensor:
     in_slabs = is_open.any(1).nonzero().squeeze(1)
     if rows is None or rows.shifts is None or not in_slabs.numel():
         return none
-    cell = torch.where(
-        is_slab.unsqueeze(-1), cell, torch.eye(3, dtype=cell.dtype, device=cell.device)
-    )  # of molecules: may be zeros
+    identity = torch.eye(3, dtype=cell.dtype, device=cell.device)
+    cell = torch.where(is_slab.unsqueeze(-1), cell, identity)  # those of molecules may be zeros
     i, slots = _rows_of_atoms(rows, in_slabs[:: -(-in_slabs.numel() // LOOKED_AT)])
     j = rows.neighbors[slots].long().clamp(0, len(x) - 1)  # of atoms that do not exist the sum is NaN
     apart = x[j] - x[i] + (rows.shifts[slots].double().unsqueeze(1) @ cell[of[i]]).squeeze(1)
@@ -95,9 +94,8 @@ def _rows_of_atoms(rows: Rows, atoms: torch.Tensor) -> tuple[torch.Tensor, torch
     else:
         begin, end = rows.pointers[atoms].long(), rows.pointers[atoms + 1].long()
     length = end - begin
-    slots = torch.arange(int(length.sum()), device=atoms.device) + (
-        begin - (length.cumsum(0) - length)
-    ).repeat_interleave(length)
+    slots = torch.arange(int(length.sum()), device=atoms.device)
+    slots = slots + (begin - (length.cumsum(0) - length)).repeat_interleave(length)
     inside = rows.neighbors[slots] != rows.padding
     return atoms.repeat_interleave(length)[inside], slots[inside]
 

@@ -435,7 +435,7 @@ def _check(
         if name == "total_charge" and not isinstance(value, torch.Tensor):
             value = like.new_full((), checks.as_float(name, value))
         checks.check_tensor(name, value)
-        if not value.is_complex() and value.dtype is not torch.bool:
+        if checks.is_real(value):
             value = value.to(like.dtype)
         if value.dtype != like.dtype or value.device != like.device:
             raise TypeError(
