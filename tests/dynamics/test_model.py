@@ -12,7 +12,7 @@ from nvalchemiops.notices import NvalchemiopsWarning
 from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms, nve, relax, simulate
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald, ewald_summation
-from nvalchemiops.torch.interactions.pair import PairPotential, born_mayer_huggins, lennard_jones
+from nvalchemiops.torch.interactions.pair import PairPotential, born_mayer_huggins, coulomb, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
@@ -53,6 +53,17 @@ def test_a_sum_of_terms_has_their_energies_forces_and_stress_in_its_units():
     assert (found.forces - expected.forces).abs().max() < 1e-5
     assert (found.stress - expected.stress).abs().max() < 1e-6
     assert torch.equal(found.stress, found.stress.mT)
+
+
+def test_a_term_without_a_cutoff_sums_all_pairs_beside_a_list():
+    """Of a molecule that grows: neither the list of another term nor a plan limits its pairs."""
+    near, far, system = PairPotential("exp(-r)", cutoff=2.0), partial(coulomb(), q=1.0), few_atoms()[0]
+    model = SumOfTerms(near, far)
+    for scale in (1.0, 1.0, 1.0, 1.5, 4.0):
+        x = scale * system.positions
+        r = (x[:, None] - x)[*torch.triu_indices(len(x), len(x), 1)].norm(dim=1)
+        expected = (1.0 / r + torch.where(r < 2.0, (-r).exp(), 0.0)).sum()
+        assert abs(model(System(x)).energies - expected) < 1e-12 * expected
 
 
 def test_stress_is_the_derivative_by_strain_and_forces_by_positions():

@@ -11,7 +11,14 @@ from nvalchemiops.interactions.pair.loop_in_vectors import BLOCK
 from nvalchemiops.layout import CPU, layout
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial
-from nvalchemiops.torch.interactions.pair import PairPotential, buckingham, lennard_jones, morse, reaction_field
+from nvalchemiops.torch.interactions.pair import (
+    PairPotential,
+    buckingham,
+    coulomb,
+    lennard_jones,
+    morse,
+    reaction_field,
+)
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference import pair as ref
 from tests.support.potentials import (
@@ -116,6 +123,18 @@ def test_molecules_without_a_cell(case):
 
     energies, forces, _, virial = ref.everything(function, system.positions, None, parameters.values, system.batch_idx)
     close(found, (energies.detach(), forces, virial))
+
+
+@pytest.mark.parametrize("box", [{}, {"cell": 2.0 * torch.eye(3, dtype=torch.float64), "pbc": torch.tensor(False)}])
+def test_without_a_cutoff_all_pairs_of_open_systems_count(box):
+    """Of two molecules in one another, whose atoms are in no order; the second call is farther apart than its list."""
+    x, q = pair_of_systems().positions[:9], torch.linspace(-1.0, 1.0, 9, dtype=torch.float64)
+    of_atom = torch.arange(9, dtype=torch.int32) % 2
+    i, j = torch.triu_indices(9, 9, 1)[:, of_atom[torch.triu_indices(9, 9, 1)].diff(dim=0)[0] == 0]
+    for scale in (1.0, 7.0):
+        expected = (q[i] * q[j] / (scale * (x[i] - x[j])).norm(dim=1)).sum()
+        found = coulomb()(scale * x, q=q, batch_idx=of_atom, compute_virial=True, num_systems=2, **box)
+        close((found[0].sum(), found[1].diagonal(dim1=1, dim2=2).sum()), (expected, expected))
 
 
 # -- neighbors in any form ------------------------------------------------------------------------

@@ -219,6 +219,17 @@ def build_rows(
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, None)
 
 
+def reach_of_all_pairs(positions: torch.Tensor) -> float:
+    """A cutoff beyond all distances between atoms, whose positions are read.
+
+    Under vmap it is beyond those of all slices, whose pairs are found together.
+    """
+    if not may_read() or not may_read(x := slices_of(positions).detach(), wait=True):
+        raise ValueError("`cutoff` or neighbors are needed where positions cannot be read")
+    extent = float((x.amax(1) - x.amin(1)).norm(dim=1).max()) if x.numel() else 0.0
+    return 1.001 * extent + 1.0
+
+
 def _pairs_of_valid_systems(search: Search) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`found_pairs` in spite of bad values: atoms of their systems have only themselves in an image that gives NaN."""
     count, batch_idx = neighbor_matrix(*search, NO_PADDING, 0)[1], search.batch_idx

@@ -24,9 +24,9 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     check_system,
 )
 from nvalchemiops.torch.interactions.pair import shares
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, is_listed, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, is_listed, reach_of_all_pairs, rows_of
 from nvalchemiops.torch.runtime.cache import cached_by_identity
-from nvalchemiops.torch.runtime.context import ValuesNeededError, is_mapped, may_read, on_host, slices_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_mapped, may_read, on_host
 from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
@@ -317,9 +317,5 @@ def open_system(
 def all_pairs(system: ChargedSystem, cutoff: float | None = None) -> Rows:
     """Pairs of each open system, all or up to a cutoff."""
     if cutoff is None:
-        # of all slices under vmap, whose pairs are found together
-        if not may_read() or not may_read(x := slices_of(system.positions).detach(), wait=True):
-            raise ValueError("`cutoff` or neighbors are needed where positions cannot be read")
-        extent = float((x.amax(1) - x.amin(1)).norm(dim=1).max()) if x.numel() else 0.0
-        cutoff = 1.001 * extent + 1.0
+        cutoff = reach_of_all_pairs(system.positions)
     return build_rows(system.positions, cutoff, None, system.batch_idx)

@@ -50,7 +50,8 @@ class PairPotential:
     per_pair : sequence of str, optional
         Parameters of each pair of species, given as tables.
     cutoff : float, length, optional
-        Pairs at this distance or beyond are left out. By default all pairs in the list count.
+        Pairs at this distance or beyond are left out. By default all pairs in the list count, or without a list all
+        pairs of a system that is not periodic.
     shifted : bool, optional
         Subtract the value at the cutoff, so that the energy is continuous.
     r_switch : float, length, optional

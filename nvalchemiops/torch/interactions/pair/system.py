@@ -17,6 +17,7 @@ from nvalchemiops.torch.neighbors.rows import (
     cell_without_images,
     check_reach,
     listed_slots,
+    reach_of_all_pairs,
     row_indices,
     rows_of,
 )
@@ -100,7 +101,11 @@ def pair_system(
         if neighbor_cutoff is not None:
             raise ValueError("`neighbor_cutoff` describes a neighbor list, but none is given")
         if cutoff is None:
-            raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
+            if cell is not None and not (may_read(cell, wait=True) and not values_of(cell).any()):
+                raise ValueError(
+                    "`neighbor_list` or `neighbor_matrix` is needed: without a cutoff a periodic system has no end"
+                )
+            cutoff = reach_of_all_pairs(positions)
         rows = build_rows(positions, cutoff, cell, searched, _periodic_axes(cell, pbc))
     elif check and isinstance(given, GivenNeighbors) and cutoff is not None and may_read(positions, wait=True):
         name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
