@@ -41,7 +41,7 @@ class State(dynamics.State):
     """What a step takes and returns: `nvalchemiops.torch.dynamics.State` with arrays, a pytree.
 
     ``having`` sets parameters, which may be traced, as in ``state.having(temperature=...)``.
-    ``kinetic_energies``, ``temperatures``, ``volumes`` and ``pressures`` are computed by torch.
+    ``kinetic_energies``, ``temperatures``, ``volumes``, ``pressures`` and ``pressure_tensors`` are computed by torch.
     """
 
     __slots__ = ()
@@ -50,6 +50,7 @@ class State(dynamics.State):
     temperatures = _by_torch("temperatures")
     volumes = _by_torch("volumes")
     pressures = _by_torch("pressures")
+    pressure_tensors = _by_torch("pressure_tensors")
 
     def _column(self, name: str, value: Any, n_systems: int) -> Any:
         found = jnp.asarray(value)

@@ -252,6 +252,10 @@ def test_a_rigid_rotor_turns_by_the_same_angle_in_each_step(frozen):
     assert (state.velocities - velocities).abs().max() < 1e-12
     if not frozen:
         assert state.pressures.abs() < 1e-13 < 0.01 < (state.kinetic_energies / state.volumes).item()
+        # half the second derivative of Σ m r rᵀ, by the volume
+        ray, along = (positions[1] / positions[1].norm(), velocities[1] / velocities[1].norm())
+        expected = 1.2 * (length * omega) ** 2 * (along.outer(along) - ray.outer(ray)) / 64.0
+        assert (state.pressure_tensors[0] - expected).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize(("angle", "needed"), [(0.02, 2), (0.3, 3)])

@@ -42,7 +42,7 @@ def systems():
 
 def test_records_are_those_of_the_states():
     integrator, states = npt(0.2, KT, 1e-4), []
-    names = ("potential_energy", "kinetic_energy", "temperature", "conserved", "volume", "pressure")
+    names = ("potential_energy", "kinetic_energy", "temperature", "conserved", "volume", "pressure", "pressure_tensor")
     found = simulate(systems(), argon(skin=1.0), integrator, 7, record=names, every=3, hooks=[states.append], seed=2)
     assert found.steps == [0, 3, 6] and len(states) == 7 and found.state.step == 7
     for n, state in ((1, states[2]), (2, states[5])):
@@ -55,8 +55,18 @@ def test_records_are_those_of_the_states():
         traces = state.evaluation.stress.diagonal(dim1=1, dim2=2).sum(1)
         pressures = (2.0 * kinetic / state.volumes - traces) / 3.0
         assert (found.records["pressure"][n] - pressures).abs().max() < 1e-15
-    own = simulate(states[-1], argon(), integrator, 1, record={"first": lambda state: state.system.positions[0]})
+        motion = [(m[:, None, None] * v[:, :, None] * v[:, None, :]).sum(0) for m, v in parts_of(state)]
+        tensors = torch.stack(motion) / state.volumes[:, None, None] - state.evaluation.stress
+        assert (found.records["pressure_tensor"][n] - tensors).abs().max() < 1e-15
+    record = {"first": lambda state: state.system.positions[0], "P": "pressure"}
+    own = simulate(states[-1], argon(), integrator, 1, record=record)
     assert own.records["first"].shape == (2, 3) and own.steps == [7, 8]
+    assert torch.equal(own.records["P"][0], states[-1].pressures)
+
+
+def parts_of(state):
+    """Masses and velocities of each system."""
+    return [(state.masses[own], state.velocities[own]) for own in (state.system.batch_idx == n for n in (0, 1))]
 
 
 @pytest.mark.parametrize("make", (langevin, csvr, nose_hoover))
@@ -345,7 +355,8 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
         (lambda: nve(0.1), ONE | {"hooks": [lambda state: True]}, "hooks"),
         (lambda: nve(0.1), ONE | {"hooks": None}, "hooks"),
         (lambda: nve(0.1), ONE | {"hooks": ["print"]}, "hooks"),
-        (lambda: nve(0.1), ONE | {"record": {"one": "volume"}}, "record"),
+        (lambda: nve(0.1), ONE | {"record": {"one": "energy"}}, "record"),
+        (lambda: nve(0.1), ONE | {"record": {"one": 1.0}}, "record"),
         (lambda: nve(0.1), ONE | {"gradients": "yes"}, "gradients"),
         (lambda: nve(0.1), ONE | {"removed": "3"}, "removed"),
         (lambda: nve("0.1"), ONE, "dt"),

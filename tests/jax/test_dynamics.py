@@ -117,6 +117,7 @@ def test_steps_are_those_of_torch(kind, forces):
     for name, record in zip(("temperatures", "pressures", "kinetic_energies"), records[1:]):
         np.testing.assert_allclose(record[-1], getattr(expected, name), rtol=1e-10)
     np.testing.assert_allclose(found.volumes, expected.volumes, rtol=1e-12)
+    np.testing.assert_allclose(found.pressure_tensors, expected.pressure_tensors, atol=1e-12)
 
 
 def test_an_oscillator_follows_the_closed_formula_of_verlet():

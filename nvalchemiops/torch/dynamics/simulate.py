@@ -38,6 +38,7 @@ RECORDS: dict[str, Callable[[Integrator, State], torch.Tensor]] = {
     "conserved": lambda integrator, state: integrator.conserved(state),
     "volume": lambda _, state: state.volumes,
     "pressure": lambda _, state: state.pressures,
+    "pressure_tensor": lambda _, state: state.pressure_tensors,
 }
 """What `simulate` can record by name."""
 
@@ -69,7 +70,7 @@ def simulate(
     integrator: Integrator,
     steps: int,
     *,
-    record: str | Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]] = (
+    record: str | Sequence[str] | Mapping[str, str | Callable[[State], torch.Tensor]] = (
         "potential_energy",
         "kinetic_energy",
         "temperature",
@@ -95,8 +96,9 @@ def simulate(
     model : Model
     integrator : Integrator
     steps : int
-    record : str, sequence of str, or mapping from str to callable, optional
-        Of `RECORDS`, or functions of the state. Temperatures are kT.
+    record : str, sequence of str, or mapping from str to str or callable, optional
+        Of `RECORDS`, or functions of the state, or both under names of yours: ``{"T": "temperature", "x": function}``.
+        Temperatures are kT.
     every : int, optional
         Record the state before the first step, and after every so many steps.
     hooks : callable, or sequence of them, optional
@@ -272,17 +274,25 @@ def _after_hook(returned: Any, state: State) -> State:
 
 
 def _measures(
-    record: str | Sequence[str] | Mapping[str, Callable[[State], torch.Tensor]], integrator: Integrator
+    record: str | Sequence[str] | Mapping[str, str | Callable[[State], torch.Tensor]], integrator: Integrator
 ) -> dict[str, Callable[[State], torch.Tensor]]:
+    asked: Mapping[str, Any]
     if isinstance(record, Mapping):
-        for name, measure in record.items():
-            if not callable(measure):
-                raise TypeError(f"`record`: {name!r} must be callable with a State, got {type(measure).__name__}")
-        return dict(record)
+        asked = record
+    else:
+        names = [record] if isinstance(record, str) else list(record)
+        for name in names:
+            checks.check_choice("record", name, RECORDS)
+        asked = dict(zip(names, names))
     found: dict[str, Callable[[State], torch.Tensor]] = {}
-    for name in [record] if isinstance(record, str) else record:
-        checks.check_choice("record", name, RECORDS)
-        found[name] = functools.partial(RECORDS[name], integrator)
+    for name, measure in asked.items():
+        if isinstance(measure, str):
+            checks.check_choice("record", measure, RECORDS)
+            measure = functools.partial(RECORDS[measure], integrator)
+        elif not callable(measure):
+            kind = type(measure).__name__
+            raise TypeError(f"`record`: {name!r} must be a name of a record, or callable with a State, got {kind}")
+        found[name] = measure
     return found
 
 

@@ -230,11 +230,24 @@ class State(NamedTuple):
 
         The stress is that of the model and of constraint forces.
         """
-        stress = self.stress
-        if "constraint stress" in self.extra:
-            stress = stress + self.extra["constraint stress"]
+        stress = self._whole_stress()
         kinetic = trace(self.twice_kinetic()).squeeze(1) / self.volumes
         return (kinetic - trace(diagonal(stress)).squeeze(1)) / 3.0
+
+    @property
+    def pressure_tensors(self) -> torch.Tensor:
+        """Pressures (n_systems, 3, 3) in float64: ``Σ m v vᵀ / volume - stress``, with the stress of `pressures`.
+
+        The time correlation of the components off the diagonal gives the viscosity (Green and Kubo).
+        """
+        stress, momenta = self._whole_stress(), self.velocities * self.extra["inertia"]
+        motion = self.of_systems(momenta.unsqueeze(-1) * self.velocities.unsqueeze(-2))
+        return motion / self.volumes.reshape(-1, 1, 1) - stress
+
+    def _whole_stress(self) -> torch.Tensor:
+        """The stress of the model and of constraint forces."""
+        stress = self.stress
+        return stress + self.extra["constraint stress"] if "constraint stress" in self.extra else stress
 
 
 def trace(diagonals: torch.Tensor) -> torch.Tensor:
