@@ -131,8 +131,9 @@ class SumOfTerms:
     stress : bool, optional
         Whether to compute the stress of systems with cells, for some 10 % more time.
     hartree, bohr : float, energy and length, optional
-        The atomic units in the units of the system, by default in eV and angstrom. Electrostatic energies are
-        multiplied by ``hartree * bohr``, the Coulomb constant; D3 energies are computed in atomic units.
+        The atomic units in the units of the system, by default in eV and angstrom. Energies of `Electrostatics` and
+        its methods are multiplied by ``hartree * bohr``, the Coulomb constant, those of pair potentials are not, also
+        if they are of charges; D3 energies are computed in atomic units.
 
     Attributes
     ----------
