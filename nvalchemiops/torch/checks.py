@@ -27,6 +27,8 @@ def kind_of(name: str, value: Any) -> str:
     elif hasattr(value, "_fields"):  # a System, or a result of this library, is a tuple
         parts = [part for part in ("state", "system", name) if hasattr(value, part)]
         advice = f": give its `{parts[0]}`" if parts else ""
+    elif isinstance(value, (list, tuple)) and value and hasattr(value[0], "batch_idx"):
+        advice = ": use System.concatenate"
     elif isinstance(value, (np.ndarray, list, tuple)):
         advice = ": use torch.as_tensor"
     return type(value).__name__ + advice

@@ -455,6 +455,9 @@ def test_trajectories_of_molecules_have_neither_cell_nor_stress(suffix, tmp_path
 def test_a_run_starts_from_a_system(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="`start` must be a System or a State, got Atoms"):
         simulate(crystal(1), argon(), nve(0.1), 1)
+    for call in (lambda: simulate([GAS], argon(), nve(0.1), 1), lambda: relax((GAS,), argon())):
+        with pytest.raises(TypeError, match=r"got (list|tuple): use System.concatenate"):
+            call()
     with pytest.raises(TypeError, match="`start` must be a System or a State, got int"):
         simulate(1, argon(), nve(0.1), 1)
     state = nve(0.1).start(GAS, ideal_gas, **ONE)
