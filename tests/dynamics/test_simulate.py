@@ -165,6 +165,34 @@ def test_a_hook_may_replace_the_state_and_its_parameters():
     assert found.records["temperature"][-1].min() > 2.0 * KT
 
 
+@pytest.mark.parametrize("options", ({}, {"gradients": True}, {"checkpoint_every": 2}))
+def test_a_run_goes_on_with_the_forces_of_a_system_that_a_hook_has_changed(options):
+    """As if it had ended and begun there: moved atoms, other charges; not if all tensors are the same."""
+    calls = []
+
+    def energy(system):
+        calls.append(system)
+        return (system.charges * system.positions.square().sum(1)).sum()[None]
+
+    def hook(state):
+        if state.step == 2:
+            return state._replace(system=state.system._replace(positions=1.5 * state.system.positions))
+        charges = 2.0 * state.system.charges if state.step == 3 else state.system.charges
+        return state._replace(system=state.system._replace(charges=charges))
+
+    system, model = GAS._replace(charges=torch.ones(4, dtype=float64)), FromEnergies(energy)
+    found = simulate(system, model, nve(0.1), 4, hooks=hook, record="conserved", **ONE, **options)
+    # a checkpoint looks for parameters in one more step
+    assert options.get("checkpoint_every") or len(calls) == 1 + 4 + 2
+    state = simulate(system, model, nve(0.1), 2, **ONE).state
+    for record in found.records["conserved"][2:4]:
+        state = nve(0.1).resume(hook(state), model)
+        assert torch.equal(record, nve(0.1).conserved(state))
+        state = nve(0.1).step(state, model)
+    assert torch.equal(found.state.system.positions, state.system.positions)
+    assert torch.equal(found.state.velocities, state.velocities)
+
+
 @pytest.mark.parametrize("options", ({}, {"checkpoint_every": 2}))
 def test_hooks_alone_and_of_an_iterator_are_called_after_each_step(options):
     def calls(form):

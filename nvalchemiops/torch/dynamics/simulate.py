@@ -102,8 +102,10 @@ def simulate(
     every : int, optional
         Record the state before the first step, and after every so many steps.
     hooks : callable, or sequence of them, optional
-        ``hook(state)`` is called after each step; if it returns a state, the run goes on from that. Without
-        ``gradients`` this is inside of ``torch.no_grad()``.
+        ``hook(state)`` is called after each step; if it returns a state, the run goes on from that. If this has
+        another system, such as moved atoms or other charges, but the same evaluation, the model is called for it; on
+        ranks return ``integrator.evaluated(state, model)`` there. Without ``gradients`` hooks are inside of
+        ``torch.no_grad()``.
     trajectory : path, or sequence of paths for each system, optional
         Files for ASE to write, in a format to which frames can be added, such as ``.xyz`` or ``.traj``, with energies,
         forces, stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are
@@ -161,6 +163,7 @@ def simulate(
     steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
     trajectory_every = every if trajectory_every is None else trajectory_every
     appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_hooks(hooks)
+    hooks = [functools.partial(_hooked, hook, integrator, model) for hook in hooks]
     writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends)
     measures = _measures(record, integrator)
     measured: Any = functools.partial(_measured, measures)
@@ -264,6 +267,15 @@ def _tracked(start: System | State) -> System | State:
     velocities, masses, step = map(ordinary, (start.velocities, start.masses, start.step))
     evaluation = Evaluation(*map(ordinary, start.evaluation))
     return State(system, velocities, masses, evaluation, step, {k: ordinary(value) for k, value in start.extra.items()})
+
+
+def _hooked(hook: Hook, integrator: Integrator, model: Model, state: State) -> State | None:
+    """What the hook returns; if it has changed the system alone, the model is called for the new one."""
+    found = hook(state)
+    if not isinstance(found, State) or found.evaluation is not state.evaluation or found.system.domain is not None:
+        return found
+    is_same = all(new is old for new, old in zip(found.system, state.system))
+    return found if is_same else integrator.resume(found, model)
 
 
 def _after_hook(returned: Any, state: State) -> State:
