@@ -609,7 +609,7 @@ def test_estimated_parameters_are_those_for_the_sources_of_the_system(module, ca
         ({"widths": -0.1}, "`widths` must be finite and non-negative"),
         ({"widths": torch.full((5,), torch.nan).double()}, "`widths` must be finite and non-negative"),
         ({"dipoles": None, "compute_dipole_gradients": True}, "`compute_dipole_gradients` needs `dipoles`"),
-        ({"self_interaction": True}, "`self_interaction` is infinite for points"),
+        ({"self_interaction": True}, r"`self_interaction` is infinite for points.* add q²/\(2 sqrt\(pi\) width\)"),
         ({"potential": power_law(6)}, "are for the Coulomb potential"),
         ({"surface_dielectric": -1.0}, "`surface_dielectric`"),
     ],

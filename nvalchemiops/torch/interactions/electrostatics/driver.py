@@ -304,7 +304,10 @@ def _keeps_gaussians(self_interaction: Any, system: ChargedSystem) -> bool:
     widths = system.widths
     with shares.together(system.domain):
         if widths is None or (may_read(widths) and not bool((widths > 0.0).all())):
-            raise ValueError("`self_interaction` is infinite for points: it needs positive `widths` of all atoms")
+            raise ValueError(
+                "`self_interaction` is infinite for points: it needs positive `widths` of all atoms; with points among "
+                "Gaussians leave it out, and add q²/(2 sqrt(pi) width) for these, as a hardness 1/(sqrt(pi) width)"
+            )
     return True
 
 
