@@ -107,11 +107,10 @@ def from_library(
         raise ValueError(f"`cutoff` is needed for '{name}'")
     options = {key: value for key, value in parameters.items() if key in known}
     values = {key: value for key, value in parameters.items() if key not in known}
-    if any(is_by_pair(value) for value in values.values()):
-        if "tables" in known:
-            options.setdefault("tables", True)
-        if "mixing" in known:
-            options.setdefault("mixing", None)
+    if "tables" in known and any(isinstance(value, Mapping) for value in values.values()):
+        options.setdefault("tables", True)
+    if "mixing" in known and any(is_by_pair(value) for value in values.values()):
+        options.setdefault("mixing", None)
     return make(cutoff, **options), values
 
 

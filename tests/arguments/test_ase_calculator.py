@@ -58,8 +58,8 @@ MISTAKES = {
     ),
     "element for pair": (
         lambda: Pair("morse", cutoff=3.0, depth={"Na": 1.0}, steepness=1, r0=1),
-        TypeError,
-        "`depth` must be a number",
+        ValueError,
+        "`depth`: 'Na' is not a pair of elements",
     ),
     "method": (lambda: Electrostatics("p3m"), ValueError, "`method` must be one of 'auto', 'ewald', 'pme', 'coulomb'"),
     "list of methods": (lambda: Electrostatics(["ewald"]), ValueError, "`method` must be one of"),

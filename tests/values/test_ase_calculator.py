@@ -263,6 +263,12 @@ def test_forms_of_parameters():
     assert atoms.get_potential_energy() != pytest.approx(energies[0])
 
 
+def test_a_star_alone_is_a_number():
+    values = [{"A": 900.0, "rho": 0.3, "C": C} for C in (2.0, {"*": 2.0})]
+    first, second = (Calculator(Pair("buckingham", cutoff=5.0, **given)) for given in values)
+    compare(salt(1), first, second)
+
+
 def test_forms_of_charges():
     atoms = salt()
     array = np.where(atoms.symbols == "Na", 1.0, -1.0)
