@@ -291,6 +291,12 @@ NAMED = {
         (True, True, False),
         7.0,
     ),
+    "hexagonal slab, pairs almost a cutoff above each other": Case(
+        np.add(np.random.default_rng(6).uniform(-20, 20, (30, 3)), [[[0, 0, 0]], [[0, 0, 3.9]]]).reshape(60, 3),
+        np.array([[8.0, 0, 0], [4.0, 48**0.5, 0], [0, 0, 1.0]]),
+        (True, True, False),
+        4.0,
+    ),
     "thousand times longer than wide": Case(
         np.random.default_rng(5).uniform(0, [2, 2, 2000], (400, 3)), np.diag([2.0, 2.0, 2000.0]), FULLY, 5.0
     ),
