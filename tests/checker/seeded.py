@@ -209,11 +209,11 @@ LIBRARY = {
         ("race of blocks", "energies.data[i / 2] =", 0),
     ),
     "pairs: an atom that does not exist": (
-        (pairs.pair_kernel, _bad_pairs, "it.j < 0 || it.j >= n_atoms", "it.j < 0"),
+        (pairs.pair_kernel, _bad_pairs, "it.j >= 0 && it.j < n_atoms", "it.j >= 0"),
         ("out of bounds", "d[a] = exact(x_j[a]) - x_i[a];", None),
     ),
     "search: more neighbors than there is room for": (
-        (search_neighbors, _search, "hit && slot < (in_list ? row_begin.data[row + 1] - start : width)", "hit"),
+        (search_neighbors, _search, "if (hit && slot < room)", "if (hit)"),
         ("race of lanes", "index.data[start + slot] =", None),
     ),
     "search: all lanes fill the rest of a row": (

@@ -1,10 +1,12 @@
-"""What the checker uses of Warp that is not public; `tests/checker` is slow but for this file."""
+"""What the checker uses of Warp that is not public, and of the library; `tests/checker` is slow but for this file."""
 
 from pathlib import Path
 
+import nvalchemiops
 from nvalchemiops.kernels.segments import sum_rows
 from nvalchemiops.neighbors.search import search_neighbors
 from tests.checker import warp_source
+from tests.checker.seeded import LIBRARY
 
 
 def test_warp_generates_source_with_the_text_of_a_kernel():
@@ -20,3 +22,9 @@ def test_warp_generates_source_with_the_text_of_a_kernel():
 def test_bounds_of_a_grid():
     bounds = warp_source.bounds((5, 32))
     assert (list(bounds.shape), bounds.size, bounds.share) == ([5, 32], 160, 1)
+
+
+def test_faults_are_put_where_kernels_have_the_text_that_they_replace():
+    files = Path(nvalchemiops.__file__).parent.rglob("*.py")
+    kernels = "\n".join(path.read_text() for path in files)
+    assert [old for (_, _, old, _), _ in LIBRARY.values() if old not in kernels] == []
