@@ -416,9 +416,9 @@ def test_torch_counts_changes_of_given_memory():
     """So autograd refuses a backward pass that needs values from before; inside of an inference mode nothing counts."""
     x = torch.rand(6, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
     memory = buffers(6, 5)
-    for _ in range(2):
+    for flags in (None, None, torch.tensor([True]), torch.tensor([True])):  # with and without an operator, twice each
         before = [m._version for m in memory.values()]
-        neighbor_list(x, 0.5, torch.eye(3, dtype=F64), **memory, check=False)
+        neighbor_list(x, 0.5, torch.eye(3, dtype=F64), **memory, rebuild_flags=flags, check=False)
         assert all(m._version > v for m, v in zip(memory.values(), before))
     with torch.inference_mode():
         same = buffers(6, 5)
