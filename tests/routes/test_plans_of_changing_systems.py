@@ -194,6 +194,8 @@ def test_sums_share_a_plan_where_cells_change(name):
             given = scaled(n)
             found = call(*given)
             ways.append(way_of("sum"))
+            if name in ("chosen mesh", "batch, chosen") and n > 1:
+                assert way_of("forces nearby") == "plan (replayed)", "one for all cells and reaches"
             close(found, ordinary(functools.partial(call, *given)), tolerance)
         # a second derivative passes the first ones twice, so that plans of single cells are tried until they do not pay
         assert "plan (replayed, for any cell)" in ways[4 if call is results else 0 :], ways

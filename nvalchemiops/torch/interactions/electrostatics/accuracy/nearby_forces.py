@@ -144,11 +144,11 @@ def _by_plan(
 
     rows = rows._replace(first=None)  # it shares memory with the neighbors, and the sum will check it
     system = system._replace(moments=system.moments[..., :1], widths=None, of_points=True)  # only charges matter
-    moving = {"positions": system.positions, "moments": system.moments, "reach": reach}
-    fixed = {"cell": system.cell, "batch_idx": system.batch_idx}
+    # the cell was checked, and no value of it is read
+    moving = {"positions": system.positions, "moments": system.moments, "reach": reach, "cell": system.cell}
     large = system.n_atoms > MOST_ATOMS_ON_GPU and not layout(system.positions.device.type).reads
     ways = "a graph would copy a long list for a single launch" if large else ()
-    (found,) = engine.run_function("forces nearby", evaluate, moving, rows, fixed, ways)
+    (found,) = engine.run_function("forces nearby", evaluate, moving, rows, {"batch_idx": system.batch_idx}, ways)
     return found
 
 
