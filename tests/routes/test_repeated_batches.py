@@ -122,6 +122,24 @@ def test_kept_long_range_parts_are_those_of_alpha_and_accuracy(function, monkeyp
     assert len({float(e.sum()) for e in kept}) == len(given)
 
 
+def test_plans_of_chosen_k_vectors_are_known_by_what_these_follow_from(monkeypatch):
+    """Not by tensors, which may have to be made again. A given alpha may change in place."""
+    x, q, cell, numbers = a_batch()
+    alpha = torch.tensor([0.8, 0.9, 0.7], dtype=F64)
+    before = alpha.clone()
+    call = functools.partial(ewald_summation, x, q, cell, batch_idx=numbers, accuracy=1e-4, compute_forces=True)
+    for options, others in (({}, {}), ({"alpha": alpha}, {"alpha": before})):
+        forget()
+        for _ in range(5):
+            call(**options)
+        alpha.add_(0.1)
+        monkeypatch.setattr("nvalchemiops.torch.runtime.cache._kept", Kept(MOST_ENTRIES))
+        found = call(**others)
+        assert way_of("sum") == "plan (replayed)"
+        close(found, ordinary(functools.partial(call, **others)), 0.0)
+        alpha.copy_(before)
+
+
 @pytest.mark.parametrize("of_points", [True, False], ids=["charges", "dipoles"])
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
 def test_gradients_by_alpha_beside_long_range_parts_that_are_kept(function, of_points, monkeypatch):

@@ -87,7 +87,8 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
     # neighbors and alpha first, since they depend on positions; then the plan of the rest
     terms, system, rows, long_range, alpha = _terms(asked)
     # the last term holds what was chosen, and none of the tensors that have only led to the choice
-    known: Any = ("chosen", terms[-1], asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
+    what = terms[-1] if long_range.choice is None else (alpha, long_range.choice)
+    known: Any = ("chosen", what, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
     if _has_made_tensors(system, asked) and not layout(alpha.device.type).reads:
         known = "it depends on tensors that were made for this call, whose values are not read"
     near, first = rows, rows.first
@@ -98,7 +99,7 @@ def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
         # hold these tensors: the plan must use them in place, and no copies of them
         near = rows._replace(neighbors=asked.neighbors.neighbor_list, first=None)
     chosen = (alpha, *long_range.tensors)
-    return evaluate(terms, system, asked.request, asked.is_constant, near, known, chosen, long_range.is_for_cells)
+    return evaluate(terms, system, asked.request, asked.is_constant, near, known, chosen, long_range.choice)
 
 
 def _has_made_tensors(system: ChargedSystem, asked: EwaldSum) -> bool:

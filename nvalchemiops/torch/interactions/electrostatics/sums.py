@@ -1,7 +1,7 @@
 """Sums of terms as calls of the engine: energies, with first derivatives if requested or needed."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def evaluate(
     near: Rows | None = None,
     options: tuple[Any, ...] | str = engine.UNKNOWN,
     chosen: Sequence[torch.Tensor] = (),
-    is_for_cells: bool = False,
+    choice: Hashable = None,
 ) -> tuple[torch.Tensor, ...]:
     """The results of a sum: energies, then the derivatives that were requested.
 
@@ -53,8 +53,8 @@ def evaluate(
         As for `engine.Call`, for a plan.
     chosen : sequence of torch.Tensor
         Tensors among those of ``terms`` and ``options`` that follow from cells, positions and charges.
-    is_for_cells : bool
-        Whether a plan for any values of ``chosen`` is for these cells alone, as of `LongRange`.
+    choice : hashable
+        As of `LongRange`. A plan for any values of ``chosen`` is for these cells alone, unless it is None.
     """
     given: Any = () if near is None else near
     fixed = tuple(terms)
@@ -69,8 +69,8 @@ def evaluate(
         return body_of(_with(fixed, changed), system, request)
 
     def in_general(call: engine.Call) -> engine.Call:
-        others = _with(options, dict.fromkeys(map(id, chosen)))
-        return call._replace(options=others, prepared=tuple(chosen), n_moving=call.n_moving if is_for_cells else 3)
+        others = _with(options, dict.fromkeys(map(id, (*chosen, choice))))
+        return call._replace(options=others, prepared=tuple(chosen), n_moving=3 if choice is None else call.n_moving)
 
     inputs = (system.positions, system.moments, system.cell)
     own = (*terms, system.widths)

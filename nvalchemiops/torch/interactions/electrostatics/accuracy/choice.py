@@ -48,8 +48,8 @@ class LongRange(Protocol):
         Whether the parameters are given.
     tensors : tuple of torch.Tensor
         Those of the k-vectors, which may follow from the cell.
-    is_for_cells : bool
-        Whether ``tensors`` have values for these cells alone, which have returned.
+    choice : hashable
+        What all ``tensors`` follow from, if they are kept for these cells alone, which have returned; otherwise None.
     valid : (n_systems,) bool tensor or None
         If values could not be read: False for systems that the parameters do not fit.
     """
@@ -64,7 +64,7 @@ class LongRange(Protocol):
     def tensors(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102  # the class says what it is
 
     @property
-    def is_for_cells(self) -> bool: ...  # noqa: D102  # the class says what it is
+    def choice(self) -> Hashable: ...  # noqa: D102  # the class says what it is
 
     @property
     def valid(self) -> torch.Tensor | None: ...  # noqa: D102  # the class says what it is

@@ -274,9 +274,8 @@ class MeshSum(NamedTuple):
         return ()
 
     @property
-    def is_for_cells(self) -> bool:
+    def choice(self) -> None:
         """As for `LongRange`."""
-        return False
 
     def suited(self, accuracy: float, costs: core.Costs) -> "MeshSum":
         """As for `LongRange`."""

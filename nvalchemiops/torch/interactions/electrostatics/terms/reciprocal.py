@@ -45,6 +45,7 @@ from nvalchemiops.torch.interactions.pair.shares import summed_for_shares
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice, lattice_of
 from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.cache import cached_by_value, cached_on_device
 from nvalchemiops.torch.runtime.context import may_read, on_host
 
@@ -65,6 +66,8 @@ class KVectorSum(NamedTuple):
         If values could not be read: False for systems whose vectors do not belong to the reciprocal lattice.
     factors : tuple of (n_points, 4) tensors or None
         `reciprocal_factors` of chosen k-vectors for the Coulomb potential, if they are kept.
+    choice : Choice or None
+        As for `LongRange`.
     """
 
     k_vectors: WaveVectors | None = None
@@ -72,6 +75,7 @@ class KVectorSum(NamedTuple):
     k_cutoff: torch.Tensor | None = None
     valid: torch.Tensor | None = None
     factors: tuple[torch.Tensor, ...] | None = None
+    choice: "Choice | None" = None
 
     @classmethod
     def given(
@@ -127,11 +131,6 @@ class KVectorSum(NamedTuple):
         """As for `LongRange`."""
         return () if self.k_vectors is None else (*self.k_vectors[:4], *(self.factors or ()))
 
-    @property
-    def is_for_cells(self) -> bool:
-        """As for `LongRange`."""
-        return self.factors is not None
-
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
         """As for `LongRange`. A list of k-vectors is assumed to be complete up to its largest Miller indices."""
         assert self.k_vectors is not None
@@ -180,16 +179,27 @@ class KVectorSum(NamedTuple):
         if parts is None:
             _parts.keep(known, {})  # factors are kept if the cells return, as most cells that change never do
             return self._replace(k_vectors=WaveVectors(*of_systems()))
-        key = (*known, values.tobytes(), force.tobytes())
-        points, begin, numbers, weights, *factors = cached_on_device("k-vectors", device, key, of_systems)
+        choice = Choice(*known, values.tobytes(), force.tobytes())
+        points, begin, numbers, weights, *factors = cached_on_device("k-vectors", device, choice, of_systems)
         k_vectors = WaveVectors(points, begin, numbers, weights)
-        # otherwise they follow from alpha, which is NaN in systems that are not valid
-        return self._replace(k_vectors=k_vectors, factors=tuple(factors) if system.valid is None else None)
+        if system.valid is not None:  # factors follow from alpha, which is NaN in systems that are not valid
+            return self._replace(k_vectors=k_vectors)
+        return self._replace(k_vectors=k_vectors, factors=tuple(factors), choice=choice)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
         """As for `LongRange`."""
         assert self.k_vectors is not None
         return ReciprocalTerm(potential, alpha, self.k_vectors, self.factors)
+
+
+@engine.immutable
+class Choice(NamedTuple):
+    """What chosen k-vectors and their factors follow from: `key_of_sizes`, and values of alpha and force as bytes."""
+
+    sizes: Hashable
+    accuracy: float
+    alpha: bytes
+    force: bytes
 
 
 _Part = tuple[np.ndarray, ...]
