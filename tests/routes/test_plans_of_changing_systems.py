@@ -305,6 +305,17 @@ FINDING = {
 }
 
 
+def test_searches_along_all_axes_share_a_plan_whether_or_not_these_are_given():
+    periodic, given = torch.ones(1, 3, dtype=torch.bool), {"sigma": 1.0, "epsilon": 0.3, "compute_virial": True}
+    forget(potential := lennard_jones(3.0))
+    expected = [potential(X, CELL, **given) for _ in range(3)][-1]
+    for pbc in (periodic, periodic[0]):
+        close(potential(X, CELL, pbc=pbc, **given), expected, 0.0)
+        assert way_of("search") == "plan (replayed)"
+    with pytest.raises(ValueError, match="`cell`"):
+        potential(X, CELL[:, [0, 0, 2]], pbc=periodic, **given)
+
+
 @pytest.mark.parametrize("name", FINDING)
 def test_sums_that_find_their_neighbors_have_plans(name, monkeypatch):
     """One for any number of pairs, with the bits of ordinary calls, and derivatives; errors as before."""

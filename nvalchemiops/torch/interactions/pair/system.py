@@ -87,7 +87,7 @@ def pair_system(
     checks.check_flag("check", check)
     fits = isinstance(given, GivenNeighbors) and given.fits_cell
     if fits and pbc is not None and checks.has_shape(pbc, (3,), (1, 3)):
-        atoms = atoms._replace(pbc=None)  # no axis is open
+        atoms, pbc = atoms._replace(pbc=None), None  # no axis is open
     cell, of_atoms, n_systems = _batch(atoms, num_systems, by_system)
     # the search must distinguish systems even if the sum does not
     searched = atoms.batch_idx if of_atoms is None else of_atoms
@@ -106,7 +106,7 @@ def pair_system(
                     "`neighbor_list` or `neighbor_matrix` is needed: without a cutoff a periodic system has no end"
                 )
             cutoff = reach_of_all_pairs(positions)
-        rows = build_rows(positions, cutoff, cell, searched, _periodic_axes(cell, pbc))
+        rows = build_rows(positions, cutoff, cell, searched, pbc if fits else _periodic_axes(cell, pbc))
     elif check and isinstance(given, GivenNeighbors) and cutoff is not None and may_read(positions, wait=True):
         name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
         check_reach(name, rows, positions, cutoff, cell, searched, _periodic_axes(cell, pbc))
