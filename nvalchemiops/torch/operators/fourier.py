@@ -16,6 +16,7 @@ from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
+from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.memory import new_empty
 from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
@@ -78,11 +79,16 @@ def _within_bounds(points: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     recorder = current_recorder()
     if recorder is None or not recorder.varies(points):
         return points, points.amax(0).tolist()
+    key = (points.data_ptr(), points.shape, points.stride(), version_of(points))
+    if (found := recorder.bounded.get(key)) is not None:  # in another sum over these points
+        return found
     with recorder.pause():
         bounds = [n + ROOM for n in points.amax(0).tolist()]
-    limit = torch.tensor(bounds, dtype=points.dtype, device=points.device)
-    read_fault((points > limit).any().to(torch.int32), only_in_replays=True)
-    return points.minimum(limit), bounds
+    within = points.minimum(torch.tensor(bounds, dtype=points.dtype, device=points.device))
+    # a comparison with three numbers takes torch ten times as long
+    read_fault((points - within).amax().to(torch.int32), only_in_replays=True)
+    recorder.bounded[key] = within, bounds
+    return within, bounds
 
 
 def _tables(

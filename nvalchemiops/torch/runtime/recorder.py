@@ -113,6 +113,8 @@ class Recorder:
     faults, limits : list of torch.Tensor
         Numbers that a replay computes: nonzero if the normal call raises or warns; and nonzero if only a replay cannot
         serve these values.
+    bounded : dict
+        By tensors of points and their versions: points within the bounds of tables, and the bounds.
     conditions : list of callable
         Unless all are true, the normal call runs in place of a replay.
     open : list of callable
@@ -142,6 +144,7 @@ class Recorder:
         self.steps: list[tuple[Step, set[int], set[int]]] = []  # with the storages that each reads and writes
         self.faults: list[torch.Tensor] = []
         self.limits: list[torch.Tensor] = []
+        self.bounded: dict[Any, tuple[torch.Tensor, list[int]]] = {}
         self.length = length
         self.addresses = [*(tensor.data_ptr() for tensor in used), length]
         self.foreign = {storage_of(tensor): number for number, tensor in enumerate(used) if tensor.numel()}
