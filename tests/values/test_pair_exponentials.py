@@ -65,12 +65,17 @@ SUMS_OF_EXPONENTIALS = {
     "step(6 - r)*exp(exp(x))": lambda x: torch.exp(torch.exp(x.clamp(max=2.0))) * (x < 2.0),
     "log(cosh(x))": lambda x: torch.nn.functional.softplus(2.0 * x) - x - math.log(2.0),
     "(1 - exp(x))^6/(1 + exp(x))^6": lambda x: torch.tanh(0.5 * x) ** 6,
+    "exp(x)*exp(-2*x)": lambda x: torch.exp(-x),
+    "exp(-2*x)*(1 + exp(x))": lambda x: torch.exp(-2.0 * x) + torch.exp(-x),
+    "log(exp(-x) + exp(-2*x))": lambda x: torch.nn.functional.softplus(-x) - x,
+    "log(exp(-x^2) + exp(-2*x^2 - 1))": lambda x: torch.nn.functional.softplus(-(x**2) - 1.0) - x**2,
+    "log(r*exp(-x))": lambda x: torch.log(0.5 * x + 5.0) - x,
 }
 
 
 @pytest.mark.parametrize("text", SUMS_OF_EXPONENTIALS)
 def test_sums_of_exponentials_are_finite_at_any_distance(text):
-    """Energies and forces; with exponentials that are infinite, they were infinite or NaN."""
+    """Energies and forces; with exponentials that are infinite, or all zero, they were infinite or NaN."""
     formula = Formula(f"{text}; x = 2*(r - 5)")
     squared = symbols_of(formula).squared
     r = torch.tensor([0.5, 4.7, 5.05, 5.3, 30.0, 600.0], dtype=torch.float64, requires_grad=True)

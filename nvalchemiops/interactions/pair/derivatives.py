@@ -21,7 +21,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nvalchemiops.interactions.pair.expression import (
@@ -447,8 +447,11 @@ def _in_range(expression: Any) -> Any:
                     quotient = sympy.tanh(*base.args) ** (n if base.func == sympy.cosh else -n)
                     product = product / other**n * base**n * quotient
         rest, outer = split(product)
-        if outer.has(sympy.exp) or outer.expand() == 0:  # one exponential: exp(y) exp(-exp(y)) is infinity times zero
-            product = times(rest, outer)
+        exponents = [f.args[0] for f in sympy.Mul.make_args(product) if isinstance(f, sympy.exp)]
+        if len(exponents) > 1 and (
+            outer.expand() == 0 or any(y.has(sympy.exp) or may_be_infinite(y) for y in exponents)
+        ):
+            product = times(rest, outer)  # one exponential: exp(y) exp(-exp(y)) is infinity times zero
         found = without_infinities(with_scaled_sums(product))
         # a step where its factors may be infinite: zero times infinity
         factors = sympy.Mul.make_args(found)
@@ -461,9 +464,14 @@ def _in_range(expression: Any) -> Any:
         return found
 
     def exponents_of(x: Any) -> list[Any]:
-        """Exponents of the terms of a sum that may be large."""
-        found = {y for y in (split(term)[1] for term in x.args) if may_be_infinite(y)} if x.is_Add else set()
+        """Exponents of the terms of a sum that may be large, or all of them if the whole sum may fall off."""
+        found = {split(term)[1] for term in x.args} if x.is_Add else set()
+        found = found if falls_off(found) else {y for y in found if may_be_infinite(y)}
         return sorted(found, key=sympy.default_sort_key)
+
+    def falls_off(exponents: Iterable[Any]) -> bool:
+        """Whether no term of a sum with these exponents is left where they fall."""
+        return all(grows(y.expand()) for y in exponents)
 
     def scaled(x: Any) -> tuple[Any, Any]:
         """A sum with exponentials, of which the largest is taken out where it is large, and the exponent of that."""
@@ -471,7 +479,8 @@ def _in_range(expression: Any) -> Any:
         if not exponents:
             return x, sympy.S.Zero
         largest = exponents[0] if len(exponents) == 1 else Largest(*exponents)
-        is_large = Step(largest - LARGE_EXPONENT)
+        size = Largest(largest, -largest) if falls_off(split(term)[1] for term in x.args) else largest
+        is_large = Step(size - LARGE_EXPONENT)
         divided = sympy.Add(*(times(rest, y - largest) for rest, y in map(split, x.args)))
         return Select(is_large, divided, x), Select(is_large, largest, sympy.S.Zero)
 
@@ -480,13 +489,13 @@ def _in_range(expression: Any) -> Any:
         return any(there[term] * number > 0 for term, number in here.items() if term.has(*lengths))
 
     def with_scaled_sums(product: Any) -> Any:
-        """A product of ``exp(x) - exp(-x)`` by sums with exponentials is infinity times zero at large x."""
+        """``exp(x) - exp(-x)`` by sums with exponentials, or times ``exp(-2 x)``, is infinity times zero at large x."""
         rest, outer = split(product)
         powers = [f.as_base_exp() for f in sympy.Mul.make_args(rest)]
         above, below = (
             [x for base, e in powers if e.is_number and e * sign > 0 for x in exponents_of(base)] for sign in (1, -1)
         )
-        if not any(grow_together(x, y) for x in above for y in below):
+        if not any(grow_together(x, y) for x in above for y in (*below, -outer)):
             return product
         rest = sympy.S.One
         for base, e in powers:
@@ -513,8 +522,9 @@ def _in_range(expression: Any) -> Any:
             lambda e: isinstance(e, sympy.cosh) and grows(e.args[0].expand()),
             lambda e: (sympy.exp(e.args[0]) + sympy.exp(-e.args[0])) / 2,
         )
-        smaller, exponent = scaled(x)
-        return sympy.log(smaller) + exponent
+        rest, outer = split(x)
+        smaller, exponent = scaled(rest)
+        return sympy.log(smaller) + exponent + outer
 
     if not expression.has(sympy.exp, sympy.sinh, sympy.cosh):
         return expression
