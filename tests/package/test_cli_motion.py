@@ -168,6 +168,8 @@ def test_bonds_that_the_file_fixes_keep_their_lengths(ensemble, crystals, capsys
     rows = records(capsys, "rigid.traj", *options, "--trajectory", "out.traj")
     moved = ase.io.read("out-1.traj")
     assert [moved.get_distance(*pair, mic=True) for pair in pairs] == pytest.approx(lengths, rel=1e-12)
+    assert [constraint.pairs.tolist() for constraint in moved.constraints] == [pairs]
+    assert moved.get_number_of_degrees_of_freedom() == 21 and not ase.io.read("out-0.traj").constraints
     assert moved.get_distance(0, 3, mic=True) != pytest.approx(rigid.get_distance(0, 3, mic=True), rel=1e-4)
     for row, degrees in zip(rows, (21, 18)):
         assert 2.0 * row["kinetic_energy"] / row["temperature"] == pytest.approx(degrees * KELVIN)

@@ -15,6 +15,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import keeps_graph
 from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
+from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_model
@@ -108,8 +109,8 @@ def simulate(
         ``torch.no_grad()``.
     trajectory : path, or sequence of paths for each system, optional
         Files for ASE to write, in a format to which frames can be added, such as ``.xyz`` or ``.traj``, with energies,
-        forces, stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Existing files are
-        replaced.
+        forces, stress, momenta and, in ``info``, the step; units must be eV, angstrom and u. Frozen atoms, and bonds of
+        fixed length in ``.traj``, are constraints of the frames. Existing files are replaced.
     trajectory_every : int, optional
         By default ``every``.
     append_trajectory : bool, optional
@@ -164,7 +165,7 @@ def simulate(
     trajectory_every = every if trajectory_every is None else trajectory_every
     appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_hooks(hooks)
     hooks = [functools.partial(_hooked, hook, integrator, model) for hook in hooks]
-    writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends)
+    writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends, integrator)
     measures = _measures(record, integrator)
     measured: Any = functools.partial(_measured, measures)
     if checkpoint_every is not None:
@@ -320,9 +321,11 @@ def _measured(measures: Mapping[str, Callable[[State], torch.Tensor]], state: St
 class _Writer:
     """Writes frames of each system by ASE."""
 
-    def __init__(self, paths: AnyPath | Sequence[AnyPath] | None, every: int, appends: bool) -> None:
+    def __init__(
+        self, paths: AnyPath | Sequence[AnyPath] | None, every: int, appends: bool, integrator: Integrator
+    ) -> None:
         self.paths: list[Any] = [] if paths is None else [paths] if isinstance(paths, str | PathLike) else list(paths)
-        self.every, self._files = every, contextlib.ExitStack()
+        self.every, self._files, self._rigid = every, contextlib.ExitStack(), integrator.constraints
         self._goes_on = [appends and Path(path).exists() for path in self.paths]
         self._writers: list[Any] = []
 
@@ -339,7 +342,10 @@ class _Writer:
         domain, state = state.system.domain, state.collected()
         with together(domain):  # what fails on the first rank ends the others
             if domain is None or domain.rank == 0:
-                self._write(to_ase(state), n)
+                frames = to_ase(state)
+                if self._rigid is not None:
+                    _fix_bonds(frames, state.system.batch_idx, self._rigid)
+                self._write(frames, n)
 
     def _write(self, frames: Sequence[Any], n: int) -> None:
         import ase.io
@@ -362,6 +368,24 @@ class _Writer:
                 self._writers[place].write(atoms)
             else:
                 ase.io.write(path, atoms, append=n > 0)
+
+
+def _fix_bonds(frames: Sequence[Any], batch_idx: torch.Tensor | None, rigid: Constraints) -> None:
+    """Add constraints of ASE for the bonds of these frames, whose temperatures then have the right number of degrees.
+
+    Files that hold no such constraints have none.
+    """
+    from ase.constraints import FixBondLengths
+
+    pairs = on_host(rigid.pairs)
+    for n, atoms in enumerate(frames):
+        if batch_idx is not None:
+            own = on_host(batch_idx) == n
+            of_frame = own[pairs[:, 0]]
+            numbers = own.cumsum() - 1
+        own_pairs = pairs if batch_idx is None else numbers[pairs[of_frame]]
+        if len(own_pairs):
+            atoms.set_constraint([*atoms.constraints, FixBondLengths(own_pairs)])
 
 
 def _check_grows(path: AnyPath, atoms: Any) -> None:
