@@ -195,6 +195,20 @@ def test_traced_graphs_choose_k_vectors():
         close([found], [energy(x, cell, 1.5 * alpha)], 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_sums_over_a_mesh_of_charges_and_dipoles():
+    """By torch.jit.trace, for other positions and cells than those of the trace."""
+    x, q, cell, numbers = a_batch()
+    for dipoles in (None, 0.1 * x.cos()):
+
+        def forces(x, cell, dipoles=dipoles):
+            mesh = {"mesh_dimensions": (16, 16, 16), "spline_order": 6, "alpha": 0.7, "cutoff": 3.0}
+            return particle_mesh_ewald(x, q, cell, batch_idx=numbers, dipoles=dipoles, compute_forces=True, **mesh)
+
+        traced = torch.jit.trace(forces, (x, cell), check_trace=False)
+        close(traced(x.sin(), 1.1 * cell), forces(x.sin(), 1.1 * cell), 1e-12)
+
+
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
 def test_repeated_choices_wait_for_cells_alone(function, monkeypatch):
     """On a GPU: of what was chosen before nothing is read again, and neither k-vectors nor a mesh are found again."""

@@ -326,7 +326,7 @@ class MeshSum(NamedTuple):
         """As for `LongRange`."""
         assert self.mesh is not None
         self.precomputed.check(system.n_systems, self.mesh)
-        lowest = HIGHEST[system.moments.shape[-1]] + 3  # for continuous forces
+        lowest = HIGHEST[int(system.moments.shape[-1])] + 3  # for continuous forces
         if self.spline_order < lowest and lowest > 3:
             name = "dipoles" if lowest == 4 else "quadrupoles"
             raise ValueError(f"`spline_order` must be at least {lowest} with `{name}`, got {self.spline_order}")

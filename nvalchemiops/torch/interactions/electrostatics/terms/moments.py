@@ -75,7 +75,7 @@ class MomentFrames(NamedTuple):
     @property
     def highest(self) -> int:
         """Highest order of derivative among the moments."""
-        return HIGHEST[self.moments.shape[-1]]
+        return HIGHEST[int(self.moments.shape[-1])]
 
     def contribution(self, gathered: torch.Tensor, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """The contribution of a potential that is linear in the moments.
@@ -128,11 +128,11 @@ class ChargeFrames(NamedTuple):
 
 def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
     """Derivatives (n_atoms, 3) of ``Σ moments * gathered`` with respect to coordinates."""
-    n_atoms, n_channels, n_moments = moments.shape
+    n_atoms, n_channels, n_moments = moments.shape[0], *map(int, moments.shape[1:])  # tensors in torch.jit.trace
     width = n_channels * n_moments
     has_graph = torch.is_grad_enabled() and (moments.requires_grad or gathered.requires_grad)
     if is_eager(moments, gathered) and not has_graph and layout(gathered.device.type).reads:
-        places = _places(n_moments, n_channels, gathered.shape[-1], gathered.device)
+        places = _places(n_moments, n_channels, int(gathered.shape[-1]), gathered.device)
         higher = torch.gather(gathered.flatten(1), 1, places.expand(n_atoms, -1)).view(n_atoms, 3, width)
         return torch.matmul(higher, moments.reshape(n_atoms, width, 1)).squeeze(-1)
     columns = gathered.unbind(-1)
@@ -159,7 +159,7 @@ def frames_of(
     if system.of_points:
         return ChargeFrames(lattice, system.charges.to(dtype))
     moments = system.moments
-    n_moments = moments.shape[-1]
+    n_moments = int(moments.shape[-1])
     frame = lattice.inverse if n is None else lattice.inverse * n
     (matrix,) = cached_by_value(
         "moment frames", (frame,), (n_moments,), lambda: (_matrices(frame, HIGHEST[n_moments]),)
