@@ -72,16 +72,21 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
     _counted = next(_count) + 1
     if _thread.is_unsaid:
         return
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:
-        frame = frame.f_back
-    place = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "<unknown>"))
+    place = line_of_caller()
     key = (category, kind or message, *place)
     action = _action(message, category, place[2], place[1])
     if action == "ignore" or (key in _shown and action not in ("always", "all", "error")):
         return
     _shown.add(key)
     warnings.warn_explicit(message, category, *place, registry={})
+
+
+def line_of_caller(*besides: str) -> tuple[str, int, str]:
+    """File, line and module of the code that has called this package; ``besides`` are packages that it goes through."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (*_NOT_CALLERS, *besides):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "<unknown>")
 
 
 def _action(message: str, category: type[Warning], module: str, line: int) -> str:

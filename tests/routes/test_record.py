@@ -1,6 +1,7 @@
 """Steps of users that are recorded once and done again: the same bits as the function, or an error by name."""
 
 import copy
+import re
 import threading
 import types
 
@@ -383,6 +384,16 @@ def test_what_cannot_be_done_again_is_refused_by_name(reason):
         again(torch.rand(3))
     assert len(calls) == 1
     OUTSIDE.zero_()
+
+
+@pytest.mark.parametrize("reason", ["reads values", "`numpy`", "layout", "weighted_square.default cannot be replayed"])
+def test_what_is_refused_is_found_by_its_line(reason):
+    """Of the caller, below functions of torch, of the library and of ops."""
+    line = REFUSED[reason].__code__.co_firstlineno
+    step = record(lambda x: REFUSED[reason](x))
+    with pytest.raises(RecordingError, match=re.escape(f"({__file__}:{line})")):
+        step(torch.rand(3))
+    assert f":{line})" in step.explain()
 
 
 @torch.library.custom_op("tests::noise_of_another", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)

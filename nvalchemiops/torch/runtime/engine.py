@@ -400,7 +400,7 @@ def _planned(
         return _noted(call, "once", "lists and prepared data share memory", None)
     detached = [t.detach() for t in moving]
     with notices.unsaid() if levels else contextlib.nullcontext():  # the call has warned
-        made, found, reason = plans.record(
+        made, found, reason, _ = plans.record(
             function, detached, kind.used, kind.in_place or kind.small, kind.length, raises=not levels, graph=graph
         )
     try:

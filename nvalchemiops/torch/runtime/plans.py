@@ -184,11 +184,12 @@ def share_memory(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 
 
 class Followed(NamedTuple):
-    """A recorded call: its plan, or None and the reason; and its results, or None if the call was not made."""
+    """A recorded call: its plan, or None, the reason and its line; and its results, or None if it was not made."""
 
     plan: Plan | None
     results: tuple[torch.Tensor, ...] | None
     reason: str = ""
+    place: str = ""
 
 
 def follow(
@@ -241,7 +242,7 @@ def follow(
             results = tuple(map(_in_memory, function(memory)))
     reason = recorder.reason or _fault_of(recorder, results, (*memory, *changing))
     if reason:
-        return Followed(None, results, reason)
+        return Followed(None, results, reason, recorder.place)
     plan = Plan(recorder, [t.detach() for t in memory], [t.detach() for t in results], raises)
     return Followed(plan, tuple([t.clone() for t in plan.results]))
 
@@ -272,7 +273,7 @@ def _captured(
         # the memory will have the values of other calls
         results = tuple([t.clone() if share_memory([t], memory) else t for t in results])
         if reason := seen.reason or _writes_gradients(seen, memory):
-            return Followed(None, results, reason)
+            return Followed(None, results, reason, seen.place)
         room = length
         if length and not seen.needs_length and not any(length in t.shape for t in seen.kept.values()):
             room = (length + length // 4) // 64 * 64 + 64
@@ -337,7 +338,7 @@ def record(*arguments: Any, **options: Any) -> Followed:
     notes = notices.count()
     try:
         with torch.no_grad():
-            plan, results, reason = follow(*arguments, most_bytes=MOST_BYTES, **options)
+            plan, results, reason, _ = follow(*arguments, most_bytes=MOST_BYTES, **options)
     except torch.OutOfMemoryError:  # there may be enough for the call without copies of its lists
         return Followed(None, None, NO_MEMORY)
     graph = options.get("graph")

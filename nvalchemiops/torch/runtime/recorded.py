@@ -290,7 +290,7 @@ class Recorded:
             device = self._device(moving)
             graph = None if layout(device.type).reads else graphs.Graph(device)
             with compiled_as_eager():
-                plan, results, reason = follow(call, moving, changing=self._changing, graph=graph)
+                plan, results, reason, place = follow(call, moving, changing=self._changing, graph=graph)
         finally:
             _records.release()
         if reason == NO_MEMORY:
@@ -306,6 +306,7 @@ class Recorded:
             self._way = f"ordinary, since {reason}"
             return _put_together(form_of_results, found)
         if plan is None:
+            reason += f" ({place})" if place else ""
             self._way = f"not recorded: {reason}"
             error = RecordingError(f"`{self._name}` cannot be recorded: {reason}")
             return self._with_constants(error, given, takes_apart, form, form_of_results)

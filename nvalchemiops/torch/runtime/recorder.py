@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.layout import layout
+from nvalchemiops.notices import line_of_caller
 from nvalchemiops.torch.runtime._torch_internals import (
     CHECK_OF_LINALG,
     followed_by,
@@ -158,6 +159,7 @@ class Recorder:
         self.kept: dict[int, torch.Tensor] = {}  # made during the call, by storage; kept so that no address is reused
         self.paused = False
         self.reason = ""  # why the recording has ended
+        self.place = ""  # the line of the caller that has ended it
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -172,7 +174,9 @@ class Recorder:
 
     def end(self, reason: str) -> None:
         """Record nothing more, and free what is kept."""
-        self.reason = self.reason or reason
+        if not self.reason:
+            file, line, _ = line_of_caller("contextlib", "warp", "")  # "": generated functions of ops
+            self.reason, self.place = reason, f"{file}:{line}"
         for found in (self.kept, self.steps, self.before):
             found.clear()
 
