@@ -129,7 +129,9 @@ def test_forces_between_few_moments_depend_on_how_far_they_are(kind, distance):
     x, charges, cell, sources = two_moments(kind, distance)
     given = {"cutoff": 7.0, "accuracy": 1e-3, "compute_forces": True, **sources}
     exact = ewald_summation(x, charges, cell, **given | {"accuracy": 1e-12, "cutoff": None})[1]
-    for call in (ewald_summation, functools.partial(particle_mesh_ewald, spline_order=10)):
+    estimated = ParticleMeshEwald.estimate(System(x, charges, cell, **sources), accuracy=1e-3)
+    assert estimated.spline_order == 10  # with the usual order the mesh would be out of reach
+    for call in (ewald_summation, particle_mesh_ewald):
         forces = call(x, charges, cell, **given)[1]
         assert 1e-5 < (forces - exact).norm() / exact.norm() < 3e-3
     with gpu_layout():
@@ -185,7 +187,7 @@ def test_a_mesh_for_few_moments_has_a_bound():
     x[:2] = torch.tensor([[0.0], [21.0]], dtype=torch.float64)
     system = System(x, torch.zeros_like(x[:, 0]), cell, quadrupoles=quadrupoles)
     with pytest.warns(AccuracyWarning, match=r"order 8 on a mesh of 1.7e\+07 points: expect .* goes further"):
-        found = ParticleMeshEwald.estimate(system, accuracy=1e-4)
+        found = ParticleMeshEwald.estimate(system, accuracy=1e-4, spline_order=8)
     assert 0.9 * core.MOST_POINTS < np.prod(found.mesh_dimensions) < 1.3 * core.MOST_POINTS
     # a mesh for strengths that are assumed without a look at forces has no bound
     sizes, alpha = sizes_of(400.0 * torch.eye(3, dtype=torch.float64)[None], np.array([2.0])), np.array([0.5])

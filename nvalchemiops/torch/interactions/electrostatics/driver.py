@@ -208,8 +208,8 @@ def split(
     system: ChargedSystem, long_range: LongRange, *given: Any
 ) -> tuple[LongRange, torch.Tensor, Rows, float | None]:
     """The long-range part with all parameters, alpha, neighbors and cutoff; ``given`` comes from `check_split`."""
-    _, cutoff, rows, accuracy = given
-    long_range = long_range.suited(accuracy, costs_of_call(system, rows, cutoff))
+    alpha, cutoff, rows, accuracy = given
+    long_range = long_range.suited(accuracy, costs_of_call(system, rows, cutoff), system if alpha is None else None)
     found = choose_splitting(system, long_range, *given)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
     if not long_range.is_given:

@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from nvalchemiops.interactions.electrostatics.error_models import COSTS, DEFAULT_ORDER, order_of_least_cost
+from nvalchemiops.interactions.electrostatics.error_models import COSTS, DEFAULT_ORDER
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
 from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems, periodic_part, periodicity
-from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, pme_parameters
+from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, of_charges_alone, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
-from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
+from nvalchemiops.torch.interactions.electrostatics.system import check_system
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import NOT_CHOSEN, MeshSum
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime import engine
@@ -382,7 +383,7 @@ class ParticleMeshEwald(ConfiguredSum):
         """Create a module with parameters from `estimate_pme_parameters`; takes the same arguments, or a System.
 
         Dipoles, quadrupoles and widths of a System with charges count as in calls. By default ``spline_order`` is the
-        order that takes the least time.
+        order that takes the least time, and the highest one if only few atoms have dipoles or quadrupoles.
         """
         atoms, kept = _atoms(positions, cell, batch_idx, charges)
         order = spline_order
@@ -390,7 +391,9 @@ class ParticleMeshEwald(ConfiguredSum):
             checks.check_tensor("positions", atoms.positions)
             checks.check_place("positions", atoms.positions)
             costs = COSTS[atoms.positions.device.type]
-            order = order_of_least_cost(checks.check_positive("accuracy", accuracy), costs)
+            system = None if of_charges_alone(atoms) else check_system(atoms)
+            method = MeshSum(NOT_CHOSEN, None).suited(checks.check_positive("accuracy", accuracy), costs, system)
+            order = method.spline_order
         if kept is not None and real_space_cutoff is not None:
             n_systems, device = positions.cell.shape[0], kept.device  # type: ignore[union-attr]  # it is a System
             cutoffs = per_system("real_space_cutoff", real_space_cutoff, n_systems, device, wait=True)

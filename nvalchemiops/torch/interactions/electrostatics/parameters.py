@@ -131,7 +131,7 @@ def ewald_parameters(atoms: System, accuracy: float, long_range: choice.LongRang
     """`estimate_ewald_parameters` for a system, whose dipoles, quadrupoles and widths count with ``long_range``."""
     positions, sizes = atoms.positions, _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
-    if long_range is not None and not _of_charges_alone(atoms):
+    if long_range is not None and not of_charges_alone(atoms):
         alpha, r_c, target, _ = _as_in_calls(atoms, accuracy, long_range)
     else:
         typical = core.Target(accuracy)
@@ -204,7 +204,7 @@ def pme_parameters(
     r_c, strengths = None, None
     if real_space_cutoff is not None:
         r_c = numbers_of_systems("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
-    if long_range is not None and not _of_charges_alone(atoms):
+    if long_range is not None and not of_charges_alone(atoms):
         alpha, r_c, target, strengths = _as_in_calls(atoms, accuracy, long_range, r_c)
     else:
         if r_c is None:
@@ -431,7 +431,7 @@ def _mesh_cutoff(sizes: Sizes, target: core.Target, order: int, costs: core.Cost
     return core.real_cutoff(alpha, sizes.spacing, target)
 
 
-def _of_charges_alone(atoms: System) -> bool:
+def of_charges_alone(atoms: System) -> bool:
     """Whether the sources are points with charges; also without charges, where strengths are not known."""
     return atoms.charges is None or all(s is None for s in (atoms.dipoles, atoms.quadrupoles, atoms.widths))
 

@@ -142,7 +142,8 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
         Number of mesh points along the lattice vectors, the same for all systems. By default as many as ``accuracy``
         needs, in a skewed cell along the shortest vectors of the lattice.
     spline_order : int, optional
-        2 to 10. By default 5 with a given mesh; otherwise the fastest order from 5 to 10.
+        2 to 10. By default 5 with a given mesh; otherwise the fastest order from 5 to 10, which is 10 if only few atoms
+        have dipoles or quadrupoles, unless ``alpha`` is given.
         Energies have ``spline_order - 2`` continuous derivatives, and one more that is piecewise continuous. A mesh
         with fewer points along an axis gets the largest order that fits, with a warning. Dipoles need at least order 4,
         quadrupoles at least 5.

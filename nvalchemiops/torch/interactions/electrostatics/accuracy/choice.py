@@ -83,8 +83,11 @@ class LongRange(Protocol):
         """The error model of given parameters, with torch tensors."""
         ...
 
-    def suited(self, accuracy: float, costs: core.Costs) -> "LongRange":
-        """The method with what is chosen before alpha: the order of splines of least cost, if it is not given."""
+    def suited(self, accuracy: float, costs: core.Costs, system: ChargedSystem | None) -> "LongRange":
+        """The method with what is chosen before alpha: the order of splines of least cost, if it is not given.
+
+        ``system`` is None if alpha is given, or if it has charges alone.
+        """
         ...
 
     def optimal_alpha(

@@ -111,6 +111,11 @@ def has_known_moments(system: ChargedSystem) -> bool:
     return not system.of_points and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
 
 
+def are_few(system: ChargedSystem) -> bool:
+    """Whether few atoms of a system have moments: a mesh for the forces between them depends on how far they are."""
+    return has_known_moments(system) and bool((strengths_of(system, np).per_source > core.ATOMS_PER_SOURCE).any())
+
+
 def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
     """Strengths of the moments of each system, with numpy or torch; forces are estimated without neighbors.
 

@@ -143,7 +143,7 @@ class KVectorSum(NamedTuple):
             return core.Box(core.faces(bounds + 0.5, lengths))
         return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
 
-    def suited(self, accuracy: float, costs: core.Costs) -> "KVectorSum":
+    def suited(self, accuracy: float, costs: core.Costs, system: ChargedSystem | None) -> "KVectorSum":
         """As for `LongRange`."""
         return self
 
