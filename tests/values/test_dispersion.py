@@ -211,6 +211,8 @@ def test_defaults_of_the_module():
     """Pinned, and written down where users look."""
     defaults = {name: p.default for name, p in inspect.signature(DFTD3.__init__).parameters.items()}
     assert (defaults["cutoff"], defaults["coordination_cutoff"], defaults["smoothing"]) == (60.0, 40.0, 5.0)
+    zero = DFTD3("pbe", [6, 8], parameters(), damping="zero")
+    assert [getattr(zero, name) for name in zero.kind._fields] == [*ZERO]
     model = DFTD3("pbe", [6, 8], parameters())
     atoms = solid("dry ice")
     found = model(*atoms[:3], compute_forces=True, compute_virial=True)

@@ -21,17 +21,32 @@ CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.
 _NUMBERS = ("cutoff", "coordination_cutoff", "smoothing", "s9", "three_body_cutoff")
 
 
+def _damping_of(functional: Any, damping: Any) -> RationalDamping | ZeroDamping:
+    """The damping parameters; ``damping`` is that of a functional, or in the place of one."""
+    if functional is None and damping is not None:
+        name, given, kind = "damping", damping, "bj"
+    else:
+        name, given, kind = "functional", functional, "bj" if damping is None else damping
+    if isinstance(given, str):
+        return damping_parameters(given, kind)
+    if isinstance(given, RationalDamping | ZeroDamping):
+        return given
+    raise TypeError(f"`{name}` must be a functional's name, RationalDamping or ZeroDamping, got {type(given).__name__}")
+
+
 class DFTD3(ExactModule):
     """DFT-D3 as a module for a set of elements and one functional, in atomic units.
 
     Parameters
     ----------
-    damping : str, RationalDamping or ZeroDamping
-        Name of a functional, with Becke-Johnson damping; or damping parameters, as from `damping_parameters`.
+    functional : str, RationalDamping or ZeroDamping
+        Name of a functional, or damping parameters, as from `damping_parameters`. May be given as ``damping``, too.
     elements : sequence of int
         Atomic numbers of all elements that may occur.
     parameters : D3Parameters, optional
         Reference data, by default those of `D3Parameters.load`.
+    damping : {"bj", "zero", "bjm", "zerom"}, optional
+        Damping function for a functional given by name, "bj" by default; see `damping_parameters`.
     cutoff, coordination_cutoff : float, bohr, optional
         Cutoffs of the pair energies, and of the coordination numbers.
     s9 : float, optional
@@ -63,16 +78,17 @@ class DFTD3(ExactModule):
 
     Examples
     --------
-    >>> model = DFTD3("pbe", [11, 17])
+    >>> model = DFTD3("pbe", [11, 17], damping="zero")
     >>> energies, coordination_numbers = model(positions / 0.529177, numbers)
     """
 
     def __init__(
         self,
-        damping: str | RationalDamping | ZeroDamping,
-        elements: Sequence[int],
+        functional: str | RationalDamping | ZeroDamping | None = None,
+        elements: Sequence[int] | None = None,
         parameters: D3Parameters | None = None,
         *,
+        damping: str | RationalDamping | ZeroDamping | None = None,
         cutoff: float = CUTOFF,
         coordination_cutoff: float = COORDINATION_CUTOFF,
         s9: float = 0.0,
@@ -81,12 +97,9 @@ class DFTD3(ExactModule):
         trainable: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(damping, str):
-            damping = damping_parameters(damping)
-        if not isinstance(damping, RationalDamping | ZeroDamping):
-            raise TypeError(
-                f"`damping` must be a functional's name, RationalDamping or ZeroDamping, got {type(damping).__name__}"
-            )
+        damping = _damping_of(functional, damping)
+        if elements is None:
+            raise TypeError("`elements` is missing: the atomic numbers of all elements that may occur")
         ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)  # raises if they are invalid
         self.kind = type(damping)
         self._trainable = self.kind._fields
