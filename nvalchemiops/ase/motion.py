@@ -17,6 +17,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 
 from nvalchemiops.ase import command
 from nvalchemiops.ase.models import FromASE
+from nvalchemiops.cli import fail
 from nvalchemiops.constants import FEMTOSECOND, GIGAPASCAL, KELVIN
 from nvalchemiops.progress import on_terminal
 from nvalchemiops.torch import dynamics
@@ -58,7 +59,7 @@ ARGUMENTS = {
 
 
 def md(options: argparse.Namespace) -> int:
-    """Run dynamics according to the options of the command; returns the exit status."""
+    """Run dynamics according to the options of the command; returns the exit status: 1 if a system has failed."""
     for name in ("dt", "thermostat_time", "barostat_time", "compressibility", "steps", "every"):
         value = getattr(options, name)
         if value is not None and not value > (-1 if name == "steps" else 0):
@@ -90,7 +91,7 @@ def md(options: argparse.Namespace) -> int:
     table = _Table(integrator, options)
     table.add(state)
     try:
-        simulate(
+        run = simulate(
             state,
             model,
             integrator,
@@ -105,7 +106,9 @@ def md(options: argparse.Namespace) -> int:
         raise ValueError(f"after step {table.step}: {error} (is --dt = {options.dt:g} fs too long?)") from error
     if options.json:
         print(command.as_json(options, calculator, UNITS, records=table.rows))
-    return 0
+    for reason in table.errors.values():
+        fail("md", reason)
+    return 1 if table.errors or bool(run.failed.any()) else 0
 
 
 def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | None]:
@@ -148,6 +151,7 @@ class _Table:
     def __init__(self, integrator: Integrator, options: argparse.Namespace) -> None:
         self.every = options.every or max(options.steps // 10, 1)
         self.rows: list[dict[str, Any]] = []
+        self.errors: dict[int, str] = {}  # of systems that have no more rows
         self._integrator, self._dt, self._last, self.step = integrator, options.dt, options.steps, 0
         self._print = not options.json
         self._write = _writer()
@@ -167,16 +171,22 @@ class _Table:
         values = {name: (column / ARGUMENTS.get(name, 1.0)).tolist() for name, column in measured.items()}
         if self._print and self.step == 0:
             self._write(HEAD)
-        for system in range(len(values["temperature"])):
-            row = {"step": self.step, "time": 1e-3 * self._dt * self.step, "system": system}
-            row |= {name: column[system] for name, column in values.items()}
+        n_systems = len(values["temperature"])
+        for system in range(n_systems):
+            if system in self.errors:
+                continue
+            place = {"step": self.step, "time": 1e-3 * self._dt * self.step, "system": system}
+            row = place | {name: column[system] for name, column in values.items()}
             if row.get("volume") == 0.0:
                 del row["volume"], row["pressure"]
             if not np.isfinite(list(row.values())).all():
                 reason = f"is --dt = {self._dt:g} fs too long?" if self.step else "do atoms overlap?"
-                raise FloatingPointError(
-                    f"system {system} has energies or velocities that are not finite at step {self.step}: {reason}"
-                )
+                error = f"system {system} has energies or velocities that are not finite at step {self.step}: {reason}"
+                self.errors[system] = error
+                self.rows.append(place | {"error": error})
+                if len(self.errors) == n_systems:
+                    raise FloatingPointError(error)
+                continue
             self.rows.append(row)
             if self._print:
                 self._write(_line(row))

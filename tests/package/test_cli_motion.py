@@ -147,6 +147,20 @@ def test_md_repeats_one_structure_for_several_temperatures(crystals, capsys):
             assert after["conserved"] == pytest.approx(before["conserved"], abs=1e-4)
 
 
+def test_md_goes_on_without_a_system_that_fails(crystals, capsys):
+    """It has no more rows, and the other one has those that it has alone."""
+    one, other = ase.io.read("argon.xyz", ":")
+    one.positions[3] = one.positions[2]
+    ase.io.write("overlap.xyz", [other, one])
+    options = ["--temperature", 50, "--steps", 4, "--every", 2, "--trajectory", "out.xyz"]
+    arguments = ["md", "overlap.xyz", *ARGON, "--ensemble", "nvt", *options]
+    error = "system 1 has energies or velocities that are not finite at step 0: do atoms overlap?"
+    found = json.loads(said(capsys, *arguments, "--json", status=1, note=error), parse_constant=pytest.fail)["records"]
+    assert found.pop(1) == {"step": 0, "time": 0.0, "system": 1, "error": error}
+    assert found == records(capsys, "overlap.xyz", "--index", 0, "--ensemble", "nvt", *options)
+    assert len(said(capsys, *arguments, status=1, note=error).splitlines()) == 4
+
+
 def test_fixed_atoms_stay(crystals, capsys):
     held = ase.io.read("held.traj")
     records(capsys, "held.traj", "--temperature", 50, "--steps", 5, "--trajectory", "out.traj")
