@@ -129,11 +129,12 @@ class Cuda:
     """In the place of the streams of a GPU, on which another thread is capturing a graph."""
 
     def __init__(self, monkeypatch):
-        self.made, self.current = 0, SimpleNamespace(cuda_stream=0, wait_stream=id, synchronize=lambda: None)
+        self.made, self.used = 0, []
+        self.current = SimpleNamespace(cuda_stream=0, wait_stream=id, synchronize=lambda: None)
         for name, value in {
             "current_stream": lambda device=None: self.current,
             "Stream": self.stream,
-            "stream": lambda stream: contextlib.nullcontext(),
+            "stream": lambda stream: contextlib.nullcontext(self.used.append(stream.cuda_stream)),
             "device": lambda device: contextlib.nullcontext(),
             "memory_reserved": lambda device: 0,
             "graph_pool_handle": lambda: "a pool",
@@ -147,30 +148,41 @@ class Cuda:
         monkeypatch.setattr(_torch_internals, "_pools", None)
         monkeypatch.setattr(torch, "zeros", lambda *_, **__: 0)
 
-    def stream(self):
+    def stream(self, priority=0):
+        """Two of each priority, in turn, but of the last two the same ones."""
         self.made += 1
-        return SimpleNamespace(wait_stream=id, cuda_stream=self.made % 3)
+        return SimpleNamespace(wait_stream=id, cuda_stream=10 * min(-priority, 2) + self.made % 2)
+
+
+def captured_graph():
+    graph = graphs.Graph(SECOND)
+    assert (graph.captured(lambda memory: memory, ()) == ()) == (graph.reason == "")
+    return graph
+
+
+def streams():
+    return {graph: handle for (_, handle), graph in graphs._captured_on.items()}
 
 
 def test_graphs_do_not_share_the_stream_of_their_capture(monkeypatch):
     """With one of them torch deletes the memory of the stream for matrix products, which others would still use."""
     Cuda(monkeypatch)
-
-    def captured():
-        graph = graphs.Graph(SECOND)
-        assert graph.captured(lambda memory: memory, ()) == ()
-        return graph
-
-    def streams():
-        return {graph: handle for (_, handle), graph in graphs._captured_on.items()}
-
-    first, second, third = captured(), captured(), captured()
-    assert set(streams().values()) == {0, 1, 2}
+    first, second, *others = (captured_graph() for _ in range(4))
+    assert set(streams().values()) == {10, 11, 20, 21}  # those of priority 0 are what others take
+    assert captured_graph().reason == graphs.NO_STREAM
     free = streams()[second]
     del second
-    last = captured()
-    assert streams()[last] == free and set(streams()) == {first, third, last}
-    captured()  # on one of them, if there are more graphs than streams
+    last = captured_graph()
+    assert streams()[last] == free and set(streams()) == {first, last, *others}
+
+
+def test_what_is_tried_after_a_failure_has_a_stream_of_its_own(monkeypatch):
+    """With the trial, too, torch deletes the memory of its stream."""
+    cuda = Cuda(monkeypatch)
+    kept = [captured_graph() for _ in range(3)]
+    failed = graphs.Graph(SECOND)
+    assert failed.captured(fails, ()) is None
+    assert len(cuda.used) == 5 and set(cuda.used[3:]).isdisjoint(streams()[graph] for graph in kept)
 
 
 def fails(memory):

@@ -349,6 +349,24 @@ def test_no_plan_where_memory_is_short(made, calls, gpu, monkeypatch):
     assert without_memory.call_count == 1
 
 
+def test_no_more_graphs_than_streams_for_their_captures(made, calls, gpu, monkeypatch):
+    """A plan that was not used lately makes room; calls whose table has none are ordinary for now."""
+    of_one, of_others = (
+        pointers(gpu.device),
+        on(gpu.device, in_form(neighbors_of(ONE, CUTOFF), len(ONE.charges), "matrix")),
+    )
+    x, step = calls.positions(), record(torch.sin)
+    for is_full, n_made in ((True, 0), (False, 2), (True, 3)):
+        monkeypatch.setattr(graphs, "are_all_used", lambda device, is_full=is_full: is_full)
+        near = of_others if n_made == 3 else of_one
+        calls.check(near, 3)
+        calls.potential(calls.positions(), **calls.fixed, **near)
+        assert torch.equal(step(x), x.sin()) and len(made) == n_made
+        for told in (plans.explain(calls.potential), step.explain()):
+            assert (graphs.NO_STREAM in told) == (n_made == 0)
+    assert [plan._graph for plan in plans_of_calls(calls.potential)] == [made[2]] and n_replays(made) == 5
+
+
 # -- searches -------------------------------------------------------------------------------------
 
 

@@ -380,6 +380,8 @@ def _planned(
         differing = [part for part, now, then in zip(PARTS, kind.key, before) if now != then]
         beside = f"; the call before had other {', other '.join(differing)}" if differing else ""
         return _noted(call, "once", why + beside, None)
+    if kind.place is not None and graphs.are_all_used(kind.place[0]) and not table.drop_graph(kind.place[0]):
+        return _noted(call, "once", graphs.NO_STREAM, None)
     graph = None if kind.place is None else graphs.Graph(kind.place[0])
     # in memory of the plan; a graph has its lists behind the prepared tensors
     lists = kind.copied if graph is None else [*kind.copied, *kind.used]
@@ -409,7 +411,8 @@ def _planned(
             found = _finished(call, bodies[0], found)
     finally:
         # a length is a reason for this call only; without memory the trial has taken it from all that torch keeps
-        if (found is not None and not reason.startswith(OF_LENGTH)) or reason == plans.NO_MEMORY:
+        is_lasting = reason != graphs.NO_STREAM and not reason.startswith(OF_LENGTH)
+        if (found is not None and is_lasting) or reason == plans.NO_MEMORY:
             kept = bodies[-1] if made and call.end else None
             table.keep(key, tables.Entry(made, reason, kind.large if made else [], kept))
     return _noted(call, "plan" if made else "once", "recorded" if made else reason, found)

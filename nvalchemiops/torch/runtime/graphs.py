@@ -47,18 +47,24 @@ class Graph:
         a call of the driver that a capture does not survive.
         """
         try:
-            with torch.cuda.device(self.device):
-                reserved = torch.cuda.memory_reserved(self.device)
-                current, aside = torch.cuda.current_stream(), _own_stream(self)
-                aside.wait_stream(current)
-                with torch.cuda.stream(aside):
-                    results = _capture(self._graph, function, memory, self.device)
-                current.wait_stream(aside)
-                self.n_bytes = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
+            return self._captured(function, memory)
         except Exception as error:  # the function has run before, so the cause is torch, the driver or another thread
             self.reason = f"its capture has failed: {type(error).__name__}: {error}"
-            _find_out_whether_captures_work(self.device, self.reason)
+            _find_out_whether_captures_work(self)
             return None
+
+    def _captured(self, function: Callable[[Tensors], Tensors], memory: Tensors) -> Tensors | None:
+        with torch.cuda.device(self.device):
+            reserved = torch.cuda.memory_reserved(self.device)
+            current, aside = torch.cuda.current_stream(), _own_stream(self)
+            if aside is None:
+                self.reason = NO_STREAM
+                return None
+            aside.wait_stream(current)
+            with torch.cuda.stream(aside):
+                results = _capture(self._graph, function, memory, self.device)
+            current.wait_stream(aside)
+            self.n_bytes = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
         return results
 
     def replay(self) -> None:
@@ -70,21 +76,32 @@ class Graph:
 _captured_on: weakref.WeakValueDictionary[tuple[torch.device, int], Graph] = weakref.WeakValueDictionary()
 """Graphs by the stream on which they were captured."""
 
-_MOST_STREAMS = 32  # of torch: `torch.cuda.Stream` gives the same ones again, in turn
+_PRIORITIES = (-2, -3, -1)  # of streams of torch, where the GPU has them; others take those of 0, and some of -1
+_MOST_STREAMS = 32  # of a priority: `torch.cuda.Stream` gives the same ones again, in turn
+
+NO_STREAM = "there are as many graphs as streams for captures"
+"""Why a graph is not captured for now."""
 
 
-def _own_stream(graph: Graph) -> torch.cuda.Stream:
-    """A stream on which no other graph was captured that is still there.
+def are_all_used(device: torch.device) -> bool:
+    """Whether another graph can only be captured on this GPU once one of those that are there is deleted."""
+    return sum([place[0] == device for place in list(_captured_on)]) >= len(_PRIORITIES) * _MOST_STREAMS
+
+
+def _own_stream(graph: Graph) -> torch.cuda.Stream | None:
+    """A stream on which no other graph was captured that is still there; None if there are no more.
 
     Torch keeps memory for matrix products for each stream, and a graph uses that of the stream of its capture. The
-    first graph of a stream that is deleted takes this memory with it (since torch 2.12), from others of the stream too.
+    first graph of a stream that is deleted takes this memory with it (since torch 2.12), from others of the stream too;
+    and two of them must not be replayed at the same time. So a stream is not shared, and not one of those that
+    `torch.cuda.graph` and communication between ranks take by default.
     """
-    for _ in range(_MOST_STREAMS):
-        stream = torch.cuda.Stream()
-        if (graph.device, stream.cuda_stream) not in _captured_on:
-            break
-    _captured_on[graph.device, stream.cuda_stream] = graph
-    return stream
+    for priority in _PRIORITIES:
+        for _ in range(_MOST_STREAMS):
+            stream = torch.cuda.Stream(priority=priority)
+            if _captured_on.setdefault((graph.device, stream.cuda_stream), graph) is graph:
+                return stream
+    return None
 
 
 def _capture(
@@ -120,19 +137,20 @@ def _garbage_waits() -> Iterator[None]:
             gc.enable()
 
 
-def _find_out_whether_captures_work(device: torch.device, reason: str) -> None:
+def _find_out_whether_captures_work(failed: Graph) -> None:
     """After a failure, such as a lack of memory, others may succeed; or torch or the driver make all of them fail."""
+    device = failed.device
     try:
         with torch.cuda.device(device):
-            number, current, aside = torch.zeros(1, device=device), torch.cuda.current_stream(), torch.cuda.Stream()
+            number, current = torch.zeros(1, device=device), torch.cuda.current_stream()
             current.synchronize()  # not the device: that is an error while another thread captures, and for its capture
-            with torch.cuda.stream(aside):
+            with torch.cuda.stream(_own_stream(failed)):  # deleting the trial must not take memory of other graphs
                 _capture(torch.cuda.CUDAGraph(), lambda memory: (memory[0] + 1,), (number,), device)
             current.synchronize()
     except torch.OutOfMemoryError:
         pass  # as may be: while a graph is captured torch frees none of the memory that it keeps
     except Exception:
-        _failed[device] = reason
+        _failed[device] = failed.reason
 
 
 def place_of(device: torch.device) -> tuple[torch.device, int]:

@@ -284,10 +284,12 @@ class Recorded:
             _refuse_hidden(returned[-1][0])
             return returned[-1][1]
 
+        device = self._device(moving)
+        if graphs.are_all_used(device):
+            return self._ordinary(graphs.NO_STREAM, *given)
         if not _records.acquire(blocking=False):
             return self._ordinary("another thread is recording", *given)
         try:
-            device = self._device(moving)
             graph = None if layout(device.type).reads else graphs.Graph(device)
             with compiled_as_eager():
                 plan, results, reason, place = follow(call, moving, changing=self._changing, graph=graph)

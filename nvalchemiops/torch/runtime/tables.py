@@ -110,6 +110,14 @@ class Plans:
         while len(self.entries) > 1 and any([self.n_bytes(of_gpu) > limit for of_gpu, limit in most.items()]):
             self.entries.drop(1)
 
+    def drop_graph(self, device: torch.device) -> bool:
+        """Delete the least recently used plan on this GPU; False if there is none."""
+        for key, entry in list(self.entries.items()):
+            if entry.place == device:
+                self.entries.pop(key, None)
+                return True
+        return False
+
     def n_bytes(self, on_gpu: bool) -> int:
         """Memory of all plans on a GPU, or of all plans on a CPU."""
         return sum([entry.n_bytes for entry in list(self.entries.values()) if bool(entry.place) is on_gpu])
