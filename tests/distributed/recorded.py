@@ -318,7 +318,7 @@ def what_a_captured_step_counts(group: Any) -> None:
         def __init__(self, device: torch.device) -> None:
             self.device = device
 
-        def captured(self, function: Any, memory: Any) -> Any:  # a capture runs nothing on the device
+        def captured(self, function: Any, memory: Any, may_repeat: bool) -> Any:  # a capture runs nothing on the device
             self.call, self.grad = partial(function, memory), torch.is_grad_enabled()
             state = divided.domain._ledger._state
             before = state.clone()

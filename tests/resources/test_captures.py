@@ -197,6 +197,31 @@ def test_a_failure_beside_the_capture_of_another_thread_is_no_lasting_one(monkey
     assert not graphs._failed
 
 
+@pytest.mark.parametrize("freed", [True, False])
+def test_memory_that_torch_keeps_is_freed_once_for_a_capture(freed, monkeypatch):
+    """While it captures, torch does not do so. What acts on other ranks is not called again."""
+    Cuda(monkeypatch)
+    calls, emptied, alive = [], [], []
+
+    class Large:
+        """A tensor of the call."""
+
+    def function(memory):
+        large = Large()
+        alive.append(weakref.ref(large))
+        calls.append(len(emptied))
+        if not (freed and emptied):
+            fails(memory)
+        return memory
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(alive[-1]() is None))
+    graph = graphs.Graph(SECOND)
+    assert graph.captured(function, ()) is None and "none left" in graph.reason and not emptied
+    graph = graphs.Graph(SECOND)
+    assert (graph.captured(function, (), may_repeat=True) == ()) == freed == (not graph.reason)
+    assert calls == [0, 0, 1] and emptied == [True]
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_a_lack_of_memory_does_not_last(error, monkeypatch):
     """Torch frees nothing for a capture. Any other failure of an addition means that captures do not work."""
@@ -225,6 +250,22 @@ def test_memory_is_freed_for_others_after_a_capture_that_failed(monkeypatch):
     for part in (0.6, 0.7):
         torch.empty(int(part * free), dtype=torch.uint8, device=device)
     torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_a_capture_has_the_memory_that_torch_keeps_for_others():
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    torch.empty(int(0.8 * free), dtype=torch.uint8, device=device)  # kept by torch
+    number, graph = torch.ones(3, device=device), graphs.Graph(device)
+
+    def function(memory):
+        return (torch.zeros(int(0.4 * free), dtype=torch.uint8, device=device)[:3] + memory[0],)
+
+    (found,) = graph.captured(function, (number,), may_repeat=True) or pytest.fail(graph.reason)
+    graph.replay()
+    assert torch.equal(found, number)
 
 
 @pytest.mark.gpu

@@ -291,7 +291,7 @@ def test_a_capture_that_fails(lasting, made, calls, gpu, monkeypatch):
     if not gpu.is_real:
         monkeypatch.setattr(graphs, "obstacle", lambda device: failed.get(device, ""))
 
-    def fails(graph, function, memory):
+    def fails(graph, function, memory, may_repeat):
         graph.reason = "its capture has failed"
         if lasting:
             failed[graph.device] = "a capture has failed"
@@ -303,6 +303,27 @@ def test_a_capture_that_fails(lasting, made, calls, gpu, monkeypatch):
     calls.potential(calls.positions(), **calls.fixed, **near)
     assert len(made) == 1 and not n_replays(made)
     assert ("a capture has failed" if lasting else "its capture has failed") in plans.explain()
+
+
+def test_a_capture_that_is_repeated(made, calls, gpu, monkeypatch):
+    """Since there was no memory at first: the graph reads what the second call takes."""
+    weights = torch.ones(3, dtype=torch.float64, device=gpu.device)
+    kind = CountedGraph if gpu.is_real else StandInGraph
+    captured_once = kind.captured
+
+    def captured_twice(graph, function, memory, may_repeat):
+        assert may_repeat
+        function(memory)
+        return captured_once(graph, function, memory)
+
+    monkeypatch.setattr(kind, "captured", captured_twice)
+    near, step = pointers(gpu.device), record(lambda x: torch.sin(x * weights))
+    calls.check(near, 4)
+    for factor in (1.0, 2.0, 3.0):
+        x = factor * calls.positions()
+        close([step(x)], [torch.sin(x * weights)], 1e-15)
+        weights.mul_(2.0)
+    assert len(made) == 2 and n_replays(made)
 
 
 def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
@@ -640,7 +661,7 @@ def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
     weights.requires_grad_(False)
     step = record(step_of(calls, near, weights))
 
-    def fails(graph, function, memory):
+    def fails(graph, function, memory, may_repeat):
         graph.reason = "it failed"
 
     for kind in (CountedGraph, StandInGraph):

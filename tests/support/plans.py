@@ -123,7 +123,7 @@ class StandInGraph:
     def __init__(self, device):
         self.device, self.n_replays, self.work = device, 0, _Work()
 
-    def captured(self, function, memory):
+    def captured(self, function, memory, may_repeat=False):
         StandInGraph.current = self.work
         try:
             with self.loads.capturing(), followed_by(self.work):

@@ -39,14 +39,26 @@ class Graph:
         self.device, self.n_bytes, self.reason = device, 0, ""
         self._graph = torch.cuda.CUDAGraph()
 
-    def captured(self, function: Callable[[Tensors], Tensors], memory: Tensors) -> Tensors | None:
+    def captured(
+        self, function: Callable[[Tensors], Tensors], memory: Tensors, may_repeat: bool = False
+    ) -> Tensors | None:
         """Capture ``function(memory)`` without running it, and return its results; None if the capture fails.
+
+        While a graph is captured, torch frees none of the memory that it keeps for others. If there is no other
+        memory, all that it keeps is freed, and ``function`` is called once more if it ``may_repeat``.
 
         ``torch.cuda.graph`` is not used: it first waits for the device, collects garbage and empties torch's cache.
         Here garbage is not collected until the capture has ended: what it frees, such as a module of kernels, may need
         a call of the driver that a capture does not survive.
         """
         try:
+            try:
+                return self._captured(function, memory)
+            except torch.OutOfMemoryError:
+                if not may_repeat:
+                    raise
+            torch.cuda.empty_cache()
+            self._graph = torch.cuda.CUDAGraph()
             return self._captured(function, memory)
         except Exception as error:  # the function has run before, so the cause is torch, the driver or another thread
             self.reason = f"its capture has failed: {type(error).__name__}: {error}"

@@ -278,14 +278,21 @@ def _captured(
         if length and not seen.needs_length and not any(length in t.shape for t in seen.kept.values()):
             room = (length + length // 4) // 64 * 64 + 64
             memory[len(copied) :] = [_with_room(t, length, room) for t in memory[len(copied) :]]
-        recorder = Recorder(memory, (), borrowed, 0, (), makes_steps=False)  # notes other tensors, which must be kept
-        recorder.captures = True
+        seen.kept.clear()  # there may be no memory for both
+        recorder = seen
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            with recording(recorder):
-                return [_in_memory(t).detach() for t in function(memory)]
+            nonlocal recorder
+            recorder = Recorder(memory, (), borrowed, 0, (), makes_steps=False)  # notes other tensors, which are kept
+            recorder.captures = True
+            try:
+                with recording(recorder):
+                    return [_in_memory(t).detach() for t in function(memory)]
+            except BaseException:
+                recorder.kept.clear()
+                raise
 
-        captured = graph.captured(call, memory)
+        captured = graph.captured(call, memory, may_repeat=not seen.acts)
         if captured is None or recorder.reason:
             return Followed(None, results, recorder.reason or graph.reason or graphs.obstacle(graph.device))
         return Followed(GraphPlan(graph, recorder, memory, captured, len(used), length, room), results)
