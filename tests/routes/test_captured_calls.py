@@ -616,6 +616,19 @@ def test_steps_in_a_graph_of_the_caller_are_part_of_it(made, gpu):
     assert len(made) == gpu.is_real  # before the capture
 
 
+def test_steps_beside_a_default_device(made, gpu):
+    """A graph has the tensors that are made there; and what cannot be captured is called."""
+    step, outside = record(lambda x: torch.ones(3) + x.sin()), torch.zeros(3, device=gpu.device)
+    refused = record(lambda x: (outside.add_(1.0), x + outside)[1])
+    with gpu.device:
+        for number in range(5):
+            x = torch.full((3,), float(number))
+            assert torch.equal(step(x), x.sin() + 1.0) and torch.equal(refused(x), x + number + 1.0)
+        large = record(of_much_memory)
+        assert torch.equal(large(x), 2.0 * x) and "not enough memory" in large.explain()
+    assert len(made) == 1 and n_replays(made) == 3
+
+
 def of_much_memory(x):
     """Twice the argument, if no recorder keeps all that is made."""
     if current_recorder() is not None:

@@ -12,7 +12,7 @@ from ase.build import bulk, fcc111
 from ase.calculators.emt import EMT
 
 from nvalchemiops.ase import Calculator, Dispersion, Electrostatics, FromASE, Pair, neighbor_list
-from nvalchemiops.torch import System, spline
+from nvalchemiops.torch import System, record, spline
 from nvalchemiops.torch import neighbors as lists
 from nvalchemiops.torch.dynamics import CellFilter, SumOfTerms, relax
 from nvalchemiops.torch.interactions import electrostatics
@@ -216,6 +216,37 @@ def test_modules_are_made_there(make):
     assert {value.device.type for value in module.state_dict().values()} == {"meta"}
     kept = [module.a1, *module.states] if isinstance(module, DFTD3) else [module.alpha]
     assert {value.device.type for value in kept if isinstance(value, torch.Tensor)} == {"meta"}
+
+
+def test_steps_are_recorded():
+    """From their second call on, and what cannot be recorded is called, as it was before."""
+    weights = torch.ones(3)
+
+    def step(x):
+        slopes = torch.autograd.grad((x.sin() * weights).sum(), x)
+        return slopes[0] + torch.ones(3), x.detach()
+
+    def trained(x):
+        weights.add_(1.0)
+        return x.mul_(2.0)
+
+    def graph(x):
+        return x.sin() * weights.clone().requires_grad_()
+
+    recorded = {function: record(function) for function in (step, trained, graph)}
+    for number in range(5):
+        x = torch.full((3,), float(number))
+        with torch.device("cpu"):
+            found, same = recorded[step](x.requires_grad_())
+        assert torch.equal(found, x.cos() + 1.0) and torch.equal(same, x)
+        with torch.device("meta"):
+            changed = recorded[trained](x := x.detach())
+            assert changed is x and recorded[graph](x).grad_fn
+        weights.fill_(1.0)
+    assert recorded[step]._counts == {"recorded": 1, "replayed": 2, "ordinary": 2}
+    with torch.device("meta"), pytest.raises(RuntimeError, match="device"):  # another recording
+        recorded[step](x.requires_grad_())
+    assert "writes into a tensor" in recorded[trained].explain() and "has a graph" in recorded[graph].explain()
 
 
 @pytest.mark.parametrize("name", ["list", "pme", "ewald of a batch", "pme, derivatives", "dispersion, prepared"])

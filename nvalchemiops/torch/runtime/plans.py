@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops import notices
+from nvalchemiops.layout import layout
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all, is_zero_tensor
@@ -245,6 +246,32 @@ def follow(
         return Followed(None, results, reason, recorder.place)
     plan = Plan(recorder, [t.detach() for t in memory], [t.detach() for t in results], raises)
     return Followed(plan, tuple([t.clone() for t in plan.results]))
+
+
+def why_not(
+    function: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    arguments: Sequence[torch.Tensor],
+    changing: Sequence[torch.Tensor],
+) -> str:
+    """Call ``function(arguments)``, and say why `follow` cannot make a plan of the call; an empty string if it can.
+
+    With the reason `NO_MEMORY` the call has not been made. All others have been, with the arguments themselves.
+    """
+    tensors = (*arguments, *changing)
+    in_graph = bool(tensors) and not layout(tensors[0].device.type).reads
+    recorder = Recorder(arguments, (), (), 0, changing, makes_steps=not in_graph)
+    try:
+        with recording(recorder):
+            results = function(arguments)
+    except torch.OutOfMemoryError:
+        if recorder.acts or recorder.reason or _writes_gradients(recorder, tensors):
+            raise
+        return NO_MEMORY
+    if any([t.requires_grad for t in results]):
+        return "a result has a graph"
+    if in_graph:
+        return recorder.reason or _writes_gradients(recorder, tensors)
+    return recorder.reason or _fault_of(recorder, results, tensors)
 
 
 def _captured(

@@ -20,7 +20,7 @@ from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_f
 from nvalchemiops.torch.runtime.context import is_capturing, is_eager
 from nvalchemiops.torch.runtime.history import leaves_of
 from nvalchemiops.torch.runtime.openmp import fairly
-from nvalchemiops.torch.runtime.plans import NO_MEMORY, Plan, follow
+from nvalchemiops.torch.runtime.plans import NO_MEMORY, Plan, follow, why_not
 from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder
 from nvalchemiops.torch.runtime.storage import storage_of
 
@@ -126,6 +126,7 @@ class Recorded:
         self._recordings: dict[Hashable, _Recording] = {}  # without a lock: each access is a single operation
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
         self._not_captured: dict[Hashable, str] = {}  # for a kind of calls, why its capture has failed
+        self._tried: set[Hashable] = set()  # kinds of calls beside a default device that can be recorded
         self._way = "not called yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,9 @@ class Recorded:
         device = self._device(moving)
         how = layout(device.type)
         place = None if how.reads else graphs.place_of(device)
-        key: Hashable = (form, grad, torch.get_default_dtype(), how, place, *map(_form_of, moving))
+        # a mode of torch says where the function makes tensors
+        elsewhere = torch.get_default_device() if has_function_modes() else None
+        key: Hashable = (form, grad, torch.get_default_dtype(), elsewhere, how, place, *map(_form_of, moving))
         try:
             found = self._recordings.get(key)
         except TypeError as error:
@@ -162,6 +165,8 @@ class Recorded:
             found = None
         if found is None and key in self._not_captured:
             return self._ordinary(self._not_captured[key], args, kwargs)
+        if found is None and elsewhere is not None and key not in self._tried:
+            return self._try(key, moving, (args, kwargs), takes_apart)
         if found is None:
             return self._record(key, form, moving, (args, kwargs), takes_apart)
         if found.shares_leaves(moving):
@@ -226,12 +231,13 @@ class Recorded:
         """Delete all plans and free their memory."""
         self._recordings.clear()
         self._not_captured.clear()
+        self._tried.clear()
 
     def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
         """Why a call with these tensors runs without a plan; None if it may have one."""
         if is_capturing():  # a step without arguments may use tensors of a GPU
             return "it is part of a graph that is being captured"
-        if not is_eager(*moving) or has_function_modes():
+        if not is_eager(*moving) or has_function_modes(but_default_device=True):
             return "compilers, transforms and modes see the operations"
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():  # it reads gradients
             return "anomaly detection looks for NaN in the backward passes"
@@ -272,6 +278,38 @@ class Recorded:
             raise (error if is_refused else another) from None
         self._takes_apart = False
         return results
+
+    def _try(self, key: Hashable, moving: list[torch.Tensor], given: tuple[Any, Any], takes_apart: bool) -> Any:
+        """The results of an ordinary call, of which it is noted whether further ones can be recorded.
+
+        Beside a default device, functions that cannot be recorded are called.
+        """
+        returned: list[Any] = []
+
+        def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            returned.append(self._function(*given[0], **given[1]))
+            form, found = _taken_apart(returned[-1], takes_apart)
+            _refuse_hidden(form)
+            return found
+
+        if not _records.acquire(blocking=False):
+            return self._ordinary("another thread is recording", *given)
+        try:
+            with compiled_as_eager():
+                reason = why_not(call, moving, self._changing)
+        finally:
+            _records.release()
+        if not reason:
+            if len(self._tried) >= tables.MOST_KINDS:
+                self._tried.clear()
+            self._tried.add(key)
+        elif not reason.startswith(FOR_NOW):
+            self._not_captured[key] = reason
+        if not returned:
+            return self._ordinary(reason, *given)
+        self._counts["ordinary"] += 1
+        self._way = f"ordinary, since {reason or 'calls beside a default device are recorded when they repeat'}"
+        return returned[-1]
 
     def _record(
         self, key: Hashable, form: Any, moving: list[torch.Tensor], given: tuple[Any, Any], takes_apart: bool
@@ -390,7 +428,8 @@ def record(
     The first replay with other values is checked against the function, once.
 
     Plans run only in plain eager mode: under compilers, function transforms, modes, autocast and anomaly detection the
-    function is called directly. On a GPU a graph is captured for each stream; tensors that are not arguments are used
+    function is called directly. Beside a default device of torch so is what cannot be recorded, without an error, and
+    the first call of each kind. On a GPU a graph is captured for each stream; tensors that are not arguments are used
     in place, with the values that they have at the replay. Kernels launched by ``wp.launch`` raise an error; kernels of
     this library and of operators are recorded. Python code runs only while the function is recorded, so numbers that it
     computes are constants. If energies are differentiated with weights that vary, gradients have the same values up to
