@@ -16,6 +16,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from nvalchemiops.arguments import check_positive
@@ -110,12 +111,15 @@ class System(NamedTuple):
             if not hasattr(one, "get_initial_charges"):
                 raise TypeError(f"`atoms` must be ase.Atoms, or a sequence of them, got {type(one).__name__}")
 
-        def joined(arrays: Sequence[Any], kind: torch.dtype) -> torch.Tensor:
-            return torch.cat([torch.as_tensor(array, dtype=kind) for array in arrays]).to(device)
+        # made on a CPU, whatever the default device is
+        place = torch.get_default_device() if device is None else torch.device(device)
+
+        def joined(arrays: Sequence[Any], kind: torch.dtype, on: Any = place) -> torch.Tensor:
+            return torch.cat([torch.as_tensor(array, dtype=kind, device="cpu") for array in arrays]).to(on)
 
         if charges is None:
-            initial = joined([a.get_initial_charges() for a in systems], dtype)
-            found = initial if bool(initial.any()) else None
+            initial = joined([a.get_initial_charges() for a in systems], dtype, "cpu")
+            found = initial.to(place) if bool(initial.any()) else None
         elif isinstance(charges, Mapping):
             from nvalchemiops.ase.elements import atom_values  # imports ASE
 
@@ -130,10 +134,9 @@ class System(NamedTuple):
             cell = joined([a.cell.array[None] for a in systems], dtype)
             pbc = joined([a.pbc[None] for a in systems], torch.bool)
         elif len(systems) > 1 and not len(systems[-1]):  # `batch_idx` does not tell how many systems there are
-            pbc = torch.zeros((len(systems), 3), dtype=torch.bool, device=device)
+            pbc = torch.zeros((len(systems), 3), dtype=torch.bool, device=place)
         if len(systems) > 1:
-            sizes = torch.tensor([len(a) for a in systems])
-            batch_idx = torch.arange(len(systems), dtype=torch.int32).repeat_interleave(sizes).to(device)
+            batch_idx = joined([np.full(len(a), number) for number, a in enumerate(systems)], torch.int32)
         elif cell is not None and pbc is not None:
             cell, pbc = cell[0], pbc[0]
         numbers = joined([a.numbers for a in systems], torch.int32)

@@ -14,7 +14,7 @@ from ase.calculators.emt import EMT
 from nvalchemiops.ase import Calculator, Dispersion, Electrostatics, FromASE, Pair, neighbor_list
 from nvalchemiops.torch import System, record, spline
 from nvalchemiops.torch import neighbors as lists
-from nvalchemiops.torch.dynamics import CellFilter, SumOfTerms, relax
+from nvalchemiops.torch.dynamics import CellFilter, Constraints, SumOfTerms, relax
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import (
     DFTD3,
@@ -216,6 +216,21 @@ def test_modules_are_made_there(make):
     assert {value.device.type for value in module.state_dict().values()} == {"meta"}
     kept = [module.a1, *module.states] if isinstance(module, DFTD3) else [module.alpha]
     assert {value.device.type for value in kept if isinstance(value, torch.Tensor)} == {"meta"}
+
+
+@pytest.mark.parametrize("charges", [None, {"Na": 1.0, "Cl": -1.0, "Au": 0.5}, [1.0, -1.0, 0.0]])
+def test_structures_of_ase_and_lists_of_bonds(charges):
+    """They are made there, whatever is read on the way; or where the caller says."""
+    structures, pairs = [bulk("NaCl", "rocksalt", a=5.6), bulk("Au"), bulk("Au")[:0]], [[0, 1], [0, 2]]
+    structures[0].set_initial_charges([1.0, -1.0])
+    expected = System.from_ase(structures, charges)
+    with torch.device("meta"):
+        there, here = System.from_ase(structures, charges), System.from_ase(structures, charges, device="cpu")
+        bonds = Constraints(pairs, [1.0, 2.0])
+    assert (expected.charges is not None) and bonds.n_clusters == 1
+    assert all(tensor.is_meta for tensor in (*filter(torch.is_tensor, there), bonds.pairs, bonds.lengths))
+    for found, same, tensor in zip(there, here, expected):
+        assert tensor is None or (found.shape == tensor.shape and torch.equal(same, tensor))
 
 
 def test_steps_are_recorded():

@@ -91,15 +91,16 @@ class Constraints:
     """
 
     def __init__(self, pairs: Any, lengths: float | torch.Tensor | None = None, *, iterations: int = 5) -> None:
+        device = pairs.device if isinstance(pairs, torch.Tensor) else torch.get_default_device()
         if not isinstance(pairs, torch.Tensor):
-            pairs = torch.tensor(pairs)
+            pairs = torch.tensor(pairs, device="cpu")  # where values are read below
         if pairs.ndim != 2 or pairs.shape[1] != 2:
             raise ValueError(f"`pairs` must have shape (n_pairs, 2), got {tuple(pairs.shape)}")
         if pairs.is_floating_point() or pairs.dtype == torch.bool:
             raise TypeError(f"`pairs` must be integers, got {pairs.dtype}")
         self.iterations = checks.check_count("iterations", iterations, DIFFERENTIABLE)
-        self.pairs = pairs = pairs.to(torch.int64)
-        device, host = pairs.device, pairs.tolist()
+        host = pairs.tolist()
+        self.pairs = pairs = pairs.to(device, torch.int64)
         seen = {frozenset(pair) for pair in host}
         if any(i == j for i, j in host) or len(seen) != len(host) or any(i < 0 or j < 0 for i, j in host):
             raise ValueError("`pairs` must be pairs of two atoms, each pair once")
