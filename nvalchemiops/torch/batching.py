@@ -84,8 +84,9 @@ def joined_neighbors(neighbors: Sequence["Neighbors"], systems: Sequence["System
 
 def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dict[str, Any]:
     n_atoms, has_padding = sum(sizes), any(near.padding is not None for near in neighbors)
-    pairs, shifts, pointers = [], [], []
-    first_atom = first_pair = 0
+    pairs, shifts, pointers, rooms = [], [], [], []
+    first_atom = 0
+    first_pair: Any = 0
     for number, (near, size) in enumerate(zip(neighbors, sizes)):
         own, images, ends = near.pairs, near.shifts, near.row_pointers
         assert own is not None
@@ -93,8 +94,12 @@ def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dic
             ends = ends.new_zeros(size + 1)
         if ends is not None and ends.shape[0] != size + 1:
             raise _other_size(number, ends.shape[0] - 1, size)
-        end = int(ends[-1]) if ends is not None and may_read(own, ends) else own.shape[1]
-        if 0 <= end < own.shape[1] and own[0, end] == NO_PADDING:  # room; a list that its pointers do not fit stays one
+        # room is left out, or follows behind all pairs; a list that its pointers do not fit stays one
+        room: Any = None
+        if ends is not None and not may_read(own, ends):
+            place = torch.arange(own.shape[1], device=own.device)
+            room = (place >= ends[-1]) & (ends[-1] >= 0) & (own[0] == NO_PADDING)
+        elif ends is not None and 0 <= (end := int(ends[-1])) < own.shape[1] and own[0, end] == NO_PADDING:
             own, images = own[:, :end], None if images is None else images[:end]
         moved = _moved(own, first_atom, size)
         if near.padding is not None:  # of second atoms; the first one may have this number
@@ -103,11 +108,20 @@ def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dic
         shifts.append(own.new_zeros(own.shape[1], 3) if images is None else images)
         if ends is not None:
             pointers.append(ends[min(number, 1) :] + first_pair)
+        rooms.append(room)
         first_atom, first_pair = first_atom + size, first_pair + own.shape[1]
+        if room is not None:
+            first_pair = first_pair - room.sum(dtype=torch.int32)
+    joined = torch.cat(pairs, 1)
+    images = torch.cat(shifts) if any(near.shifts is not None for near in neighbors) else None
+    if any(room is not None for room in rooms):
+        order = torch.cat([own[0] != own[0] if room is None else room for own, room in zip(pairs, rooms)])
+        order = order.to(torch.uint8).argsort(stable=True)
+        joined, images = joined[:, order], None if images is None else images[order]
     return {
-        "pairs": torch.cat(pairs, 1),
+        "pairs": joined,
         "row_pointers": torch.cat(pointers) if len(pointers) == len(neighbors) else None,
-        "shifts": torch.cat(shifts) if any(near.shifts is not None for near in neighbors) else None,
+        "shifts": images,
         "padding": n_atoms if has_padding else None,
     }
 

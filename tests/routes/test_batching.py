@@ -12,6 +12,7 @@ from nvalchemiops.torch.dynamics import SumOfTerms, nve, relax, simulate, to_ase
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import NO_PADDING
+from nvalchemiops.torch.runtime.context import hidden_values
 from tests.support.systems import batch, triclinic
 
 CHARGES = {"Na": 1.0, "Cl": -1.0, "O": -0.8, "H": 0.4}
@@ -159,6 +160,33 @@ def test_neighbors_from_elsewhere():
     ]
     assert not energies(nothing).any()
     assert not energies([Neighbors.from_matrix(p.matrix[:0], p.shifts[:0]) for p in padded]).any()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.later)])
+def test_room_in_lists_that_are_not_read(compiled):
+    """As on a GPU: it follows behind the pairs of all systems."""
+    systems = structures("crystals, molecules, slabs")
+    near = [system.neighbors(3.0) for system in systems]
+    both = System.concatenate(systems)
+    expected = Neighbors.concatenate(near, systems)
+    roomy = [
+        n._replace(
+            pairs=torch.nn.functional.pad(n.pairs, (0, width), value=NO_PADDING),
+            shifts=None if n.shifts is None else torch.nn.functional.pad(n.shifts, (0, 0, 0, width)),
+        )
+        for n, width in zip(near, (2, 0, 3, 1))
+    ]
+    join = partial(Neighbors.concatenate, systems=systems)
+    if compiled:
+        joined = torch.compile(join, backend="aot_eager", fullgraph=True)(roomy)
+    else:
+        with hidden_values():
+            joined = join(roomy)
+    n_pairs = expected.pairs.shape[1]
+    assert joined.pairs.shape == (2, n_pairs + 6) and bool((joined.pairs[:, n_pairs:] == NO_PADDING).all())
+    same(joined._replace(pairs=joined.pairs[:, :n_pairs], shifts=joined.shifts[:n_pairs]), expected)
+    found = PAIR(both, joined, q=both.charges)
+    assert torch.equal(found.energies, PAIR(both, expected, q=both.charges).energies)
 
 
 @pytest.mark.parametrize("atom", [-1, 8])
