@@ -338,6 +338,14 @@ def test_tensors_of_a_gpu_where_all_arguments_are_on_a_cpu():
     assert "runs on a GPU, where no argument is" in follow(step, [torch.ones(3)]).reason
 
 
+def test_steps_in_compiled_code_where_a_gpu_is_in_use(monkeypatch):
+    """The compiler cannot ask whether a graph is captured."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    step, x = record(lambda x: 2.0 * x.sin()), torch.ones(3)
+    found = torch.compile(lambda x: step(x) + 1.0, backend="eager", fullgraph=True)(x)
+    assert torch.equal(found, 2.0 * x.sin() + 1.0)
+
+
 def test_a_step_without_arguments_is_part_of_a_captured_graph(monkeypatch):
     """Values of a GPU that it uses cannot be compared there."""
     weights = torch.ones(3)

@@ -64,8 +64,11 @@ def hides_values() -> bool:
     return _thread.hides_values
 
 
+@internals.only_inlined
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, on torch's current stream."""
+    """Whether a CUDA graph is being captured, on torch's current stream. False inside a compiler, which cannot ask."""
+    if torch.compiler.is_compiling():
+        return False
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
