@@ -10,7 +10,7 @@ from nvalchemiops.arguments import ValuesError, as_int
 from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_capturing, may_read
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
 FLOATS = (torch.float32, torch.float64)
@@ -212,7 +212,7 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
     if not isinstance(pbc, torch.Tensor):
         try:
             if device is not None and device.type != "cpu":
-                pbc = _made_on(device, np.asarray(pbc))
+                pbc = made_on(device, np.asarray(pbc))
             else:
                 pbc = torch.as_tensor(pbc, device="cpu")
         except (TypeError, ValueError, RuntimeError):
@@ -223,7 +223,7 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
         raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
     if device is not None and pbc.device != device:
         if pbc.device.type == "cpu":
-            return _made_on(device, pbc.detach().numpy())
+            return made_on(device, pbc.detach().numpy())
         raise ValueError(f"`pbc` is on {pbc.device}, but other arguments are on {device}")
     return pbc
 
@@ -269,12 +269,38 @@ def check_batch(
     return as_int32(batch_idx).contiguous(), n_systems
 
 
-def _made_on(device: torch.device, values: np.ndarray) -> torch.Tensor:
-    """The values as a tensor. Up to three bools are made on the device: a copy from the host would wait for it."""
-    if values.dtype != np.bool_ or not 1 <= values.size <= 3:
+def made_on(device: torch.device, values: np.ndarray) -> torch.Tensor:
+    """The values as a tensor.
+
+    Up to three bools are made on the device, and any values while a graph is captured: a copy from the host would wait
+    for it.
+    """
+    if values.dtype == np.bool_ and 1 <= values.size <= 3:
+        made = [torch.full((1,), bool(value), dtype=torch.bool, device=device) for value in values.ravel()]
+        return torch.cat(made).reshape(values.shape)
+    if device.type == "cpu" or not is_capturing() or not values.size:
         return torch.as_tensor(values, device=device)
-    made = [torch.full((1,), bool(value), dtype=torch.bool, device=device) for value in values.ravel()]
+    flat = np.ascontiguousarray(values).ravel()
+    dtype, bits = torch.as_tensor(flat, device="cpu").dtype, flat.view(f"u{flat.itemsize}")
+    # equal values that follow each other are made together
+    ends = [*(np.flatnonzero(bits[1:] != bits[:-1]) + 1).tolist(), flat.size]
+    sizes = np.diff(ends, prepend=0).tolist()
+    made = [torch.full((n,), flat[end - 1].item(), dtype=dtype, device=device) for n, end in zip(sizes, ends)]
     return torch.cat(made).reshape(values.shape)
+
+
+def moved_to(device: torch.device, name: str, value: torch.Tensor) -> torch.Tensor:
+    """A parameter of any device on this one, with its graph.
+
+    While a graph is captured, a number of the host is an argument of a kernel, and nothing else can be copied.
+    """
+    if value.device.type != "cpu" or device.type == "cpu" or not is_capturing():
+        return value.to(device)
+    if value.ndim:
+        raise ValuesNeededError(
+            f"`{name}` would be copied from the host while a CUDA graph is captured: give it on {device}, or as numbers"
+        )
+    return torch.zeros((), dtype=value.dtype, device=device) + value
 
 
 def systems_in_shapes(*arguments: tuple[Any, int]) -> int | None:

@@ -6,6 +6,7 @@ captured graph replays. Compiled graphs have no operation that reads. The table 
 operator.
 """
 
+import contextlib
 import types
 
 import numpy as np
@@ -58,6 +59,7 @@ from tests.support.on_device import (
     check_launch_stream,
     events,
     on_gpu,
+    on_host,
     on_stream,
     pretended_gpu,
 )
@@ -407,6 +409,16 @@ WAITING: dict[str, Call] = {
     "systems of positions": lambda g: rebuild_detection.batch_neighbor_list_needs_rebuild(g.x, g.x, g.idx, 0.3),
     "systems of a spline": lambda g: spline.spline_spread(g.x, g.q, g.cell[0], MESH, 6, g.idx),
     "a list of the host": lambda g: electrostatics.ewald_real_space(g.x, g.q, g.cell, [ALPHA] * N_SYSTEMS, **g.near),
+    "a number of the host": lambda g: electrostatics.ewald_real_space(g.x, g.q, g.cell, torch.tensor(ALPHA), **g.near),
+    "tensor of the host": lambda g: electrostatics.ewald_real_space(
+        g.x, g.q, g.cell, torch.full((N_SYSTEMS,), ALPHA), **g.near
+    ),
+    "periodicity of each system": lambda g: neighbor_list(
+        *(g.x, CUTOFF, g.cell, [[True, False, True]] * N_SYSTEMS),
+        batch_idx=g.sorted_idx,
+        check=False,
+        max_neighbors=WIDTH,
+    ),
     "pairs of a matrix": lambda g: formats.get_neighbor_list_from_neighbor_matrix(g.matrix["neighbor_matrix"], g.idx),
 }
 
@@ -422,6 +434,11 @@ REFUSED = {
     "mesh chosen": "give neighbors and parameters",
     "elements": "D3Parameters.states",
     "k-vectors prepared": "give neighbors and parameters",
+    "estimates": "give neighbors and parameters",
+    "check": "leave out `check`",
+    "check_full_list": "check lists before",
+    "pairs of a matrix": "give the matrix itself",
+    "tensor of the host": "`alpha` would be copied",
 }
 
 
@@ -429,9 +446,30 @@ REFUSED = {
 @by_name(REFUSED)
 def test_what_reads_is_refused_by_name_in_a_capture(name, gpu):
     """An error of the driver would end the capture, and torch does not recover from that."""
-    WAITING[name](gpu[0])  # as users are told to, so that kernels are loaded
+    with contextlib.suppress(ValueError):  # of checks: lists of the pretended GPU are not full
+        WAITING[name](gpu[0])  # as users are told to, so that kernels are loaded
     with capturing(1), pytest.raises(ValuesNeededError, match=REFUSED[name]):
         events(lambda: WAITING[name](gpu[0]))
+
+
+@by_name(["a list of the host", "a number of the host", "periodicity of each system"])
+def test_numbers_of_the_host_are_made_in_a_capture(name, gpu):
+    """Since they cannot be copied there."""
+    WAITING[name](gpu[0])
+    with capturing(1):
+        assert events(lambda: WAITING[name](gpu[0]))
+
+
+MADE = ([[0.0, -0.0, 2.5], [2.5, np.nan, np.nan]], [True] * 4 + [False], [3, 3, 7], 1.5, [])
+
+
+@pytest.mark.parametrize("values", MADE)
+def test_what_is_made_in_a_capture_is_what_would_be_copied(values, gpu):
+    for numbers in (np.asarray(values), np.asarray(values).T):
+        with capturing(1):
+            found = on_host(checks.made_on(gpu[0].x.device, numbers))
+        expected = torch.as_tensor(numbers)
+        assert found.dtype == expected.dtype and found.numpy().tobytes() == expected.numpy().tobytes()
 
 
 def test_fake_tensors_of_a_gpu_need_none():

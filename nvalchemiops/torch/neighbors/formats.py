@@ -21,7 +21,7 @@ from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.pairs import Pairs, list_geometry, matrix_geometry, slot_mask
 from nvalchemiops.torch.operators.segments import row_pointers
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, refuse_in_capture
 
 __all__ = [
     "check_full_list",
@@ -114,6 +114,7 @@ def pairs_of_matrix(
 ) -> tuple[torch.Tensor, ...]:
     """`get_neighbor_list_from_neighbor_matrix` of checked arguments, with marks of atoms without known neighbors."""
     n_atoms, width = neighbor_matrix.shape
+    refuse_in_capture(neighbor_matrix, "give the matrix itself, or make the list before")
     slots = Pairs(None, None, None, None, neighbor_matrix, neighbor_shift_matrix, num_neighbors, width, fill_value)
     place = slots.occupied(n_atoms).reshape(-1).nonzero().squeeze(1)
     i = torch.div(place, max(width, 1), rounding_mode="floor").to(torch.int32)
@@ -359,6 +360,7 @@ def check_full_list(
     if neighbor_list is None or neighbor_ptr is None:
         raise ValueError("`neighbor_list` and `neighbor_ptr`, or `neighbor_matrix` and `num_neighbors`, are needed")
     _, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
+    refuse_in_capture(neighbor_list, "check lists before")
     _check_entries(neighbor_list, neighbor_ptr)
     if n_pairs == 0:
         return

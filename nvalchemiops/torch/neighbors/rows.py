@@ -16,7 +16,15 @@ from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, 
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search, found_pairs, neighbor_matrix
 from nvalchemiops.torch.operators.segments import row_pointers
-from nvalchemiops.torch.runtime.context import all_values_of, hides_values, is_mapped, may_read, slices_of, values_of
+from nvalchemiops.torch.runtime.context import (
+    all_values_of,
+    hides_values,
+    is_mapped,
+    may_read,
+    refuse_in_capture,
+    slices_of,
+    values_of,
+)
 
 NO_PADDING = core.NO_PADDING
 
@@ -250,6 +258,8 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     pointers, neighbors, shifts, width, padding, first = rows
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
+    if check:
+        refuse_in_capture(neighbors, "leave out `check`")
     if not (check or may_read(*rows)):
         return _both_directions(rows._replace(first=first), n_atoms)
     is_full = pointers is not None and int(pointers[-1]) >= len(neighbors)

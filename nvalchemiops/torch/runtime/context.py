@@ -72,6 +72,10 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+IN_CAPTURE = "give neighbors and parameters, and choose them before the capture"
+"""What to do where values of a GPU would be read to choose them."""
+
+
 def refuse_in_capture(tensor: torch.Tensor, advice: str) -> None:
     """Raise if the host would wait for this tensor while a graph is captured, which the driver would end by an error.
 
@@ -184,7 +188,7 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
             "values of a fake tensor would be read, to find neighbors or to choose parameters: give them, or "
             "choose them outside of FakeTensorMode and export"
         )
-    refuse_in_capture(tensor, "give neighbors and parameters, and choose them before the capture")
+    refuse_in_capture(tensor, IN_CAPTURE)
     values = values_of(tensor.cpu())
     with internals.without_transforms():
         return values.resolve_neg().numpy()

@@ -19,7 +19,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.functorch import given_slices
 from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
-from nvalchemiops.torch.runtime.context import eager, may_read, on_host
+from nvalchemiops.torch.runtime.context import eager, is_capturing, may_read, on_host
 
 # -- k-vectors as points ----------------------------------------------------------------------------
 
@@ -533,11 +533,12 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device, wait
     if isinstance(value, torch.Tensor):
         checks.check_tensor(name, value)
         checks.check_place(name, value)
-        tensor = value.to(device)
+        tensor = checks.moved_to(device, name, value)
     else:
         try:
             # through numpy, which keeps Python's float64
-            tensor = torch.as_tensor(np.asarray(value), device=device)
+            numbers = np.asarray(value)
+            tensor = checks.made_on(device, numbers) if is_capturing() else torch.as_tensor(numbers, device=device)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"`{name}` must be a number or a tensor, got {type(value).__name__}") from None
     if tensor.is_complex() or tensor.dtype == torch.bool:

@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
-from nvalchemiops.torch.runtime.context import on_host
+from nvalchemiops.torch.runtime.context import IN_CAPTURE, on_host, refuse_in_capture
 from nvalchemiops.torch.systems import System
 
 
@@ -400,6 +400,7 @@ def _sizes_of(atoms: System) -> Sizes:
     positions = atoms.positions
     checks.check_positions(positions, finite=False)
     cell = check_periodic_cells(atoms.cell, positions)
+    refuse_in_capture(positions, IN_CAPTURE)
     check_cells(cell.detach().cpu())  # values are read in any case
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0], wait=True)
     return sizes_of(cell, counted(batch_idx, cell.shape[0], positions.shape[0]))
