@@ -211,10 +211,16 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
     """
     if not isinstance(pbc, torch.Tensor):
         try:
-            if device is not None and device.type != "cpu":
-                pbc = made_on(device, np.asarray(pbc))
-            else:
+            if device is None or device.type == "cpu":
                 pbc = torch.as_tensor(pbc, device="cpu")
+            elif not torch.compiler.is_compiling():
+                pbc = made_on(device, np.asarray(pbc))
+            elif isinstance(pbc, bool):
+                pbc = torch.full((), pbc, dtype=torch.bool, device=device)
+            elif isinstance(pbc, (list, tuple)) and pbc and all(isinstance(flag, bool) for flag in pbc):
+                pbc = torch.cat([torch.full((1,), flag, dtype=torch.bool, device=device) for flag in pbc])
+            else:  # a constant of the compiled graph, which is copied in each call
+                pbc = torch.as_tensor(pbc, device=device)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"`pbc` must be a bool tensor, got {type(pbc).__name__}") from None
     check_tensor("pbc", pbc)
@@ -223,7 +229,7 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
         raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
     if device is not None and pbc.device != device:
         if pbc.device.type == "cpu":
-            return made_on(device, pbc.detach().numpy())
+            return pbc.to(device) if torch.compiler.is_compiling() else made_on(device, pbc.detach().numpy())
         raise ValueError(f"`pbc` is on {pbc.device}, but other arguments are on {device}")
     return pbc
 

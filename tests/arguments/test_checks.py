@@ -169,3 +169,23 @@ def test_three_ints_in_any_container_are_a_mesh(mesh):
 def test_any_other_mesh_is_named(error, mesh):
     with pytest.raises(error, match="`mesh_dims`"):
         check_mesh(mesh, name="mesh_dims")
+
+
+def test_periodicity_in_code_compiled_for_another_device(monkeypatch):
+    """In whatever form; flags are made there, and no constant is copied in each call."""
+    monkeypatch.setattr(checks, "DEVICES", ("cpu", "meta"))
+    graphs = []
+
+    def flags(x):
+        given = (True, [True, False, True], (False,), PERIODIC, [[True] * 3, [False] * 3])
+        return [checks.pbc_tensor(pbc, x.device) for pbc in given]
+
+    def backend(graph, inputs):
+        graphs.append(graph.graph)
+        return graph
+
+    found = torch.compile(flags, backend=backend, fullgraph=True)(X.to("meta"))
+    assert [tuple(flag.shape) for flag in found] == [(), (3,), (1,), (3,), (2, 3)]
+    assert all(flag.is_meta and flag.dtype is torch.bool for flag in found)
+    made = [node.args[1] for node in graphs[0].nodes if node.target is torch.full]
+    assert made == [True, True, False, True, False]
