@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch import System
-from nvalchemiops.torch.distributed import Domain, ledger
+from nvalchemiops.torch.distributed import Domain, communication, ledger
 from nvalchemiops.torch.dynamics import SumOfTerms, nve, simulate
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
@@ -86,6 +86,19 @@ def new_tensors_may_have_another_default_device(group: Any) -> None:
         assert atoms.domain.settle().wrong == 0
         assert Domain(held, cutoff=3.0, batch_idx=own, group=group).n_systems == 1
     assert_equal(found[0], expected[0], "energies")
+
+
+@case(2)
+def rows_go_through_the_host(group: Any) -> None:
+    """As those of a GPU with gloo, which takes the memory of any tensor for that of the host."""
+    places = [torch.device(name) for name in ("cpu", "cuda")]
+    assert [communication._goes_through_host(group, place) for place in places] == [False, True]
+    direct = Divided(group)
+    expected = (*direct.dsf(), *direct.gradients(direct.pme))
+    with mock.patch.object(communication, "_goes_through_host", lambda *_: True):
+        atoms = Divided(group, check="later")
+        for found, same in zip((*atoms.dsf(), *atoms.gradients(atoms.pme)), expected, strict=True):
+            assert_equal(found, same, "results")
 
 
 @case(3)

@@ -22,6 +22,7 @@ FEW = {
     *("the_host_reads_nothing_in_a_step", "what_ranks_do_differently_is_named_later"),
     *("recorded_steps_have_the_same_bits", "a_new_division_is_recorded_again"),
     *("a_rank_that_fails_in_a_replay_is_named", "new_tensors_may_have_another_default_device"),
+    *("rows_go_through_the_host",),
 }
 """Cases of every day, for two ranks."""
 TIMEOUT = 300

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from nvalchemiops.threads import available_cores
 from nvalchemiops.torch.distributed.works import Works
 from nvalchemiops.torch.runtime.acts import act
+from nvalchemiops.torch.runtime.context import refuse_in_capture
 from nvalchemiops.torch.runtime.memory import new_empty
 
 PATIENCE = 2.0
@@ -201,13 +202,23 @@ def messages_of(group: Any) -> Messages:
     return _messages.setdefault(group, Messages()) if found is None else found
 
 
+def _backends(group: Any) -> dict[str, str]:
+    """The backend of a group for each type of device; empty for a group that torch did not make."""
+    try:
+        return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    except (TypeError, ValueError):
+        return {}
+
+
+def _goes_through_host(group: Any, device: torch.device) -> bool:
+    """Whether messages between two ranks can only have tensors of a CPU, as with gloo, which reads others as such."""
+    return device.type != "cpu" and _backends(group).get(device.type) == "gloo"
+
+
 def check_backend(group: Any, device: torch.device) -> None:
     """Raise unless the group can send tensors of the atoms' device, if it is known for which devices it is."""
-    try:
-        known = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    except (TypeError, ValueError):  # a group that torch did not make
-        return
-    if device.type not in known:
+    known = _backends(group)
+    if known and device.type not in known:
         raise ValueError(
             f"`positions` is on {device}, but `group` has a backend for {' and '.join(known)} only: move the atoms, or "
             'choose a backend for each device (init_process_group("cpu:gloo,cuda:nccl"))'
@@ -443,13 +454,20 @@ def _swap(
 ) -> Works:
     """Begin to send and to receive; ``parts`` are partners with what they get and what comes from them."""
     here, operations = dist.get_rank(group), []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if through_host := _goes_through_host(group, values.device):
+        refuse_in_capture(values, "ranks need the backend nccl for this device")
     # gloo takes messages with different tags not for each other: ranks that are out of step wait, and find it out
     tag = messages_of(group).count % LARGEST_TAG
     for partner, sent, received in parts:
         if partner == here:
             received.copy_(sent)
             continue
+        if through_host:
+            copies.append((received, torch.empty_like(received, device="cpu")))
+            received, sent = copies[-1][1], sent.cpu()
         for operation, part in ((dist.irecv, received), (dist.isend, sent)):
             if part.numel():
                 operations.append(dist.P2POp(operation, part, group=group, tag=tag, group_peer=partner))
-    return Works(dist.batch_isend_irecv(operations) if operations else (), values.device.type == "cpu")
+    on_host = through_host or values.device.type == "cpu"
+    return Works(dist.batch_isend_irecv(operations) if operations else (), on_host, copies)

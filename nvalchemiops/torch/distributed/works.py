@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from nvalchemiops.locks import after_fork
 
 
@@ -24,10 +26,14 @@ class Works:
     works : sequence of torch.distributed.Work
     on_host : bool
         Whether they are those of tensors on a CPU. The stream of a GPU waits for the others, and not the host.
+    copies : sequence of pairs of tensors, optional
+        Where to copy what has come to the host, at the end of the first wait.
     """
 
-    def __init__(self, works: Sequence[Any], on_host: bool) -> None:
-        self._works, self._on_host = works, on_host
+    def __init__(
+        self, works: Sequence[Any], on_host: bool, copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    ) -> None:
+        self._works, self._on_host, self._copies = works, on_host, copies
         self._error: BaseException | None = None
         self._done = threading.Event()
         if on_host and works:
@@ -49,6 +55,9 @@ class Works:
             raise RuntimeError(f"no messages in {timeout}")
         elif self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
+        copies, self._copies = self._copies, ()
+        for received, here in copies:
+            received.copy_(here)
 
     def finish(self, tasks: "Tasks") -> None:
         """Wait in a thread, which has these tasks and is then free for others."""
