@@ -219,4 +219,7 @@ def test_seeds_on_a_cpu_are_those_of_atoms_on_a_gpu():
     masses, systems = on_gpu((torch.ones(4, dtype=torch.float64), torch.tensor([0, 0, 1, 1], dtype=torch.int32)))
     with pretended_gpu():
         found = maxwell_boltzmann(masses, 0.1, systems, 2, seed=torch.tensor([5, 6]), keys=torch.tensor([3, 4]))
-    assert found.device == masses.device
+        assert found.device == masses.device
+        for keys in ([3, 2**32], torch.tensor([3, -4])):
+            with pytest.raises(ValueError, match="`keys` must be numbers"):
+                maxwell_boltzmann(masses, 0.1, systems, 2, seed=5, keys=keys)

@@ -81,19 +81,18 @@ def seeds_of(name: str, value: Any, n_systems: int, device: torch.device) -> tor
     if value is None:
         return torch.arange(n_systems, device=device)
     if isinstance(value, (np.ndarray, list, tuple)):
-        value = torch.tensor(value, device=device)
+        value = torch.tensor(value, device="cpu")  # where values are read
     if not isinstance(value, torch.Tensor):
         if isinstance(value, int | np.integer) and 2**63 <= value < 2**64:
             value = int(value) - 2**64  # the same bits: seeds of torch may have no sign
         value = torch.full((n_systems,), checks.check_int(name, value, 64), dtype=torch.int64, device=device)
     if value.shape not in ((), (n_systems,)) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
-    found = value.to(device, torch.int64)
-    if found.ndim == 0:
-        found = found.repeat(n_systems)
-    if name == "keys" and may_read(found) and bool(((found < 0) | (found >= 2**32)).any()):
+    value = value.to(torch.int64)
+    if name == "keys" and may_read(value) and bool(((value < 0) | (value >= 2**32)).any()):
         raise ValueError("`keys` must be numbers 0 .. 2³² - 1")
-    return found
+    found = value.to(device)
+    return found.repeat(n_systems) if found.ndim == 0 else found
 
 
 _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
