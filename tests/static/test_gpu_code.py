@@ -55,9 +55,8 @@ EXCEPTIONS = {
         Needs(168, 0),
         "two weights of ten points along each axis, of 64 bits",
     ),
-    "spline_gather(8, 2, float64)": (Needs(168, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
-    "spline_gather(10, 1, float64)": (Needs(166, 0), "two weights of each of ten points, and four sums, of 64 bits"),
-    "spline_gather(10, 2, float64)": (Needs(194, 0), "three weights of each of ten points, and ten sums, of 64 bits"),
+    "spline_gather(8, 2, float64)": (Needs(164, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
+    "spline_gather(10, 2, float64)": (Needs(168, 0), "three weights of each of ten points, and ten sums, of 64 bits"),
     "moment_kernel(erfc(alpha*r)/r of moments 2->3 m float64)": (
         Needs(178, 0),
         "ten moments, and twenty sums, of 64 bits",
@@ -71,7 +70,9 @@ EXCEPTIONS = {
 OF_OTHERS = {
     80: {
         **{f"spline_spread({order}, 1, float64)": (Needs(64, 16), SPREAD) for order in (4, 5, 8, 10)},
-        "spline_gather(8, 1, float64)": (Needs(150, 0), "two weights of each of eight points, and four sums"),
+        "spline_gather(5, 2, float64)": (Needs(136, 0), "three weights of each of five points, and ten sums"),
+        "spline_gather(8, 1, float64)": (Needs(134, 0), "two weights of each of eight points, and four sums"),
+        "spline_gather(10, 1, float64)": (Needs(164, 0), "two weights of each of ten points, and four sums"),
         "search_neighbors()": (Needs(96, 56), BOUNDED),
     },
 }

@@ -20,9 +20,10 @@ atoms of its own tile and of the tiles before it: a stencil of order 5 meets six
 of the points. Weights are stored by their distance from the first point of the atom's tile, which is the same
 for all atoms of a tile.
 
-**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, 4, 8 or 16 lanes of a warp share an atom, and each
-has the points of the stencil with one z: weights are computed once for several atoms, in single precision for meshes
-of single precision.
+**Gathering.** On a CPU, a thread owns `LANES` atoms. On a GPU, as many lanes of a warp as the order share an atom
+(five atoms of order 6), and each has the points of the stencil with one z. Three of them place the atom, one along each
+axis. A lane computes the weights of its point along each axis, in single precision for meshes of single precision: the
+recurrence of splines needs those of two neighboring points.
 
 `splines` has the weights and the text that the kernels share, `bins` the columns and tiles by which atoms are sorted,
 `stencils` the tables of weights from which atoms are spread; `spread` and `gather` have the two sums, and `influence`

@@ -7,6 +7,7 @@ import warp as wp
 from nvalchemiops.kernels import moments
 from nvalchemiops.kernels.mesh.splines import COMMON, values, window
 from nvalchemiops.kernels.native import by_device, filled, native_kernel
+from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import kernel_variants
 
 _GATHER_CPU = """
@@ -74,69 +75,96 @@ _GATHER_CPU = """
 _GATHER_GPU = """
     @number@
     @place@
-    @weights@
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
-    const int lane = threadIdx.x & (@warp@ - 1), point = lane % @share@, n_atoms = order.shape[0];
-    const int k = row * (@warp@ / @share@) + lane / @share@;
+    const int lane = threadIdx.x & (@warp@ - 1), n_atoms = order.shape[0];
+    const int group = lane / @share@ < @atoms@ ? lane / @share@ : @atoms@ - 1;  // some lanes may be left over
+    const int leader = group * @share@, point = lane - leader, k = row * @atoms@ + group;
     const bool is_there = k < n_atoms;  // lanes without an atom do as the last one, without its results
     const int atom = order.data[is_there ? k : n_atoms - 1], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
-    const double *const u = coordinates.data + 3LL * atom;
-    const bool exists = system >= 0 && system < field.shape[0] / n_channels;
-    const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
-    // A lane has the points of the stencil with one z, and the weight of one y for the others. Loops are unrolled, so
-    // that no array is in memory.
+    const bool exists = system >= 0 && (system + 1LL) * n_channels <= field.shape[0];
+    const number lost = exists ? 0 : NAN;
+    // Each of three lanes of an atom places it along an axis. Along each axis, a lane then has one point of the stencil
+    // and its weight, M_n(t + i), for which it asks the next lane for M_n(t + i - 1).
+    const int axis = point < 3 ? point : 2;
     double inside;
-    number w[@powers@][@order@], w_y[@powers@], w_z[@powers@];
-    int first[3];
+    const int begin = place(coordinates.data[3LL * atom + axis], axis == 0 ? n_x : axis == 1 ? n_y : n_z, inside);
+    const number t_of_axis = static_cast<number>(inside), i = @order@ - 1 - point;
+    int own[3];
+    number w[3][@powers@];
     #pragma unroll
-    for (int axis = 2; axis >= 0; --axis) {
-        first[axis] = place(u[axis], axis == 0 ? n_x : axis == 1 ? n_y : n_z, inside);
-        weigh(inside, w);
-        if (axis == 0) break;
+    for (int a = 0; a < 3; ++a) {
+        const int n_a = a == 0 ? n_x : a == 1 ? n_y : n_z;
+        own[a] = __shfl_sync(0xffffffffu, begin, leader + a) + (point < @order@ ? point : 0);
+        own[a] -= own[a] < n_a ? 0 : n_a;
+        const number t = __shfl_sync(0xffffffffu, t_of_axis, leader + a);
+        const auto of_next = [&](number of_this) {
+            const number found = __shfl_down_sync(0xffffffffu, of_this, 1);
+            return point < @order@ - 1 ? found : 0;
+        };
+        number m = t - t + (point == @order@ - 1 ? 1 : 0);
         #pragma unroll
-        for (int d = 0; d < @powers@; ++d) {
-            number own = 0;
-            #pragma unroll
-            for (int i = 0; i < @order@; ++i) own = i == point ? w[d][i] : own;
-            (axis == 1 ? w_y : w_z)[d] = own;
+        for (int n = 2; n <= @order@ + 1; ++n) {
+            const int d = @order@ + 1 - n;  // derivatives are differences of splines of lower order
+            if (d < @powers@) {
+                number difference = m;
+                #pragma unroll
+                for (int k = 0; k < d; ++k) difference -= of_next(difference);
+                w[a][d] = difference;
+            }
+            if (d > 0) m = ((t + i) * m + ((n - i) - t) * of_next(m)) * static_cast<number>(1.0 / (n - 1));
         }
     }
-    const int z_here = first[2] + (point < @order@ ? point : 0), z = z_here < n_z ? z_here : z_here - n_z;
-    const long long plane = 1LL * n_y * n_z;
+    // A lane sums over the points of the stencil with its z.
+    const long long line = 1LL * n_z * sizeof(@real@), plane = n_y * line;
+    const long long own_x = own[0] * plane, own_y = own[1] * line;
+    long long along_y[@order@];
+    number w_y[@powers@][@order@];
+    #pragma unroll
+    for (int j = 0; j < @order@; ++j) {
+        along_y[j] = __shfl_sync(0xffffffffu, own_y, leader + j) + own[2] * sizeof(@real@);
+        #pragma unroll
+        for (int d = 0; d < @powers@; ++d) w_y[d][j] = __shfl_sync(0xffffffffu, w[1][d], leader + j);
+    }
     for (int channel = 0; channel < n_channels; ++channel) {
-        const @real@ *const mesh =
-            field.data + ((exists ? system : 0) * n_channels + channel) * (n_x * plane) + first[0] * plane + z;
+        const char *const mesh = reinterpret_cast<const char *>(field.data)
+            + ((exists ? system : 0) * n_channels + channel) * (n_x * plane);
         @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
         number @sums@;
         #pragma unroll 2
-        for (int j = 0; j < @order@; ++j) {
-            const int y = first[1] + j < n_y ? first[1] + j : first[1] + j - n_y;
-            const @real@ *const line = mesh + 1LL * y * n_z;
-            number along_x[@powers@] = {};
+        for (int i = 0; i < @order@; ++i) {
+            const char *const at = mesh + __shfl_sync(0xffffffffu, own_x, leader + i);
+            number value[@order@], of_plane[@powers@] = {}, w_x[@powers@];
             #pragma unroll
-            for (int i = 0; i < @order@; ++i) {
-                const number value = line[(first[0] + i < n_x ? i : i - n_x) * plane];
-                for (int d = 0; d < @powers@; ++d) along_x[d] += w[d][i] * value;
-            }
-            number of_y[@powers@];
+            for (int j = 0; j < @order@; ++j) value[j] = *reinterpret_cast<const @real@ *>(at + along_y[j]);
             #pragma unroll
-            for (int d = 0; d < @powers@; ++d) of_y[d] = __shfl_sync(0xffffffffu, w_y[d], lane - point + j);
+            for (int j = 0; j < @order@; ++j)
+                for (int d = 0; d < @powers@; ++d) of_plane[d] += w_y[d][j] * value[j];
+            #pragma unroll
+            for (int d = 0; d < @powers@; ++d) w_x[d] = __shfl_sync(0xffffffffu, w[0][d], leader + i);
             @add@
         }
         number sum[@count@] = {@results@};
         #pragma unroll
         for (int c = 0; c < @count@; ++c) {
+            // of 1, 2, 4, ... lanes from each one on, of which those that make up a group are added
+            number total, several = sum[c];
             #pragma unroll
-            for (int step = @share@ / 2; step > 0; step /= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], step);
-            if (is_there && point == 0) result[c] = sum[c] + lost;
+            for (int n = 1, added = 0; n <= @share@; n *= 2) {
+                if (@share@ & n) {
+                    total = added ? total + __shfl_down_sync(0xffffffffu, several, added) : several;
+                    added += n;
+                }
+                if (2 * n <= @share@) several += __shfl_down_sync(0xffffffffu, several, n);
+            }
+            if (is_there && point == 0) result[c] = total + lost;
         }
     }
 """
 
 
 def lanes_of_atom(order: int) -> int:
-    """Number of lanes of a warp that share an atom when they gather."""
-    return 4 if order <= 4 else 8 if order <= 8 else 16
+    """Number of lanes of a warp that share an atom when they gather: a point along z each, an axis for three of them."""
+    return max(order, 3)
 
 
 def _gather_body(order: int, derivatives: int, precision: str) -> str:
@@ -158,9 +186,10 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
     }
     on_gpu = values(order, derivatives, warps=True, precision=precision) | {
         "share": lanes_of_atom(order),
+        "atoms": WARP // lanes_of_atom(order),
         "sums": ", ".join(f"sum_{a}{b} = 0" for a, b in pairs),
-        "add": "\n".join(f"sum_{a}{b} += along_x[{a}] * of_y[{b}];" for a, b in pairs),
-        "results": ", ".join(f"sum_{a}{b} * w_z[{c}]" for _, (a, b, c) in parts_of),
+        "add": "\n".join(f"sum_{a}{b} += w_x[{a}] * of_plane[{b}];" for a, b in pairs),
+        "results": ", ".join(f"sum_{a}{b} * w[2][{c}]" for _, (a, b, c) in parts_of),
     }
     return by_device(filled(_GATHER_CPU, **on_cpu), filled(_GATHER_GPU, **on_gpu))
 
