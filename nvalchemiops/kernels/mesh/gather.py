@@ -163,7 +163,7 @@ _GATHER_GPU = """
 
 
 def lanes_of_atom(order: int) -> int:
-    """Number of lanes of a warp that share an atom when they gather: a point along z each, an axis for three of them."""
+    """Number of lanes of a warp that share an atom when they gather: one for each point along z, and for each axis."""
     return max(order, 3)
 
 
