@@ -16,8 +16,7 @@ _INFLUENCE = """
     struct alignas(2 * sizeof(@real@)) number {
         @real@ real, imaginary;
     };
-    const int length = b_z.shape[0], n_rows = n_x * n_planes, row_of_system = row % n_rows, system = row / n_rows;
-    const int x = row_of_system / n_planes, y = row_of_system % n_planes + first_y;
+    const int length = b_z.shape[0], n_rows = n_x * n_planes, @row@;
     const auto frequency = [](int i, int n) { return static_cast<double>(i < (n + 1) / 2 ? i : i - n); };
     const double m_x = frequency(x, n_x), m_y = frequency(y, n_y);
     const double *const g = metric.data + 9LL * system;
@@ -25,16 +24,15 @@ _INFLUENCE = """
     const double along_z = 2.0 * (g[5] * m_y + g[2] * m_x);
     const double v = volume.data[system], a = alpha.data[system], b_row = b_xy.data[row_of_system] / v;
     const double per_square = 0.25 / (a * a);
-    const double height = exponent == 1 ? -@pi@ / (a * a) : scale * ::pow(a, exponent - 3.0);
-    const double origin = (exponent == 1 ? height : height * (2.0 / (exponent - 3))) / v;
+    @heights@
     double sum_0 = 0.0, sum_1 = 0.0, sum_2 = 0.0;
     @lane@
     for (int k = lane; k < length; k += @step@) {
         const int z = k + first_z;
-        const double k2 = of_row + z * (along_z + g[8] * z), b = b_row * b_z.data[k];
+        const double k2 = of_row + z * (along_z + @of_z@ * z), b = b_row * b_z.data[k];
         double found, slope;
         if (k2 == 0.0) {
-            found = origin;
+            found = @origin@;
             slope = 0.0;
         } else {
             const double argument = k2 * per_square;
@@ -57,15 +55,13 @@ _INFLUENCE = """
             found *= b;
             slope *= b * (z == 0 || 2 * z == n_z ? 1.0 : 2.0);
         }
-        const long long place = 1LL * row * length + k;
+        @table@const long long place = 1LL * row * length + k;
         if (value.shape[0] > 0) value.data[place] = found;
-        if (derivative.shape[0] > 0) derivative.data[place] = slope;
+        if (derivative.shape[0] > 0) derivative.data[place] = slope;@end@
         if (field.shape[0] == 0) continue;
         const @real@ factor = found;  // rounded, as it is in a table
         double square = 0.0;
-        for (int channel = 0; channel < n_channels; ++channel) {
-            number *const at = reinterpret_cast<number *>(field.data)
-                + ((1LL * system * n_channels + channel) * n_rows + row_of_system) * length + k;
+        @channels@
             const number before = *at;
             *at = {before.real * factor, before.imaginary * factor};
             square += static_cast<double>(before.real) * before.real;
@@ -93,6 +89,50 @@ _ADD_LANES = f"""
     }}
 """
 
+_CPU = {
+    "row": """row_of_system = row % n_rows, system = row / n_rows;
+    const int x = row_of_system / n_planes, y = row_of_system % n_planes + first_y""",
+    "heights": """const double height = exponent == 1 ? -@pi@ / (a * a) : scale * ::pow(a, exponent - 3.0);
+    const double origin = (exponent == 1 ? height : height * (2.0 / (exponent - 3))) / v;""",
+    "of_z": "g[8]",
+    "table": "",
+    "end": "",
+    "origin": "origin",
+    "channels": """for (int channel = 0; channel < n_channels; ++channel) {
+            number *const at = reinterpret_cast<number *>(field.data)
+                + ((1LL * system * n_channels + channel) * n_rows + row_of_system) * length + k;""",
+    "lane": "const int lane = 0;",
+    "step": "1",
+    "add": "",
+}
+
+_GPU = {
+    # a division by an unsigned number takes fifteen instructions, by a signed one thirty
+    "row": """system = static_cast<unsigned>(row) / n_rows, row_of_system = row - system * n_rows;
+    const int x = static_cast<unsigned>(row_of_system) / n_planes, y = row_of_system - x * n_planes + first_y""",
+    # one lane of all needs the value at the origin, and a Coulomb sum needs the height for nothing else: k², which is
+    # zero there, keeps the compiler from dividing before the loop
+    "heights": """const bool is_table = value.shape[0] > 0 || derivative.shape[0] > 0;
+    const double of_z = g[8];
+    double height = 0.0;
+    if (exponent != 1) height = scale * ::pow(a, exponent - 3.0);
+    const long long between = 1LL * n_rows * length;
+    number *const first =
+        reinterpret_cast<number *>(field.data) + 1LL * system * n_channels * between + 1LL * row_of_system * length;""",
+    "of_z": "of_z",
+    "table": """if (is_table) {
+        """,
+    "end": """
+        }""",
+    "origin": "(exponent == 1 ? -@pi@ / (a * a + k2) : height * (2.0 / (exponent - 3))) / (v + k2)",
+    "channels": """number *at = first + k;
+        #pragma unroll 1
+        for (int channel = 0; channel < n_channels; ++channel, at += between) {""",
+    "lane": f"const int lane = threadIdx.x & {WARP - 1};",
+    "step": str(WARP),
+    "add": _ADD_LANES,
+}
+
 
 @kernel_variants(("float32",), ("float64",))
 def tabulate_influence(precision: str) -> Any:
@@ -102,8 +142,10 @@ def tabulate_influence(precision: str) -> Any:
     """
     given = {"pi": repr(math.pi), "four_pi": repr(4.0 * math.pi), "root_pi": repr(math.sqrt(math.pi))}
     given["real"] = {"float32": "float", "float64": "double"}[precision]
-    gpu = filled(_INFLUENCE, lane=f"const int lane = threadIdx.x & {WARP - 1};", step=WARP, add=_ADD_LANES, **given)
-    cpu = filled(_INFLUENCE, lane="const int lane = 0;", step=1, add="", **given)
+    cpu, gpu = (
+        filled(_INFLUENCE, **given, **{name: filled(text, **given) for name, text in own.items()})
+        for own in (_CPU, _GPU)
+    )
 
     real = getattr(wp, precision)
 
