@@ -82,10 +82,9 @@ def run(
     elif check is not False:
         ways = "`check` is for debugging"
     elif is_eager(atoms.positions):
-        if given.fits_cell or cells_fit_any_list(cell, pbc):
-            near = given._replace(fits_cell=True)
-        if not is_listed(given):
-            near = system_of(atoms, near).rows
+        fits = given.fits_cell or cells_fit_any_list(cell, pbc)
+        listed = given._replace(fits_cell=True) if fits else given
+        near = listed if is_listed(given) else system_of(atoms, listed).rows
     fixed = {"batch_idx": atoms.batch_idx, "pbc": pbc, **fixed}
     if near is given:
         fixed["cell"] = cell
