@@ -22,7 +22,7 @@ from nvalchemiops.neighbors.search_in_warps import rows_of_warp
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.functorch import given_slices
-from nvalchemiops.torch.launch import launch, multiprocessors
+from nvalchemiops.torch.launch import RepeatedLaunch, launch, multiprocessors
 from nvalchemiops.torch.neighbors import faults
 from nvalchemiops.torch.operators.segments import batch_idx_of
 from nvalchemiops.torch.operators.sorting import counted_rows, pointers_of_sorted, sort_rows
@@ -114,6 +114,7 @@ class _CellList:
         self.search = search
         self.rebuild_flags = rebuild_flags
         self.scratch: Scratch | None = None
+        self.compaction: RepeatedLaunch | None = None
         self.bounds: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.device = search.positions.device
         self.layout = layout(self.device.type)
@@ -235,11 +236,15 @@ class _CellList:
         launch(nearest_kernels.search_nearest(), n_threads, inputs, outputs, lanes=SEARCH_LANES, kind="nearest")
         return level, key
 
-    def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], **how: Any) -> None:
+    def _threads(self) -> tuple[int, int]:
+        """Number of threads, and of rows for each."""
         rows_per_thread = self.layout.rows_per_thread(kernels.ROWS_PER_THREAD)
         if self.layout.warps:
             rows_per_thread = rows_of_warp(self.n_rows, multiprocessors(self.device))
-        n_threads = -(-self.n_rows // rows_per_thread)
+        return -(-self.n_rows // rows_per_thread), rows_per_thread
+
+    def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], **how: Any) -> None:
+        n_threads, rows_per_thread = self._threads()
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], **how)
 
     def count(self, scratch: Callable[[int], Scratch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -280,8 +285,15 @@ class _CellList:
             neighbors, shifts, first, *form = to
             index, images = self.scratch
             atoms = None if atoms is None else atoms.to(torch.int32).contiguous()
-            inputs = [count, index, None if self.search.cell is None else images, width, atoms, *form]
-            self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
+            inputs = [count, index, None if self.search.cell is None else images, width, atoms]
+            outputs = [*form, neighbors, first, shifts]
+            if atoms is not None or current_recorder() is not None:
+                self._launch(kernels.compact_neighbors(), inputs, outputs)
+                return
+            n_threads, rows_per_thread = self._threads()
+            if self.compaction is None or self.compaction.tensors[0] is not count:
+                self.compaction = RepeatedLaunch(kernels.compact_neighbors(), n_threads, inputs)
+            self.compaction([*outputs, rows_per_thread])
 
 
 def _new_scratch(size: int = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH) -> Scratch:
