@@ -404,7 +404,7 @@ def test_what_is_refused_is_found_by_its_line(reason):
     assert f":{line})" in step.explain()
 
 
-@torch.library.custom_op("tests::noise_of_another", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+@torch.library.custom_op("tests::noise_of_another", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def noise_of_another(x: torch.Tensor) -> torch.Tensor:
     """In the place of an operation on a GPU, whose numbers are not those of a CPU."""
     return x + torch.rand(x.shape, generator=torch.cuda.default_generators[-1])
