@@ -2,10 +2,9 @@
 # `gpu.py` on a GPU machine that reaches no network, keeps its files while it is warm, and takes 64 MiB with each command.
 #
 #   gpu_session.sh stage          here, once: Warp in two parts, 0.5.0, what tests need, compiled kernels, results of
-#                                 the CPU, in .gpu
-#   gpu_session.sh copy NAME EDIT FILE
-#                                 here, after that, for each version to be timed beside ours: a copy of the library in
-#                                 which sed has edited a file, such as 's/blocks=16/blocks=18/'
+#                                 the CPU, and versions of the library with each patch in gpu_variants, in .gpu
+#   gpu_session.sh copy PATCH     here, after that, for each other version to be timed beside ours: a copy of the library
+#                                 with the changes of a file NAME.patch
 #   gpu_session.sh part N         there, with .gpu/pN alone (N = 0), without long pauses: keep it
 #   gpu_session.sh go [OPTION..]  there, with the last part, .gpu/wheels, .gpu/peer, .gpu/cache, .gpu/references and
 #                                 .gpu/copies: install, run
@@ -38,18 +37,16 @@ stage)
   rm -rf .gpu/cache .gpu/copies
   compile "$PWD"
   PYTHONPATH=$PWD "$python" benchmarks/gpu.py --stand-in --minutes 60 --only checks --references .gpu/references --json .gpu/checks.json
+  for patch in benchmarks/gpu_variants/*.patch; do bash benchmarks/gpu_session.sh copy "$patch"; done
   du -sh .gpu/*
   ;;
 copy)
-  folder=.gpu/copies/$2
+  folder=.gpu/copies/$(basename "$2" .patch)
+  rm -rf "$folder"
   mkdir -p "$folder"
   cp -r nvalchemiops "$folder/"
   find "$folder" -name __pycache__ -exec rm -r {} +
-  if ! sed -i "$3" "$folder/$4" || cmp -s "$4" "$folder/$4"; then
-    rm -r "$folder"
-    echo "'$3' does not change $4" >&2
-    exit 1
-  fi
+  git apply --directory="$folder" "$2"
   compile "$PWD/$folder"
   ;;
 part)
@@ -71,7 +68,7 @@ go)
   "$python" benchmarks/gpu.py --peer "$kept/peer" --references .gpu/references --json "$OUT/gpu.json" "$@"
   ;;
 *)
-  sed -n '2,16p' "$0"
+  sed -n '2,15p' "$0"
   exit 2
   ;;
 esac

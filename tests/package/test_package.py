@@ -73,6 +73,13 @@ def test_top_level_holds_what_is_agreed_and_nothing_else():
     assert present - DOT_FILES == TOP_LEVEL
 
 
+@pytest.mark.parametrize("patch", sorted(ROOT.glob("benchmarks/gpu_variants/*.patch")), ids=lambda patch: patch.stem)
+def test_kernels_to_be_timed_on_a_gpu_are_variants_of_the_present_ones(patch):
+    """Renew or delete a patch whose kernel has changed."""
+    subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
+
+
+
 def nodes(path: Path, word: str) -> Iterator[ast.AST]:
     """The nodes of a file in which the word occurs; others need not be parsed."""
     text = path.read_text()
