@@ -262,6 +262,11 @@ class _Variant:
         leaves, tree = jax.tree.flatten(declared)
         for number, leaf in enumerate(leaves):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                if self._bridge.out_shapes is not None:
+                    raise TypeError(
+                        f"`out_shapes` of `{self.function.name}` must have a jax.ShapeDtypeStruct for each output, got "
+                        f"{type(leaf).__name__}"
+                    )
                 raise TypeError(
                     f"`{self.function.name}`: output {number} must be a torch.Tensor, got {type(leaf).__name__}; "
                     "register types of your own as pytrees (jax.tree_util.register_dataclass)"

@@ -495,6 +495,8 @@ def test_errors_when_traced():
         jax.jit(from_torch(lambda x: x, scalar=True))(X)
     with pytest.raises(TypeError, match=r"output 0 must be a torch\.Tensor, got float"):
         jax.jit(from_torch(lambda x: 1.0))(X)
+    with pytest.raises(TypeError, match=r"`out_shapes` of .* must have a jax\.ShapeDtypeStruct for each .* int"):
+        jax.jit(from_torch(lambda x: x, out_shapes=(3,)))(X)
     with pytest.raises(RuntimeError, match="broadcast a dimension of length 2"):
         jax.jit(from_torch(lambda x, y: x + y))(X, W[:2])
 
