@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.interactions.electrostatics import (
     InducedMoments,
     born_charges,
@@ -467,6 +468,16 @@ BAD = {
         ValueError,
         "must be non-negative",
     ),
+    "one hardness": (
+        {"hardness": torch.tensor(1.0), "batch_idx": torch.zeros(3, dtype=torch.int32)},
+        ValueError,
+        "`hardness` must have a value for each atom",
+    ),
+    "list of charges": (
+        {"hardness": torch.ones(3), "total_charge": [1.0]},
+        TypeError,
+        r"`total_charge` must be a torch.Tensor, got list: use torch.as_tensor",
+    ),
     "batch": ({"num_systems": 2}, ValueError, "`batch_idx`"),
     "parameters": ({"parameters": torch.ones(3)}, TypeError, "`parameters` must be a sequence"),
     "energy": ({"energy": 3.0}, TypeError, "`energy` must be callable"),
@@ -544,3 +555,11 @@ def test_compiled_code_leaves_the_graph():
     close([torch.compile(called, backend="eager")(values)], [called(values)])
     with pytest.raises(Exception, match="disable"):
         torch.compile(lambda values: called(values), backend="eager", fullgraph=True)(values)
+
+
+def test_transforms_are_refused_by_name():
+    """Torch's own error asks users to change a class of this library."""
+    values = [leaf.detach() for leaf in leaves_for("charges")]
+    for asked in (torch.func.grad, torch.vmap):
+        with pytest.raises(NotDifferentiableError, match=r"does not run inside of function transforms .*one batch"):
+            asked(lambda x: solved("charges", [x, *values[1:]])[0].sum())(values[0])

@@ -23,8 +23,10 @@ orders.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
+from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import of_atoms
 from nvalchemiops.torch.interactions.electrostatics.response.solver import (
@@ -41,6 +43,7 @@ from nvalchemiops.torch.interactions.electrostatics.response.solver import (
 )
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.operators.segments import spread_systems
+from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import eager, ordinary
 
 if TYPE_CHECKING:
@@ -154,8 +157,14 @@ def induced_moments(
 
     Each iteration evaluates E and its gradient with respect to the sources, and reads one number on the host. The
     solver does not run inside a compiled graph: `torch.compile` breaks the graph here, or raises an error with
-    ``fullgraph=True``. Compile the energy instead. Function transforms (`torch.func`) are not supported.
+    ``fullgraph=True``. Compile the energy instead. Function transforms (`torch.func`) are not supported: members of an
+    ensemble, for example, can be copies of the systems in one batch.
     """
+    if internals.DERIVATIVES_KNOWN and internals.transforms_active():
+        raise NotDifferentiableError(
+            "`induced_moments` does not run inside of function transforms (torch.func, vmap): use torch.autograd.grad, "
+            "and make the slices of a vmap the systems of one batch, with `batch_idx`"
+        )
     given = dict(zip(OWN, (hardness, electronegativity, total_charge, polarizabilities, external_field)))
     batch = _Batch(ordinary(batch_idx), num_systems)
     differentiable = torch.is_grad_enabled()
@@ -411,7 +420,9 @@ def _check(
     checks.check_tensor(first, like)
     if like.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"`{first}` must be float32 or float64, got {like.dtype}")
-    n_atoms = like.shape[0] if like.ndim else 0
+    if not like.ndim:
+        raise ValueError(f"`{first}` must have a value for each atom, got shape ()")
+    n_atoms = like.shape[0]
     domain = batch.domain
     given_number = None if batch.n_systems is None else checks.check_count("num_systems", batch.n_systems)
     if domain is not None and n_atoms != domain.n_owned:
@@ -432,7 +443,7 @@ def _check(
         value = given[name]
         if value is None or (name == "total_charge" and hardness is None):
             continue
-        if name == "total_charge" and not isinstance(value, torch.Tensor):
+        if name == "total_charge" and not isinstance(value, (torch.Tensor, list, tuple)) and np.size(value) == 1:
             value = like.new_full((), checks.as_float(name, value))
         checks.check_tensor(name, value)
         if checks.is_real(value):
