@@ -94,6 +94,27 @@ def test_gradients_to_parameters_of_a_model_contain_the_first_evaluation(every):
     assert abs(found - last(1.2)) < 1e-12
 
 
+@pytest.mark.parametrize("every", [None, 2])
+def test_gradients_contain_the_evaluation_after_a_hook_that_changes_the_system(every):
+    """At positions that depend on nothing, with charges that depend on a parameter; the model has another one."""
+    system, masses, velocities = few_atoms(2)
+    options = {"masses": masses, "velocities": velocities, "removed": 0}
+
+    def last(strength, charge, **more):
+        def hook(state):
+            charges = charge * torch.ones_like(system.positions[:, 0])
+            return state._replace(system=system._replace(charges=charges)) if state.step == 3 else None
+
+        model = FromEnergies(lambda now: strength * (now.charges * now.positions.square().sum(1)).sum()[None])
+        start = system._replace(charges=torch.ones_like(masses))
+        return simulate(start, model, nve(0.3), 5, hooks=hook, **options, **more).state.velocities.square().sum()
+
+    given = torch.tensor([0.02, 1.3], dtype=float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(last(*given, gradients=True, checkpoint_every=every), given)
+    found = [(last(*(given.detach() + h)) - last(*(given.detach() - h))) / 2e-6 for h in 1e-6 * torch.eye(2).double()]
+    assert (slope - torch.stack(found)).abs().max() < 1e-6 * slope.abs().min()
+
+
 @pytest.mark.parametrize("where", ["record", "hook", "velocities", "flow", "first record"])
 def test_gradients_to_parameters_of_records_hooks_and_flows(where):
     """They are found in every segment, also those that come late, and those that are a part of a state as they are.

@@ -275,8 +275,10 @@ def _hooked(hook: Hook, integrator: Integrator, model: Model, state: State) -> S
     found = hook(state)
     if not isinstance(found, State) or found.evaluation is not state.evaluation or found.system.domain is not None:
         return found
-    is_same = all(new is old for new, old in zip(found.system, state.system))
-    return found if is_same else integrator.resume(found, model)
+    if all(new is old for new, old in zip(found.system, state.system)):
+        return found
+    begin: Any = _tracked(found) if torch.is_grad_enabled() else found
+    return integrator.resume(begin, model)
 
 
 def _after_hook(returned: Any, state: State) -> State:
