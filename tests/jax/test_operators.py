@@ -564,6 +564,14 @@ def test_pair_potentials_give_gradients_by_parameters_and_virial():
         np.testing.assert_array_equal(f, e.numpy())
 
 
+def test_a_pair_potential_without_a_cutoff_sums_all_pairs_of_molecules():
+    energies = jax.jit(lambda x, q, *cell: pair.coulomb()(x, *cell, q=q))
+    for scale in (1.0, 9.0):
+        x, q = scale * SYSTEM.positions, SYSTEM.charges
+        for cell in ([], [torch.zeros(3, 3, dtype=torch.float64)]):
+            np.testing.assert_array_equal(energies(*to_jax([x, q, *cell])), torch_pair.coulomb()(x, q=q).numpy())
+
+
 def test_a_number_among_tables_of_species_has_gradients_by_table():
     potential = pair.buckingham(4.0, tables=True)
     x, species = to_jax(SYSTEM.positions), jnp.arange(len(SYSTEM.positions)) % 2

@@ -137,6 +137,18 @@ def test_without_a_cutoff_all_pairs_of_open_systems_count(box):
         close((found[0].sum(), found[1].diagonal(dim1=1, dim2=2).sum()), (expected, expected))
 
 
+def test_without_a_cutoff_compiled_code_has_all_pairs():
+    """For any positions: it does not look how far apart atoms are, nor whether a cell has open axes alone."""
+    q = torch.linspace(-1.0, 1.0, 9, dtype=torch.float64)
+    compiled = torch.compile(lambda x, cell: coulomb()(x, cell, q=q), backend="eager", fullgraph=True)
+    for scale in (1.0, 1e6):
+        x = scale * pair_of_systems().positions[:9]
+        close([scale * compiled(x, torch.zeros(3, 3, dtype=torch.float64))], [scale * coulomb()(x, q=q)])
+    for call, reason in ((compiled, "is too large for `cell`"), (lambda *given: coulomb()(*given, q=q), "has no end")):
+        with pytest.raises(ValueError, match=reason):
+            call(x, torch.eye(3, dtype=torch.float64))
+
+
 # -- neighbors in any form ------------------------------------------------------------------------
 
 

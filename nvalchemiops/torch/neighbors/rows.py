@@ -227,13 +227,17 @@ def build_rows(
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, None)
 
 
+FARTHEST = 1e15
+"""A cutoff beyond all distances, in any unit, whose square is a number of float32."""
+
+
 def reach_of_all_pairs(positions: torch.Tensor) -> float:
-    """A cutoff beyond all distances between atoms, whose positions are read.
+    """A cutoff beyond all distances between atoms: a short one if positions can be read, which is faster on a GPU.
 
     Under vmap it is beyond those of all slices, whose pairs are found together.
     """
     if not may_read() or not may_read(x := slices_of(positions).detach(), wait=True):
-        raise ValueError("`cutoff` or neighbors are needed where positions cannot be read")
+        return FARTHEST
     extent = float((x.amax(1) - x.amin(1)).norm(dim=1).max()) if x.numel() else 0.0
     return 1.001 * extent + 1.0
 

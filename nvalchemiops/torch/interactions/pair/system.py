@@ -10,6 +10,7 @@ from nvalchemiops.kernels.lattice import is_clearly_regular
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import (
+    FARTHEST,
     NO_PADDING,
     GivenNeighbors,
     Rows,
@@ -101,11 +102,12 @@ def pair_system(
         if neighbor_cutoff is not None:
             raise ValueError("`neighbor_cutoff` describes a neighbor list, but none is given")
         if cutoff is None:
-            if cell is not None and not (may_read(cell, wait=True) and not values_of(cell).any()):
+            may_look = may_read(cell, wait=True)  # otherwise a search for all images refuses a cell that is periodic
+            if cell is not None and may_look and bool(values_of(cell).any()):
                 raise ValueError(
                     "`neighbor_list` or `neighbor_matrix` is needed: without a cutoff a periodic system has no end"
                 )
-            cutoff = reach_of_all_pairs(positions)
+            cutoff = reach_of_all_pairs(positions) if may_look else FARTHEST
         rows = build_rows(positions, cutoff, cell, searched, pbc if fits else _periodic_axes(cell, pbc))
     elif check and isinstance(given, GivenNeighbors) and cutoff is not None and may_read(positions, wait=True):
         name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
