@@ -62,11 +62,13 @@ def list_of(atoms, cutoff, **options):
     return dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
 
 
-def test_no_cutoff_means_all_that_are_listed():
+def test_no_cutoff_means_all_that_are_listed_or_all_pairs_of_molecules():
     atoms = two_crystals()
     near = list_of(atoms, CUTOFF)
     within(all_of(atoms, cutoff=None, counted=None, **near), all_of(atoms, counted=CUTOFF), 1e-15)
     within(all_of(atoms, cutoff=None, counted=COUNTED, **near), all_of(atoms), 1e-15)
+    molecules = batch(*some_molecules())
+    within(all_of(molecules, cutoff=None, counted=None), all_of(molecules, cutoff=1e3, counted=1e3), 1e-15)
 
 
 def test_one_cell_for_all_systems():

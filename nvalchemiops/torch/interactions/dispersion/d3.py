@@ -63,7 +63,8 @@ def d3_dispersion(
         System of each atom, in any order.
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
         Neighbors in either format; see `nvalchemiops.torch.neighbors`. Pairs beyond the cutoffs are ignored, so the
-        list may reach farther. If no neighbors are given, they are searched for within the largest cutoff.
+        list may reach farther. If no neighbors are given, they are searched for within the largest cutoff; without
+        cutoffs all pairs of systems that are not periodic count.
     cutoff : float, bohr, optional
         Cutoff of the pair energies. By default all listed pairs count.
     coordination_cutoff : float, bohr, optional
