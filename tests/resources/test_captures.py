@@ -1,6 +1,7 @@
 """Captures of graphs, without a GPU: what happens around them, and what is left where they fail."""
 
 import contextlib
+import functools
 import gc
 import weakref
 from types import SimpleNamespace
@@ -130,10 +131,12 @@ class Cuda:
 
     def __init__(self, monkeypatch):
         self.made, self.used = 0, []
+        of_torch = functools.partial(self.stream)
+        of_torch.priority_range = lambda: (0, -2)
         self.current = SimpleNamespace(cuda_stream=0, wait_stream=id, synchronize=lambda: None)
         for name, value in {
             "current_stream": lambda device=None: self.current,
-            "Stream": self.stream,
+            "Stream": of_torch,
             "stream": lambda stream: contextlib.nullcontext(self.used.append(stream.cuda_stream)),
             "device": lambda device: contextlib.nullcontext(),
             "memory_reserved": lambda device: 0,
@@ -167,8 +170,12 @@ def streams():
 def test_graphs_do_not_share_the_stream_of_their_capture(monkeypatch):
     """With one of them torch deletes the memory of the stream for matrix products, which others would still use."""
     Cuda(monkeypatch)
-    first, second, *others = (captured_graph() for _ in range(4))
+    monkeypatch.setattr(graphs, "_MOST_STREAMS", 2)
+    first, second, *others = (captured_graph() for _ in range(3))
+    assert not graphs.are_all_used(SECOND)
+    others.append(captured_graph())
     assert set(streams().values()) == {10, 11, 20, 21}  # those of priority 0 are what others take
+    assert graphs.are_all_used(SECOND) and not graphs.are_all_used(torch.device("cuda", 0))
     assert captured_graph().reason == graphs.NO_STREAM
     free = streams()[second]
     del second

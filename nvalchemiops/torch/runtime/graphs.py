@@ -88,7 +88,11 @@ class Graph:
 _captured_on: weakref.WeakValueDictionary[tuple[torch.device, int], Graph] = weakref.WeakValueDictionary()
 """Graphs by the stream on which they were captured."""
 
-_PRIORITIES = (-2, -3, -1)  # of streams of torch, where the GPU has them; others take those of 0, and some of -1
+_PRIORITIES = (-2, -3, -1)
+"""Of streams of torch, where the GPU has them, or else the highest. Others take those of 0, and some of -1 and -3.
+
+Torch keeps them with the kernels of a graph, on whatever stream it is replayed."""
+
 _MOST_STREAMS = 32  # of a priority: `torch.cuda.Stream` gives the same ones again, in turn
 
 NO_STREAM = "there are as many graphs as streams for captures"
@@ -97,7 +101,13 @@ NO_STREAM = "there are as many graphs as streams for captures"
 
 def are_all_used(device: torch.device) -> bool:
     """Whether another graph can only be captured on this GPU once one of those that are there is deleted."""
-    return sum([place[0] == device for place in list(_captured_on)]) >= len(_PRIORITIES) * _MOST_STREAMS
+    there = [graph() for graph in _captured_on.valuerefs()]  # a copy, since another thread may add one meanwhile
+    n_used = sum([graph is not None and graph.device == device for graph in there])
+    if n_used < _MOST_STREAMS:
+        return False
+    with torch.cuda.device(device):
+        _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # a static method
+    return n_used >= _MOST_STREAMS * len({max(priority, highest) for priority in _PRIORITIES})
 
 
 def _own_stream(graph: Graph) -> torch.cuda.Stream | None:

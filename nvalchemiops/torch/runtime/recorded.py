@@ -340,7 +340,7 @@ class Recorded:
         # the capture failed, not the function; or ranks come back from an error
         failed = "" if graph is None else graph.reason
         if plan is None and (failed or reason.startswith(FOR_NOW)):
-            if failed:
+            if failed and failed != graphs.NO_STREAM:
                 self._not_captured[key] = failed
             self._counts["ordinary"] += 1
             self._way = f"ordinary, since {reason}"
