@@ -264,6 +264,28 @@ def test_steps_are_recorded():
     assert "writes into a tensor" in recorded[trained].explain() and "has a graph" in recorded[graph].explain()
 
 
+def test_what_is_no_step_is_called(monkeypatch):
+    """What `record` refuses elsewhere was called there before: arguments without a hash, and Python that counts."""
+    monkeypatch.setattr(tables, "MOST_KINDS", 2)
+    calls, counts = record(lambda x, factors: x * factors["x"][0]), []
+    counted = record(lambda x: (counts.append(x), x + len(counts))[1])
+    reads = record(lambda x: x * float(x.sum()))
+    weights = torch.ones(3)  # another recording in each call
+    printed = record(lambda x: x * weights * (float(x.sum()) if len(counts) == 4 else 1.0))
+    tracked = record(lambda x: x * (weights.clone().requires_grad_() if len(counts) == 4 else weights))
+    with torch.device("meta"):
+        for number in range(1, 6):
+            x = torch.full((3,), float(number), device="cpu")
+            assert torch.equal(calls(x, {"x": np.full(3, 2.0)}), 2.0 * x)
+            assert torch.equal(counted(x), x + len(counts))
+            reads(x[:1].expand(number))
+            assert torch.equal(printed(x), x * weights * (float(x.sum()) if len(counts) == 4 else 1.0))
+            assert torch.equal(tracked(x), x * weights)
+            weights.add_(1.0)
+    assert "not hashable" in calls.explain() and "different results" in counted.explain()
+    assert counted._counts == {"recorded": 1, "replayed": 0, "ordinary": 4} and len(reads._not_captured) <= 2
+
+
 @pytest.mark.parametrize("name", ["list", "pme", "ewald of a batch", "pme, derivatives", "dispersion, prepared"])
 def test_repeated_calls_have_plans(name):
     forget()

@@ -125,7 +125,7 @@ class Recorded:
         self._takes_apart = True  # all dataclasses; if False hashable ones are constants
         self._recordings: dict[Hashable, _Recording] = {}  # without a lock: each access is a single operation
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
-        self._not_captured: dict[Hashable, str] = {}  # for a kind of calls, why its capture has failed
+        self._not_captured: dict[Hashable, str] = {}  # for a kind of calls, why it has no plan
         self._tried: set[Hashable] = set()  # kinds of calls beside a default device that can be recorded
         self._way = "not called yet"
 
@@ -148,10 +148,13 @@ class Recorded:
         place = None if how.reads else graphs.place_of(device)
         # a mode of torch says where the function makes tensors
         elsewhere = torch.get_default_device() if has_function_modes() else None
+        beside = elsewhere is not None
         key: Hashable = (form, grad, torch.get_default_dtype(), elsewhere, how, place, *map(_form_of, moving))
         try:
             found = self._recordings.get(key)
         except TypeError as error:
+            if beside:
+                return self._ordinary(f"arguments other than tensors are not hashable: {error}", args, kwargs)
             text = f"`{self._name}`: arguments other than tensors must be hashable: {error}"
             return self._with_constants(TypeError(text), (args, kwargs), takes_apart, form)
         if found is not None and not found.is_current():
@@ -163,16 +166,16 @@ class Recorded:
             found = None
         if found is not None and found.may_have_graph():
             found = None
-        if found is None and key in self._not_captured:
-            return self._ordinary(self._not_captured[key], args, kwargs)
-        if found is None and elsewhere is not None and key not in self._tried:
+        if found is None and (why := self._not_captured.get(key)):
+            return self._ordinary(why, args, kwargs)
+        if found is None and beside and key not in self._tried:
             return self._try(key, moving, (args, kwargs), takes_apart)
         if found is None:
-            return self._record(key, form, moving, (args, kwargs), takes_apart)
+            return self._record(key, form, moving, (args, kwargs), takes_apart, beside)
         if found.shares_leaves(moving):
             return self._ordinary(_DEPENDENT, args, kwargs)
         if not (found.plan.acts and found.plan.place) and found.is_new(moving):
-            return self._checked(found, moving, args, kwargs)
+            return self._checked(found, moving, args, kwargs, key if beside else None)
         results = _replayed(found.plan, moving)
         if results is None:
             return self._ordinary(_NOT_NOW, args, kwargs)
@@ -187,10 +190,13 @@ class Recorded:
     def __reduce__(self) -> Any:
         return Recorded, (self._function, self._changing, self._if_changed, self._most)
 
-    def _checked(self, recording: _Recording, moving: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def _checked(
+        self, recording: _Recording, moving: Sequence[torch.Tensor], args: Any, kwargs: Any, key: Hashable | None
+    ) -> Any:
         """Return the results of the function; raise a RecordingError if its plan has other results.
 
-        The function sends messages to other ranks, not the plan, which is told what has come back.
+        The function sends messages to other ranks, not the plan, which is told what has come back. Beside a default
+        device, with the ``key`` of the call, there is no error, but no plan either.
         """
         plan = recording.plan
         heard: acts.Written = deque()
@@ -209,11 +215,15 @@ class Recorded:
             results, is_same = None, False
         if not is_same or not all(map(_is_close, results or expected, expected)):
             self.clear()
-            raise RecordingError(
+            reason = (
                 f"`{self._name}` and its plan have different results: the function does something that is not "
                 "recorded, such as starting threads, letting other libraries change tensors, or running Python code "
                 "that differs in each call"
             )
+            if key is None:
+                raise RecordingError(reason)
+            self._refuse(key, reason)
+            self._way = f"ordinary, since {reason}"
         return returned
 
     @property
@@ -232,6 +242,12 @@ class Recorded:
         self._recordings.clear()
         self._not_captured.clear()
         self._tried.clear()
+
+    def _refuse(self, key: Hashable, reason: str) -> None:
+        """Only make ordinary calls of this kind."""
+        if len(self._not_captured) >= tables.MOST_KINDS:
+            self._not_captured.clear()
+        self._not_captured[key] = reason
 
     def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
         """Why a call with these tensors runs without a plan; None if it may have one."""
@@ -304,7 +320,7 @@ class Recorded:
                 self._tried.clear()
             self._tried.add(key)
         elif not reason.startswith(FOR_NOW):
-            self._not_captured[key] = reason
+            self._refuse(key, reason)
         if not returned:
             return self._ordinary(reason, *given)
         self._counts["ordinary"] += 1
@@ -312,8 +328,15 @@ class Recorded:
         return returned[-1]
 
     def _record(
-        self, key: Hashable, form: Any, moving: list[torch.Tensor], given: tuple[Any, Any], takes_apart: bool
+        self,
+        key: Hashable,
+        form: Any,
+        moving: list[torch.Tensor],
+        given: tuple[Any, Any],
+        takes_apart: bool,
+        beside: bool,
     ) -> Any:
+        """The results of a call that is recorded; ``beside`` a default device also if it cannot be."""
         returned: list[Any] = []
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -334,14 +357,14 @@ class Recorded:
         finally:
             _records.release()
         if reason == NO_MEMORY:
-            self._not_captured[key] = reason
+            self._refuse(key, reason)
             return self._ordinary(reason, *given)
         form_of_results, found = returned[0]
         # the capture failed, not the function; or ranks come back from an error
         failed = "" if graph is None else graph.reason
-        if plan is None and (failed or reason.startswith(FOR_NOW)):
-            if failed and failed != graphs.NO_STREAM:
-                self._not_captured[key] = failed
+        if plan is None and (failed or beside or reason.startswith(FOR_NOW)):
+            if not (failed or reason).startswith((FOR_NOW, graphs.NO_STREAM)):
+                self._refuse(key, failed or reason)
             self._counts["ordinary"] += 1
             self._way = f"ordinary, since {reason}"
             return _put_together(form_of_results, found)
@@ -351,6 +374,8 @@ class Recorded:
             error = RecordingError(f"`{self._name}` cannot be recorded: {reason}")
             return self._with_constants(error, given, takes_apart, form, form_of_results)
         if any([t.requires_grad for t in found]):
+            if beside:
+                return self._ordinary("a result has a graph", *given)
             raise RecordingError(
                 f"`{self._name}` returns tensors with a graph, but a plan has no graph: take derivatives inside of the "
                 "function, and return detached tensors"
