@@ -94,11 +94,12 @@ def _joined_lists(neighbors: Sequence["Neighbors"], sizes: Sequence[int]) -> dic
             ends = ends.new_zeros(size + 1)
         if ends is not None and ends.shape[0] != size + 1:
             raise _other_size(number, ends.shape[0] - 1, size)
-        # room is left out, or follows behind all pairs; a list that its pointers do not fit stays one
+        # room is left out, or follows behind all pairs; a list that its pointers do not fit stays one. The first entry
+        # of room marks it, as in `rows.unused_slots`
         room: Any = None
         if ends is not None and not may_read(own, ends):
             place = torch.arange(own.shape[1], device=own.device)
-            room = (place >= ends[-1]) & (ends[-1] >= 0) & (own[0] == NO_PADDING)
+            room = (place >= ends[-1]) & ((place == ends[-1]) & (own[0] == NO_PADDING)).any()
         elif ends is not None and 0 <= (end := int(ends[-1])) < own.shape[1] and own[0, end] == NO_PADDING:
             own, images = own[:, :end], None if images is None else images[:end]
         moved = _moved(own, first_atom, size)

@@ -164,7 +164,7 @@ def test_neighbors_from_elsewhere():
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.later)])
 def test_room_in_lists_that_are_not_read(compiled):
-    """As on a GPU: it follows behind the pairs of all systems."""
+    """As on a GPU: it follows behind the pairs of all systems. The first of its entries marks it."""
     systems = structures("crystals, molecules, slabs")
     near = [system.neighbors(3.0) for system in systems]
     both = System.concatenate(systems)
@@ -176,6 +176,7 @@ def test_room_in_lists_that_are_not_read(compiled):
         )
         for n, width in zip(near, (2, 0, 3, 1))
     ]
+    roomy[2].pairs[:, -1] = 0
     join = partial(Neighbors.concatenate, systems=systems)
     if compiled:
         joined = torch.compile(join, backend="aot_eager", fullgraph=True)(roomy)
@@ -183,7 +184,7 @@ def test_room_in_lists_that_are_not_read(compiled):
         with hidden_values():
             joined = join(roomy)
     n_pairs = expected.pairs.shape[1]
-    assert joined.pairs.shape == (2, n_pairs + 6) and bool((joined.pairs[:, n_pairs:] == NO_PADDING).all())
+    assert joined.pairs.shape == (2, n_pairs + 6) and bool((joined.pairs[:, n_pairs] == NO_PADDING).all())
     same(joined._replace(pairs=joined.pairs[:, :n_pairs], shifts=joined.shifts[:n_pairs]), expected)
     found = PAIR(both, joined, q=both.charges)
     assert torch.equal(found.energies, PAIR(both, expected, q=both.charges).energies)
