@@ -10,6 +10,7 @@ import torch
 
 from nvalchemiops.torch.runtime._torch_internals import leave_pool
 from nvalchemiops.torch.runtime.cache import stream_of
+from nvalchemiops.torch.runtime.memory import is_out_of_memory
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,8 +55,8 @@ class Graph:
         try:
             try:
                 return self._captured(function, memory)
-            except torch.OutOfMemoryError:
-                if not may_repeat:
+            except RuntimeError as error:
+                if not (may_repeat and is_out_of_memory(error)):
                     raise
             torch.cuda.empty_cache()
             self._graph = torch.cuda.CUDAGraph()
@@ -169,10 +170,9 @@ def _find_out_whether_captures_work(failed: Graph) -> None:
             with torch.cuda.stream(_own_stream(failed)):  # deleting the trial must not take memory of other graphs
                 _capture(torch.cuda.CUDAGraph(), lambda memory: (memory[0] + 1,), (number,), device)
             current.synchronize()
-    except torch.OutOfMemoryError:
-        pass  # as may be: while a graph is captured torch frees none of the memory that it keeps
-    except Exception:
-        _failed[device] = failed.reason
+    except Exception as error:
+        if not is_out_of_memory(error):  # as may be: torch frees none of the memory that it keeps for a capture
+            _failed[device] = failed.reason
 
 
 def place_of(device: torch.device) -> tuple[torch.device, int]:

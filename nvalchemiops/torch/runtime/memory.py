@@ -28,8 +28,12 @@ def new_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that there was no memory for a tensor. On a CPU torch raises a plain RuntimeError."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+    """Whether the error means that there was no memory for a tensor, or for the driver of a GPU, such as for a graph.
+
+    On a CPU torch raises a plain RuntimeError, and an AcceleratorError for the driver.
+    """
+    texts = ("DefaultCPUAllocator", "CUDA error: out of memory")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error) for text in texts)
 
 
 @functools.cache
