@@ -209,6 +209,23 @@ def test_traced_sums_over_a_mesh_of_charges_and_dipoles():
         close(traced(x.sin(), 1.1 * cell), forces(x.sin(), 1.1 * cell), 1e-12)
 
 
+def test_exported_sums_over_a_mesh_of_any_number_of_channels():
+    x, q, cell, numbers = a_batch()
+
+    class Forces(torch.nn.Module):
+        def forward(self, charges, dipoles):
+            mesh = {"mesh_dimensions": (8, 8, 8), "alpha": 0.7, "cutoff": 3.0, "compute_forces": True}
+            return particle_mesh_ewald(x, charges, cell, batch_idx=numbers, dipoles=dipoles, **mesh)
+
+    def sources(n):
+        charges = q[:, None] * torch.arange(1.0, n + 1)
+        return charges, charges[:, :, None] * x.cos()[:, None]
+
+    shapes = [{1: torch.export.Dim("channels", min=2)}] * 2
+    program = torch.export.export(Forces(), sources(2), dynamic_shapes=tuple(shapes), strict=False).module()
+    close(program(*sources(3)), Forces()(*sources(3)), 1e-12)
+
+
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
 def test_repeated_choices_wait_for_cells_alone(function, monkeypatch):
     """On a GPU: of what was chosen before nothing is read again, and neither k-vectors nor a mesh are found again."""

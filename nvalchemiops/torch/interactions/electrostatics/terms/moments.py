@@ -128,11 +128,12 @@ class ChargeFrames(NamedTuple):
 
 def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
     """Derivatives (n_atoms, 3) of ``Σ moments * gathered`` with respect to coordinates."""
-    n_atoms, n_channels, n_moments = moments.shape[0], *map(int, moments.shape[1:])  # tensors in torch.jit.trace
+    n_atoms, n_channels = moments.shape[:2]
+    n_moments = int(moments.shape[2])  # a tensor in torch.jit.trace, and so is the number of channels
     width = n_channels * n_moments
     has_graph = torch.is_grad_enabled() and (moments.requires_grad or gathered.requires_grad)
     if is_eager(moments, gathered) and not has_graph and layout(gathered.device.type).reads:
-        places = _places(n_moments, n_channels, int(gathered.shape[-1]), gathered.device)
+        places = _places(n_moments, int(n_channels), int(gathered.shape[-1]), gathered.device)
         higher = torch.gather(gathered.flatten(1), 1, places.expand(n_atoms, -1)).view(n_atoms, 3, width)
         return torch.matmul(higher, moments.reshape(n_atoms, width, 1)).squeeze(-1)
     columns = gathered.unbind(-1)
