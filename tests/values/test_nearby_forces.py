@@ -24,6 +24,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import St
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
 from tests.lanes.fibers import gpu_layout
 from tests.support.comparing import close
@@ -176,6 +177,15 @@ def test_how_many_moments_there_are_does_not_matter_where_there_are_many():
         dipoles = even * torch.linspace(0.0, 1.0, len(x), dtype=torch.float64)[:, None] ** exponent
         system = check_system(System(x, charges, cell[None], dipoles=dipoles))
         assert (strengths_of(system, np).per_source != 1.0) == few
+
+
+def test_strengths_are_found_once_in_a_call(monkeypatch):
+    """They are copied to the host, for the order of splines as for alpha."""
+    x, charges, cell, sources = two_moments("dipoles", 8.9)
+    names, run = [], engine.run_function
+    monkeypatch.setattr(engine, "run_function", lambda name, *given: names.append(name) or run(name, *given))
+    particle_mesh_ewald(x, charges, cell, accuracy=1e-3, **sources)
+    assert names.count("strengths") == 1
 
 
 def test_a_mesh_for_few_moments_has_a_bound():

@@ -19,6 +19,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
     check_accuracy,
     choose_splitting,
     costs_of_call,
+    sources_of,
 )
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
@@ -209,8 +210,9 @@ def split(
 ) -> tuple[LongRange, torch.Tensor, Rows, float | None]:
     """The long-range part with all parameters, alpha, neighbors and cutoff; ``given`` comes from `check_split`."""
     alpha, cutoff, rows, accuracy = given
-    long_range = long_range.suited(accuracy, costs_of_call(system, rows, cutoff), system if alpha is None else None)
-    found = choose_splitting(system, long_range, *given)
+    sources = sources_of(system) if alpha is None else (None, None)
+    long_range = long_range.suited(accuracy, costs_of_call(system, rows, cutoff), sources[0])
+    found = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy, sources)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
     if not long_range.is_given:
         long_range = long_range.chosen(system, found._replace(alpha=alpha))

@@ -8,6 +8,7 @@ import torch
 
 from nvalchemiops.interactions.electrostatics.error_models import COSTS, DEFAULT_ORDER
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import sources_of
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
 from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems, periodic_part, periodicity
@@ -391,8 +392,8 @@ class ParticleMeshEwald(ConfiguredSum):
             checks.check_tensor("positions", atoms.positions)
             checks.check_place("positions", atoms.positions)
             costs = COSTS[atoms.positions.device.type]
-            system = None if of_charges_alone(atoms) else check_system(atoms)
-            method = MeshSum(NOT_CHOSEN, None).suited(checks.check_positive("accuracy", accuracy), costs, system)
+            strengths = None if of_charges_alone(atoms) else sources_of(check_system(atoms))[0]
+            method = MeshSum(NOT_CHOSEN, None).suited(checks.check_positive("accuracy", accuracy), costs, strengths)
             order = method.spline_order
         if kept is not None and real_space_cutoff is not None:
             n_systems, device = positions.cell.shape[0], kept.device  # type: ignore[union-attr]  # it is a System

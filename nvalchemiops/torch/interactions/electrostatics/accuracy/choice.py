@@ -83,10 +83,10 @@ class LongRange(Protocol):
         """The error model of given parameters, with torch tensors."""
         ...
 
-    def suited(self, accuracy: float, costs: core.Costs, system: ChargedSystem | None) -> "LongRange":
+    def suited(self, accuracy: float, costs: core.Costs, strengths: Strengths | None) -> "LongRange":
         """The method with what is chosen before alpha: the order of splines of least cost, if it is not given.
 
-        ``system`` is None if alpha is given, or if it has charges alone.
+        ``strengths`` are those of `sources_of`, or None if alpha is given.
         """
         ...
 
@@ -138,7 +138,13 @@ class EwaldSplitting(NamedTuple):
 
 
 def choose_splitting(
-    system: ChargedSystem, long_range: LongRange, alpha: Any, cutoff: float | None, rows: Rows | None, accuracy: float
+    system: ChargedSystem,
+    long_range: LongRange,
+    alpha: Any,
+    cutoff: float | None,
+    rows: Rows | None,
+    accuracy: float,
+    sources: tuple[Strengths | None, Any] | None = None,
 ) -> EwaldSplitting:
     """Choose alpha and neighbors that match it.
 
@@ -156,6 +162,8 @@ def choose_splitting(
     rows : Rows or None
         The list.
     accuracy : float
+    sources : tuple, optional
+        What `sources_of` has found, if alpha is not given.
     """
     compiling = not may_read()
     if alpha is None:
@@ -163,7 +171,7 @@ def choose_splitting(
             raise ValuesNeededError(
                 "`alpha` or `cutoff` is needed where the neighbor list cannot be measured, as inside torch.compile"
             )
-        return _choose(system, long_range, cutoff, rows, accuracy)
+        return _choose(system, long_range, cutoff, rows, accuracy, sources or sources_of(system))
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
     # a GPU is not asked, nor are cells that differ between slices: the answer would only be a warning
@@ -198,7 +206,12 @@ def choose_splitting(
 
 
 def _choose(
-    system: ChargedSystem, long_range: LongRange, cutoff: float | None, rows: Rows | None, accuracy: float
+    system: ChargedSystem,
+    long_range: LongRange,
+    cutoff: float | None,
+    rows: Rows | None,
+    accuracy: float,
+    sources: tuple[Strengths | None, Any],
 ) -> EwaldSplitting:
     """Alpha and neighbors. Uses numpy, or torch while compiling: then no values are read, and the cutoff is given.
 
@@ -207,7 +220,7 @@ def _choose(
     compiling, device = not may_read(), system.positions.device
     xp: Any = torch if compiling else np
     costs = costs_of_call(system, rows, cutoff)
-    strengths, limit = sources_of(system)
+    strengths, limit = sources
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
         model = _on_host(model)
@@ -258,7 +271,7 @@ def _choose(
         near = _kept_or_made(splittings, of_reach, nearest)
         measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=True)
         force = measure(system, rows, near, spacing, on_mesh=by_mesh and strengths is None)
-        if strengths is not None and (compiling or (strengths.per_source > core.ATOMS_PER_SOURCE).any()):
+        if strengths is not None and (compiling or strengths.are_few):
             of_few = measure(magnitudes_of(system), rows, near, spacing)
 
     def settled() -> "tuple[torch.Tensor, np.ndarray | None, core.Target]":

@@ -47,6 +47,14 @@ class Strengths(NamedTuple):
     force: Any
     per_source: Any
 
+    @property
+    def are_few(self) -> bool:
+        """Whether few atoms of a system have moments: a mesh for the forces between them depends on how far they are.
+
+        False where values cannot be read.
+        """
+        return isinstance(self.per_source, np.ndarray) and bool((self.per_source > core.ATOMS_PER_SOURCE).any())
+
     def at(self, k: Any) -> Any:
         """The mean square of equivalent charges at wave numbers k (n_systems,)."""
         return _at(k, self.squares)
@@ -109,11 +117,6 @@ def has_known_moments(system: ChargedSystem) -> bool:
     """Whether there are moments whose values may be read; under ``vmap``, the values of all slices."""
     moments = system.moments
     return not system.of_points and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
-
-
-def are_few(system: ChargedSystem) -> bool:
-    """Whether few atoms of a system have moments: a mesh for the forces between them depends on how far they are."""
-    return has_known_moments(system) and bool((strengths_of(system, np).per_source > core.ATOMS_PER_SOURCE).any())
 
 
 def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:

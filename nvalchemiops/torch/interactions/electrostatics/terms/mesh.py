@@ -25,7 +25,7 @@ from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import EwaldSplitting, mesh_for
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes, sizes_of_system
-from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import are_few
+from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import Strengths
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
@@ -278,14 +278,13 @@ class MeshSum(NamedTuple):
     def choice(self) -> None:
         """As for `LongRange`."""
 
-    def suited(self, accuracy: float, costs: core.Costs, system: ChargedSystem | None) -> "MeshSum":
+    def suited(self, accuracy: float, costs: core.Costs, strengths: Strengths | None) -> "MeshSum":
         """As for `LongRange`. Forces between few moments may need a mesh so fine that the highest order takes least."""
         if self.spline_order != NOT_CHOSEN:
             return self
-        is_fine = system is not None and are_few(system)
-        return self._replace(
-            spline_order=max(core.MESH_ERROR) if is_fine else core.order_of_least_cost(accuracy, costs)
-        )
+        if strengths is not None and strengths.are_few:
+            return self._replace(spline_order=max(core.MESH_ERROR))
+        return self._replace(spline_order=core.order_of_least_cost(accuracy, costs))
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
         """As for `LongRange`."""

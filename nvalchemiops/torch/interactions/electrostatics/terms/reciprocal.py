@@ -24,6 +24,7 @@ from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import EwaldSplitting
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of_system, spacing_of
+from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import Strengths
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     MOST_STRETCH,
     WaveVectors,
@@ -143,7 +144,7 @@ class KVectorSum(NamedTuple):
             return core.Box(core.faces(bounds + 0.5, lengths))
         return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
 
-    def suited(self, accuracy: float, costs: core.Costs, system: ChargedSystem | None) -> "KVectorSum":
+    def suited(self, accuracy: float, costs: core.Costs, strengths: Strengths | None) -> "KVectorSum":
         """As for `LongRange`."""
         return self
 
