@@ -104,11 +104,12 @@ def md(options: argparse.Namespace) -> int:
         )
     except ValueError as error:  # such as positions that are not finite, or far away
         raise ValueError(f"after step {table.step}: {error} (is --dt = {options.dt:g} fs too long?)") from error
+    table.end(run.failed)
     if options.json:
         print(command.as_json(options, calculator, UNITS, records=table.rows))
     for reason in table.errors.values():
         fail("md", reason)
-    return 1 if table.errors or bool(run.failed.any()) else 0
+    return 1 if table.errors else 0
 
 
 def _integrators(options: argparse.Namespace) -> tuple[Integrator, Integrator | None]:
@@ -151,7 +152,7 @@ class _Table:
     def __init__(self, integrator: Integrator, options: argparse.Namespace) -> None:
         self.every = options.every or max(options.steps // 10, 1)
         self.rows: list[dict[str, Any]] = []
-        self.errors: dict[int, str] = {}  # of systems that have no more rows
+        self.errors: dict[int, str] = {}  # of systems, whose last rows they are
         self._integrator, self._dt, self._last, self.step = integrator, options.dt, options.steps, 0
         self._print = not options.json
         self._write = _writer()
@@ -175,21 +176,32 @@ class _Table:
         for system in range(n_systems):
             if system in self.errors:
                 continue
-            place = {"step": self.step, "time": 1e-3 * self._dt * self.step, "system": system}
-            row = place | {name: column[system] for name, column in values.items()}
+            row = self._place(system) | {name: column[system] for name, column in values.items()}
             if row.get("volume") == 0.0:
                 del row["volume"], row["pressure"]
             if not np.isfinite(list(row.values())).all():
                 reason = f"is --dt = {self._dt:g} fs too long?" if self.step else "do atoms overlap?"
-                error = f"system {system} has energies or velocities that are not finite at step {self.step}: {reason}"
-                self.errors[system] = error
-                self.rows.append(place | {"error": error})
+                self._fail(system, f"has energies or velocities that are not finite at step {self.step}: {reason}")
                 if len(self.errors) == n_systems:
-                    raise FloatingPointError(error)
+                    raise FloatingPointError("; ".join(self.errors.values()))
                 continue
             self.rows.append(row)
             if self._print:
                 self._write(_line(row))
+
+    def end(self, failed: torch.Tensor) -> None:
+        """Errors of the systems that have failed (n_systems,) with numbers that are finite."""
+        for system in torch.nonzero(failed).flatten().tolist():
+            if system not in self.errors:
+                reason = f"is --dt = {self._dt:g} fs too long?"
+                self._fail(system, f"has stayed where it was in a step that failed: {reason}")
+
+    def _fail(self, system: int, reason: str) -> None:
+        self.errors[system] = f"system {system} {reason}"
+        self.rows.append(self._place(system) | {"error": self.errors[system]})
+
+    def _place(self, system: int) -> dict[str, Any]:
+        return {"step": self.step, "time": 1e-3 * self._dt * self.step, "system": system}
 
 
 HEAD = (

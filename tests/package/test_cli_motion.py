@@ -148,17 +148,23 @@ def test_md_repeats_one_structure_for_several_temperatures(crystals, capsys):
 
 
 def test_md_goes_on_without_a_system_that_fails(crystals, capsys):
-    """It has no more rows, and the other one has those that it has alone."""
+    """It has no more rows or stays where it was, and the other one has those that it has alone."""
     one, other = ase.io.read("argon.xyz", ":")
+    close = one.copy()
     one.positions[3] = one.positions[2]
-    ase.io.write("overlap.xyz", [other, one])
+    close.positions[3] = close.positions[2] + [0.05, 0.0, 0.0]
+    ase.io.write("overlap.xyz", [other, one, close])
     options = ["--temperature", 50, "--steps", 4, "--every", 2, "--trajectory", "out.xyz"]
     arguments = ["md", "overlap.xyz", *ARGON, "--ensemble", "nvt", *options]
     error = "system 1 has energies or velocities that are not finite at step 0: do atoms overlap?"
     found = json.loads(said(capsys, *arguments, "--json", status=1, note=error), parse_constant=pytest.fail)["records"]
     assert found.pop(1) == {"step": 0, "time": 0.0, "system": 1, "error": error}
-    assert found == records(capsys, "overlap.xyz", "--index", 0, "--ensemble", "nvt", *options)
-    assert len(said(capsys, *arguments, status=1, note=error).splitlines()) == 4
+    stays = "system 2 has stayed where it was in a step that failed: is --dt = 1 fs too long?"
+    assert found.pop() == {"step": 4, "time": pytest.approx(4e-3), "system": 2, "error": stays}
+    assert len({row["potential_energy"] for row in found if row["system"] == 2}) == 1
+    alone = records(capsys, "overlap.xyz", "--index", 0, "--ensemble", "nvt", *options)
+    assert [row for row in found if row["system"] == 0] == alone
+    assert len(said(capsys, *arguments, status=1, note=f"{error}\nnvalchemiops md: {stays}").splitlines()) == 7
 
 
 def test_fixed_atoms_stay(crystals, capsys):
