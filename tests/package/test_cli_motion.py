@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import ase.io
 import ase.units
@@ -190,6 +191,7 @@ def test_bonds_that_the_file_fixes_keep_their_lengths(ensemble, crystals, capsys
     assert [moved.get_distance(*pair, mic=True) for pair in pairs] == pytest.approx(lengths, rel=1e-12)
     assert [constraint.pairs.tolist() for constraint in moved.constraints] == [pairs]
     assert moved.get_number_of_degrees_of_freedom() == 21 and not ase.io.read("out-0.traj").constraints
+    assert Path("out-1.traj").read_bytes().count(b"FixBondLengths") == 1  # of all frames
     assert moved.get_distance(0, 3, mic=True) != pytest.approx(rigid.get_distance(0, 3, mic=True), rel=1e-4)
     for row, degrees in zip(rows, (21, 18)):
         assert 2.0 * row["kinetic_energy"] / row["temperature"] == pytest.approx(degrees * KELVIN)

@@ -330,6 +330,7 @@ class _Writer:
         self.every, self._files, self._rigid = every, contextlib.ExitStack(), integrator.constraints
         self._goes_on = [appends and Path(path).exists() for path in self.paths]
         self._writers: list[Any] = []
+        self._bonds: tuple[torch.Tensor | None, list[Any]] | None = None  # systems of the atoms, and their constraints
 
     def __enter__(self) -> "_Writer":
         return self
@@ -346,8 +347,19 @@ class _Writer:
             if domain is None or domain.rank == 0:
                 frames = to_ase(state)
                 if self._rigid is not None:
-                    _fix_bonds(frames, state.system.batch_idx, self._rigid)
+                    self._fix_bonds(frames, state.system.batch_idx, self._rigid)
                 self._write(frames, n)
+
+    def _fix_bonds(self, frames: Sequence[Any], batch_idx: torch.Tensor | None, rigid: Constraints) -> None:
+        """Add constraints of ASE for the bonds of these frames, so that temperatures have the right number of degrees.
+
+        Files that hold no such constraints have none; those that do have them once if they are the same objects.
+        """
+        if self._bonds is None or self._bonds[0] is not batch_idx:
+            self._bonds = batch_idx, _bonds_of(len(frames), batch_idx, rigid)
+        for atoms, bonds in zip(frames, self._bonds[1]):
+            if len(bonds.pairs):
+                atoms.set_constraint([*atoms.constraints, bonds])
 
     def _write(self, frames: Sequence[Any], n: int) -> None:
         import ase.io
@@ -372,22 +384,18 @@ class _Writer:
                 ase.io.write(path, atoms, append=n > 0)
 
 
-def _fix_bonds(frames: Sequence[Any], batch_idx: torch.Tensor | None, rigid: Constraints) -> None:
-    """Add constraints of ASE for the bonds of these frames, whose temperatures then have the right number of degrees.
-
-    Files that hold no such constraints have none.
-    """
+def _bonds_of(n_systems: int, batch_idx: torch.Tensor | None, rigid: Constraints) -> list[Any]:
+    """For each system the constraint of ASE for its bonds, with the numbers that atoms have in their system."""
     from ase.constraints import FixBondLengths
 
     pairs = on_host(rigid.pairs)
-    for n, atoms in enumerate(frames):
-        if batch_idx is not None:
-            own = on_host(batch_idx) == n
-            of_frame = own[pairs[:, 0]]
-            numbers = own.cumsum() - 1
-        own_pairs = pairs if batch_idx is None else numbers[pairs[of_frame]]
-        if len(own_pairs):
-            atoms.set_constraint([*atoms.constraints, FixBondLengths(own_pairs)])
+    if batch_idx is None:
+        return [FixBondLengths(pairs)]
+    systems, found = on_host(batch_idx), []
+    for n in range(n_systems):
+        own = systems == n
+        found.append(FixBondLengths((own.cumsum() - 1)[pairs[own[pairs[:, 0]]]]))
+    return found
 
 
 def _check_grows(path: AnyPath, atoms: Any) -> None:
