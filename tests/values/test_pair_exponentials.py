@@ -69,6 +69,7 @@ SUMS_OF_EXPONENTIALS = {
     "exp(-2*x)*(1 + exp(x))": lambda x: torch.exp(-2.0 * x) + torch.exp(-x),
     "log(exp(-x) + exp(-2*x))": lambda x: torch.nn.functional.softplus(-x) - x,
     "log(exp(-x^2) + exp(-2*x^2 - 1))": lambda x: torch.nn.functional.softplus(-(x**2) - 1.0) - x**2,
+    "log((exp(-x) + exp(-2*x))^2)": lambda x: 2.0 * torch.nn.functional.softplus(-x) - 2.0 * x,
     "log(r*exp(-x))": lambda x: torch.log(0.5 * x + 5.0) - x,
 }
 

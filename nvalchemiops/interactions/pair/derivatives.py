@@ -484,6 +484,14 @@ def _in_range(expression: Any) -> Any:
         divided = sympy.Add(*(times(rest, y - largest) for rest, y in map(split, x.args)))
         return Select(is_large, divided, x), Select(is_large, largest, sympy.S.Zero)
 
+    def with_scaled_factors(rest: Any, outer: Any) -> tuple[Any, Any]:
+        """A product whose factors are `scaled`, and the sum of exponents."""
+        found = sympy.S.One
+        for base, e in (f.as_base_exp() for f in sympy.Mul.make_args(rest)):
+            smaller, exponent = scaled(base) if e.is_number else (base, sympy.S.Zero)
+            found, outer = found * smaller**e, outer + e * exponent
+        return found, outer
+
     def grow_together(x: Any, y: Any) -> bool:
         there, here = (z.expand().as_coefficients_dict() for z in (x, y))
         return any(there[term] * number > 0 for term, number in here.items() if term.has(*lengths))
@@ -497,11 +505,7 @@ def _in_range(expression: Any) -> Any:
         )
         if not any(grow_together(x, y) for x in above for y in (*below, -outer)):
             return product
-        rest = sympy.S.One
-        for base, e in powers:
-            smaller, exponent = scaled(base) if e.is_number else (base, sympy.S.Zero)
-            rest, outer = rest * smaller**e, outer + e * exponent
-        return times(rest, outer)
+        return times(*with_scaled_factors(rest, outer))
 
     def without_infinities(product: Any) -> Any:
         rest, outer = split(product)
@@ -522,9 +526,8 @@ def _in_range(expression: Any) -> Any:
             lambda e: isinstance(e, sympy.cosh) and grows(e.args[0].expand()),
             lambda e: (sympy.exp(e.args[0]) + sympy.exp(-e.args[0])) / 2,
         )
-        rest, outer = split(x)
-        smaller, exponent = scaled(rest)
-        return sympy.log(smaller) + exponent + outer
+        smaller, exponent = with_scaled_factors(*split(x))
+        return sympy.log(smaller) + exponent
 
     if not expression.has(sympy.exp, sympy.sinh, sympy.cosh):
         return expression
