@@ -108,13 +108,15 @@ def test_choices_that_are_kept_for_batches_are_those_that_are_made(function, mon
 
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
 def test_kept_long_range_parts_are_those_of_alpha_and_accuracy(function, monkeypatch):
-    """That are given, so that no other part of the choice differs."""
+    """That are given, so that no other part of the choice differs. Moments set forces, to which the accuracy refers."""
     x, q, cell, numbers = a_batch()
+    few = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=F64)
 
-    def energies(alpha, accuracy):
-        return function(x, q, cell, alpha, batch_idx=numbers, cutoff=5.0, accuracy=accuracy)
+    def energies(alpha, accuracy, dipoles=None):
+        return function(x, q, cell, alpha, batch_idx=numbers, cutoff=5.0, accuracy=accuracy, dipoles=dipoles)
 
     given = [(0.7, 1e-3), (0.7, 1e-5), (0.9, 1e-3), (torch.tensor([0.7, 0.9, 0.7], dtype=F64), 1e-3)]
+    given += [(0.7, 1e-3, few), (0.7, 1e-3, 8.0 * few)]
     kept = [[energies(*each) for each in given] for _ in range(3)][2]
     with monkeypatch.context() as patch:
         patch.setattr(choice, "_sizes_known", lambda _: None)
