@@ -231,7 +231,7 @@ def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> b
     """
     if cell is None or not is_eager(cell, pbc) or not may_read(cell, pbc):
         return False
-    if cell.shape[-2:] != (3, 3) or not cell.is_floating_point() or cell.layout is not torch.strided:
+    if cell.shape[-2:] != (3, 3) or cell.dtype not in checks.FLOATS or cell.layout is not torch.strided:
         return False
     if pbc is not None and differ_in_replays(pbc):
         if read_fault(pbc.logical_not().any().to(torch.int32)):
