@@ -312,8 +312,9 @@ def test_searches_along_all_axes_share_a_plan_whether_or_not_these_are_given():
     for pbc in (periodic, periodic[0]):
         close(potential(X, CELL, pbc=pbc, **given), expected, 0.0)
         assert way_of("search") == "plan (replayed)"
-    with pytest.raises(ValueError, match="`cell`"):
-        potential(X, CELL[:, [0, 0, 2]], pbc=periodic, **given)
+    for pbc, advice in ((periodic, "`pbc` says that all axes are periodic"), (None, "a vector of zeros")):
+        with pytest.raises(ValueError, match=f"`cell` is singular.*; .*{advice}"):
+            potential(X, CELL[:, [0, 0, 2]], pbc=pbc, **given)
 
 
 @pytest.mark.parametrize("name", FINDING)

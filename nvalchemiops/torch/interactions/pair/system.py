@@ -243,17 +243,18 @@ def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> b
         rows = cell.tolist()
         if is_clearly_regular(rows if cell.ndim == 2 else rows[0]):
             return True
-    return not _has_open_axes(cell.reshape(-1, 3, 3))
+    return not _has_open_axes(cell.reshape(-1, 3, 3), pbc)
 
 
-def _has_open_axes(cell: torch.Tensor) -> bool:
+def _has_open_axes(cell: torch.Tensor, pbc: torch.Tensor | None = None) -> bool:
     # a replay looks for cells that have some, or are singular, and then leaves the call
     if differ_in_replays(cell) and not read_fault(usable_cells(cell.detach(), False).isnan().any().to(torch.int32)):
         return False
     try:
         return check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # systems may share one cell
     except ValuesError as error:
-        raise ValuesError(f"{error}; along an open axis give a vector of zeros") from None
+        how = "along an open axis give a vector of zeros" if pbc is None else "`pbc` says that all axes are periodic"
+        raise ValuesError(f"{error}; {how}") from None
 
 
 def _periodic_axes(cell: torch.Tensor | None, pbc: Any) -> Any:
