@@ -79,7 +79,6 @@ def test_kernels_to_be_timed_on_a_gpu_are_variants_of_the_present_ones(patch):
     subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
 
 
-
 def nodes(path: Path, word: str) -> Iterator[ast.AST]:
     """The nodes of a file in which the word occurs; others need not be parsed."""
     text = path.read_text()
