@@ -66,8 +66,18 @@ def test_a_slab_is_corrected():
     expected = ewald_summation(*SLAB[:3], pbc=SLAB.pbc, slab_correction=True, **ALL)
     assert Electrostatics()._method_for(SLAB, 1e-6, False) == "ewald"
     close(Electrostatics()(SLAB, **ALL), expected, 0.0)
-    with pytest.raises(ValueError, match="pbc"):
-        Electrostatics()(CRYSTAL._replace(pbc=torch.tensor([True, False, False])))
+    for module in (
+        EwaldSummation(),
+        Electrostatics.estimate(SLAB, 1e-8),
+        ParticleMeshEwald.estimate(SLAB, accuracy=1e-8),
+    ):
+        close(module(SLAB, **ALL), expected, 1e-5)
+        close(module(*SLAB[:3], pbc=SLAB.pbc, **ALL), expected, 1e-5)
+        with pytest.raises(ValueError, match="slab_correction=True"):
+            module(SLAB, slab_correction=False)
+    for module in (Electrostatics(), EwaldSummation()):
+        with pytest.raises(ValueError, match="`pbc`: the slab correction is for at most one open axis"):
+            module(CRYSTAL._replace(pbc=torch.tensor([True, False, False])))
 
 
 @pytest.mark.parametrize("axis", range(3))

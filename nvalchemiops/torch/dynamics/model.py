@@ -16,8 +16,9 @@ from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
-from nvalchemiops.torch.interactions.electrostatics.automatic import fastest_cutoff, has_slabs
+from nvalchemiops.torch.interactions.electrostatics.automatic import fastest_cutoff
 from nvalchemiops.torch.interactions.electrostatics.modules import ConfiguredSum
+from nvalchemiops.torch.interactions.electrostatics.open_systems import has_slabs
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
 from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors

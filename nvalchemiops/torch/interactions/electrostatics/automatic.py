@@ -70,6 +70,7 @@ class Electrostatics(ConfiguredSum):
     """
 
     _trainable = ()
+    _takes_any_pbc = True
 
     def __init__(self, accuracy: float = 1e-6, method: str | None = None, *, cutoff: float | None = None) -> None:
         super().__init__(None, cutoff, check_accuracy(accuracy), COULOMB)
@@ -87,8 +88,6 @@ class Electrostatics(ConfiguredSum):
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
         batch_idx, pbc, domain = (options.get(name) for name in ("batch_idx", "pbc", "domain"))
         atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
-        if "slab_correction" not in options and has_slabs(pbc, if_unknown=True):
-            options["slab_correction"] = True
         is_listed = options.get("neighbor_list") is not None or options.get("neighbor_matrix") is not None
         accuracy = checks.check_positive("accuracy", options["accuracy"])
         finds_neighbors = not is_listed and domain is None
@@ -169,17 +168,6 @@ class Electrostatics(ConfiguredSum):
     def extra_repr(self) -> str:
         """The arguments, for ``repr``."""
         return f"accuracy={self.accuracy:g}, method={self.method!r}, cutoff={self.cutoff}"
-
-
-def has_slabs(pbc: Any, if_unknown: bool = False) -> bool:
-    """Whether a system has open axes and others. The correction of periodic systems is zero."""
-    if pbc is None or isinstance(pbc, bool):
-        return False
-    axes = periodicity(pbc)
-    if axes is None:
-        return if_unknown
-    count = axes.sum(1)
-    return bool(((count > 0) & (count < 3)).any())
 
 
 def fastest_cutoff(module: ConfiguredSum, system: System) -> float | None:

@@ -11,7 +11,12 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import sources_of
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.open_systems import open_systems, periodic_part, periodicity
+from nvalchemiops.torch.interactions.electrostatics.open_systems import (
+    has_slabs,
+    open_systems,
+    periodic_part,
+    periodicity,
+)
 from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, of_charges_alone, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
@@ -113,6 +118,7 @@ class ConfiguredSum(ExactModule):
 
     alpha: torch.Tensor | None
     _trainable: tuple[str, ...] = ("alpha",)
+    _takes_any_pbc = False  # whether a system may be a slab if its axes are not read
 
     def __init__(
         self, alpha: float | torch.Tensor | None, cutoff: float | None, accuracy: float, potential: LongRangePotential
@@ -155,7 +161,8 @@ class ConfiguredSum(ExactModule):
         Parameters
         ----------
         positions : System, or (n_atoms, 3) tensor
-            A system without a cell is not periodic: all pairs are summed, as with ``pbc=False``.
+            A system without a cell is not periodic: all pairs are summed, as with ``pbc=False``. Slabs, with one open
+            axis in ``pbc``, get the slab correction, if ``pbc`` can be read and the potential is Coulomb's.
         charges : tensor, or Neighbors after a System
         cell : tensor, only without a System
         neighbors : Neighbors, optional
@@ -173,6 +180,9 @@ class ConfiguredSum(ExactModule):
         ValueError
             The neighbors do not reach the ``cutoff`` that belongs to ``alpha``, or that of the call.
         """
+        pbc = positions.pbc if isinstance(positions, System) else options.get("pbc")
+        if "slab_correction" not in options and self.potential.exponent == 1 and has_slabs(pbc, self._takes_any_pbc):
+            options["slab_correction"] = True
         if not isinstance(positions, System):
             if neighbors is not None:
                 raise TypeError(BESIDE_TENSORS)

@@ -58,6 +58,17 @@ def periodicity(pbc: Any, wait: bool = True) -> np.ndarray | None:
         return None
 
 
+def has_slabs(pbc: Any, if_unknown: bool = False) -> bool:
+    """Whether a system has open axes and others. The correction of periodic systems is zero."""
+    if pbc is None or isinstance(pbc, bool):
+        return False
+    axes = periodicity(pbc)
+    if axes is None:
+        return if_unknown
+    count = axes.sum(1)
+    return bool(((count > 0) & (count < 3)).any())
+
+
 def open_systems(atoms: System, wait: bool = True) -> torch.Tensor | None:
     """Which systems (n_systems,) have no periodic axis; None if all have one, or values cannot be read."""
     numbers: Any = atoms.batch_idx
