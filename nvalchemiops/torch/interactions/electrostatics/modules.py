@@ -180,12 +180,12 @@ class ConfiguredSum(ExactModule):
         ValueError
             The neighbors do not reach the ``cutoff`` that belongs to ``alpha``, or that of the call.
         """
-        pbc = positions.pbc if isinstance(positions, System) else options.get("pbc")
-        if "slab_correction" not in options and self.potential.exponent == 1 and has_slabs(pbc, self._takes_any_pbc):
-            options["slab_correction"] = True
         if not isinstance(positions, System):
             if neighbors is not None:
                 raise TypeError(BESIDE_TENSORS)
+            may_be_slab = "slab_correction" not in options and has_slabs(options.get("pbc"), self._takes_any_pbc)
+            if may_be_slab and self.potential.exponent == 1:
+                options["slab_correction"] = True
             self._move_to(positions)
             given = {"cutoff": self.cutoff, "accuracy": self.accuracy, "potential": self.potential} | options
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
