@@ -1,16 +1,11 @@
 """`record`: plans of a user's own functions, with any torch operations in them."""
 
-import collections
-import dataclasses
 import functools
-import inspect
 import threading
-import types
 from collections import deque
-from collections.abc import Callable, Hashable, ItemsView, Iterable, Sequence, ValuesView
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nvalchemiops.layout import layout
@@ -18,11 +13,11 @@ from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.runtime import acts, graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
 from nvalchemiops.torch.runtime.context import is_capturing, is_eager
+from nvalchemiops.torch.runtime.forms import has_hashable, is_hashable, put_together, refuse_hidden, taken_apart
 from nvalchemiops.torch.runtime.history import leaves_of
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import NO_MEMORY, Plan, follow, why_not
-from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay, current_recorder
-from nvalchemiops.torch.runtime.storage import storage_of
+from nvalchemiops.torch.runtime.recorder import FOR_NOW, FaultInReplay
 
 _records = fork_safe(threading.Lock())
 """Held while a function is recorded, since compiled functions then run eagerly in all threads."""
@@ -134,11 +129,11 @@ class Recorded:
         return self._called(args, kwargs, self._takes_apart)
 
     def _called(self, args: Any, kwargs: Any, takes_apart: bool) -> Any:
-        form, moving = _taken_apart((args, kwargs), takes_apart)
+        form, moving = taken_apart((args, kwargs), takes_apart)
         reason = self._obstacle(moving)
-        if reason is _DEPENDENT and _has_hashable(form):  # a model, whose tensors are listed in `changing`
-            constants, others = _taken_apart((args, kwargs), False)
-            if _is_hashable(constants):
+        if reason is _DEPENDENT and has_hashable(form):  # a model, whose tensors are listed in `changing`
+            constants, others = taken_apart((args, kwargs), False)
+            if is_hashable(constants):
                 form, moving, reason = constants, others, self._obstacle(others)
         if reason is not None:
             return self._ordinary(reason, args, kwargs)
@@ -181,7 +176,7 @@ class Recorded:
             return self._ordinary(_NOT_NOW, args, kwargs)
         self._counts["replayed"] += 1
         self._way = "replayed"
-        return _put_together(found.form, results)
+        return put_together(found.form, results)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the instance is the first argument."""
@@ -202,7 +197,7 @@ class Recorded:
         heard: acts.Written = deque()
         with acts.hearing(heard), tables.off():  # operation by operation, as the plan, so that rounding is the same
             returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
-        expected = _taken_apart(returned, recording.takes_apart)[1]
+        expected = taken_apart(returned, recording.takes_apart)[1]
         try:
             with acts.telling(heard):
                 results = _replayed(plan, moving)
@@ -283,9 +278,9 @@ class Recorded:
 
         So objects with tensors may be those of a model, whose values its methods read.
         """
-        if not took_apart or not any(map(_has_hashable, forms)):
+        if not took_apart or not any(map(has_hashable, forms)):
             raise error from None
-        if not _is_hashable(_taken_apart(given, False)[0]):
+        if not is_hashable(taken_apart(given, False)[0]):
             raise error from None
         try:
             results = self._called(*given, False)
@@ -304,8 +299,8 @@ class Recorded:
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             returned.append(self._function(*given[0], **given[1]))
-            form, found = _taken_apart(returned[-1], takes_apart)
-            _refuse_hidden(form)
+            form, found = taken_apart(returned[-1], takes_apart)
+            refuse_hidden(form)
             return found
 
         if not _records.acquire(blocking=False):
@@ -340,9 +335,9 @@ class Recorded:
         returned: list[Any] = []
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            values, options = _put_together(form, memory)
-            returned.append(_taken_apart(self._function(*values, **options), takes_apart))
-            _refuse_hidden(returned[-1][0])
+            values, options = put_together(form, memory)
+            returned.append(taken_apart(self._function(*values, **options), takes_apart))
+            refuse_hidden(returned[-1][0])
             return returned[-1][1]
 
         device = self._device(moving)
@@ -367,7 +362,7 @@ class Recorded:
                 self._refuse(key, failed or reason)
             self._counts["ordinary"] += 1
             self._way = f"ordinary, since {reason}"
-            return _put_together(form_of_results, found)
+            return put_together(form_of_results, found)
         if plan is None:
             reason += f" ({place})" if place else ""
             self._way = f"not recorded: {reason}"
@@ -390,7 +385,7 @@ class Recorded:
             return self._ordinary(_DEPENDENT, *given)
         self._counts["recorded"] += 1
         self._way = "recorded"
-        return _put_together(form_of_results, results or ())
+        return put_together(form_of_results, results or ())
 
 
 def record(
@@ -477,157 +472,6 @@ def record(
     if function is None:
         return functools.partial(record, changing=tensors, if_changed=if_changed, most_plans=most_plans)
     return Recorded(function, tensors, if_changed, most_plans)
-
-
-# -- containers -----------------------------------------------------------------------------------
-
-
-class _Place(NamedTuple):
-    """The placeholder for a tensor."""
-
-    number: int
-
-
-def _taken_apart(values: Any, takes_apart: bool) -> tuple[Any, list[torch.Tensor]]:
-    """The structure of nested containers, with placeholders for tensors, and these tensors.
-
-    Without ``takes_apart`` hashable dataclasses are no containers.
-
-    A tensor in several places is one tensor, since its gradient is the sum over all of them. The structure is hashable
-    if all values other than tensors are.
-    """
-    numbers: dict[torch.Tensor, int] = {}
-    return _form(values, numbers, takes_apart), list(numbers)
-
-
-def _form(values: Any, numbers: dict[torch.Tensor, int], takes_apart: bool) -> Any:
-    if isinstance(values, torch.Tensor):
-        return _Place(numbers.setdefault(values, len(numbers)))
-    if isinstance(values, dict):
-        forms = tuple([_form(value, numbers, takes_apart) for value in values.values()])
-        return (_kind_of_dict(values), tuple(values), forms, getattr(values, "default_factory", None))
-    if isinstance(values, (tuple, list)):
-        return (type(values), None, tuple([_form(value, numbers, takes_apart) for value in values]))
-    if dataclasses.is_dataclass(values) and _is_container(values, takes_apart):
-        names = [field.name for field in dataclasses.fields(values) if hasattr(values, field.name)]
-        parts = {name: getattr(values, name) for name in names}
-        parts |= getattr(values, "__dict__", {})
-        forms = tuple([_form(value, numbers, takes_apart) for value in parts.values()])
-        if not all(map(_is_constant, forms)):
-            return (type(values), tuple(parts), forms)
-    is_zero = isinstance(values, (float, complex, np.generic)) and not values
-    return (None, type(values), values, str(values) if is_zero else "")  # zero and minus zero are equal
-
-
-def _kind_of_dict(values: dict[Any, Any]) -> type:
-    """The class of a dictionary, or dict if its objects have more than their entries, which would be lost."""
-    kind = type(values)
-    if kind is dict:
-        return dict
-    entries = set(map(id, values.values()))
-    extra = [value for value in getattr(values, "__dict__", {}).values() if id(value) not in entries]
-    return dict if extra or hasattr(kind, "__slots__") else kind
-
-
-def _is_container(value: Any, also_hashable: bool) -> bool:
-    # other dataclasses are the same only if they are the same object
-    is_compared = type(value).__eq__ is not object.__eq__ if also_hashable else type(value).__hash__ is None
-    return is_compared and not isinstance(value, torch.nn.Module)
-
-
-def _is_hashable(form: Any) -> bool:
-    try:
-        hash(form)
-    except TypeError:
-        return False
-    return True
-
-
-def _has_hashable(form: Any) -> bool:
-    """Whether a hashable dataclass was taken apart."""
-    if type(form) is _Place or form[0] is None:
-        return False
-    kind, names, parts, *_ = form
-    is_hashable = kind is not dict and names is not None and kind.__hash__ is not None
-    return is_hashable or any(map(_has_hashable, parts))
-
-
-def _is_constant(form: Any) -> bool:
-    return type(form) is not _Place and (form[0] is None or all(map(_is_constant, form[2])))
-
-
-def _dict_of(kind: Any, entries: dict[Any, Any], default_factory: Any) -> dict[Any, Any]:
-    """The entries in an object of this class, or in a dict if it cannot be made, such as one that never changes."""
-    try:
-        found = kind.__new__(kind)
-        if issubclass(kind, collections.defaultdict):
-            found.default_factory = default_factory
-        for name, part in entries.items():
-            found[name] = part
-    except Exception:
-        return entries
-    return found
-
-
-def _put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if type(form) is _Place:
-        return tensors[form.number]
-    kind, names, values, *others = form
-    if kind is None:
-        return values
-    parts = [_put_together(value, tensors) for value in values]
-    if kind is dict:
-        return dict(zip(names, parts))
-    if issubclass(kind, dict):
-        return _dict_of(kind, dict(zip(names, parts)), *others)
-    if names is not None:  # a dataclass
-        found = object.__new__(kind)
-        for name, part in zip(names, parts):
-            object.__setattr__(found, name, part)
-        return found
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-
-
-def _refuse_hidden(form: Any) -> None:
-    """End the recording if a result that counts as a constant holds tensors whose values differ in each call."""
-    recorder = current_recorder()
-    if recorder is None or type(form) is _Place:
-        return
-    kind, _, value, *_ = form
-    if kind is not None:
-        for part in value:
-            _refuse_hidden(part)
-    elif any([storage_of(t) in recorder.varying for t in _tensors_behind(value)]):
-        recorder.end(
-            f"a result is a {type(value).__name__} with tensors: return tensors in tuples, lists, dictionaries or "
-            "dataclasses that are compared by their fields, as by default"
-        )
-
-
-def _tensors_behind(value: Any) -> list[torch.Tensor]:
-    """Tensors in an object, its attributes, and the elements of sets and other containers."""
-    waiting, seen, found = [value], set[int](), list[torch.Tensor]()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            found += [value] if value.layout is torch.strided and value.numel() else []
-        elif id(value) not in seen and not isinstance(value, (torch.nn.Module, types.ModuleType, type)):
-            seen.add(id(value))
-            waiting += _held_by(value)
-    return found
-
-
-def _held_by(value: Any) -> Iterable[Any]:
-    """The elements of a container or the attributes of another object; what a generator will need."""
-    if isinstance(value, (tuple, list, set, frozenset, deque, ValuesView, ItemsView)):
-        return value
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return value.values()
-    if isinstance(value, types.GeneratorType):
-        return inspect.getgeneratorlocals(value).values()
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
 
 
 _DEPENDENT = "arguments and other tensors of the function have gradients by the same tensors"
