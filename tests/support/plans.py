@@ -10,7 +10,7 @@ from nvalchemiops import launch as core
 from nvalchemiops.layout import CPU, replaced_layout
 from nvalchemiops.torch.runtime import cache, engine, graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import followed_by, places_written
-from nvalchemiops.torch.runtime.recorder import tensors_in
+from nvalchemiops.torch.runtime.operations import tensors_in
 from nvalchemiops.torch.runtime.storage import storage_of
 from tests.lanes.fibers import gpu_layout
 from tests.support.loads import Loads, forget_kept

@@ -327,22 +327,6 @@ def has_other_modes() -> bool:
     return bool(count) and count > _thread.n_followers
 
 
-def result_and_draw(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """The result of an operation, and whether it has drawn random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return func(*args, **kwargs), False
-    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-    if not generators:
-        generators = [torch.default_generator]
-        if torch.cuda.is_initialized():  # not in a forked process
-            generators += torch.cuda.default_generators
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        generators = [g for g in generators if g.device.type == "cpu"]  # those of a GPU cannot be asked
-    before = [g.get_state() for g in generators]
-    result = func(*args, **kwargs)
-    return result, not all(map(torch.equal, before, [g.get_state() for g in generators]))
-
-
 @functools.cache
 def places_written(func: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that an operation writes into."""

@@ -19,22 +19,25 @@ from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import line_of_caller
-from nvalchemiops.torch.runtime._torch_internals import (
-    CHECK_OF_LINALG,
-    followed_by,
-    is_zero_tensor,
-    out_variant,
-    places_written,
+from nvalchemiops.torch.runtime._torch_internals import CHECK_OF_LINALG, followed_by, places_written
+from nvalchemiops.torch.runtime.operations import (
+    COLLECTIVES,
+    OF_SHAPES,
+    UNINITIALISED,
+    WITH_STATISTICS,
+    NoPlan,
+    Step,
+    by_storage,
+    has_unknown_shape,
+    restoring,
     result_and_draw,
+    step_into,
+    tensors_in,
 )
 from nvalchemiops.torch.runtime.storage import holds, storage_of, whole_of
 
-Step = Callable[[], Any]
-
-
 OF_LENGTH = "a list of this length: "
 """Prefix of reasons that may not hold for a list of another length."""
-
 
 FOR_NOW = "for now: "
 """Prefix of reasons that will not hold for the next call."""
@@ -43,32 +46,9 @@ ORDER = -1
 """In the place of a storage that all acts write, so that a plan has all of them, in their order."""
 
 
-class NoPlan(Exception):
-    """The reason why a call cannot be recorded. Only the recorder catches it; the call itself continues."""
-
-
-_UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-"""Operations that allocate memory without writing values."""
-
-_OF_SHAPES = {
-    *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
-    *("is_same_size", "_has_same_storage_numel"),  # forward mode asks for these
-}
-"""Operations whose results do not depend on the values of their argument."""
-
-_WITH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-"""Operations that write running statistics in training, which their schemas do not say."""
-
-_COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
-"""Operations that copy the elements of their first argument in order, and that have no ``out=`` overload."""
-
 _READS = ("numpy", "tolist", "__array__", "__dlpack__", "storage")
 _WATCHED = {getattr(torch.Tensor, name) for name in (*_READS, "data_ptr")}
 """Methods that give values or memory of a tensor to code that is not recorded. Launches use ``data_ptr``, too."""
-
-_COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
-"""Messages between ranks that are not sent as acts of the library (`nvalchemiops.torch.runtime.acts`)."""
-
 
 not_repeatable: set[Any] = set()
 """Operators that cannot be replayed: they keep state between calls, or the recorder follows their bodies instead."""
@@ -217,14 +197,14 @@ class Recorder:
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Check an operation before it runs. Return the tensors that it takes, and those that it writes into."""
-        if func in not_repeatable or func.namespace in _COLLECTIVES:
+        if func in not_repeatable or func.namespace in COLLECTIVES:
             raise NoPlan(f"{func} cannot be replayed")
-        if func.overloadpacket.__name__ in _WITH_STATISTICS and args[3] is not None and args[5]:
+        if func.overloadpacket.__name__ in WITH_STATISTICS and args[3] is not None and args[5]:
             raise NoPlan(f"{func} writes running statistics")
         every = tensors_in((args, tuple(kwargs.values())))
         given = {storage_of(t): t for t in every}
         places = places_written(func)
-        written = _by_storage([args[k] if k < len(args) else kwargs.get(label) for k, label in places])
+        written = by_storage([args[k] if k < len(args) else kwargs.get(label) for k, label in places])
         self._note_external(every)
         if torch.Tag.inplace_view in func.tags:  # it changes the shape of an object, or its graph: steps have others
             if func.overloadpacket.__name__ != "detach_":
@@ -235,7 +215,7 @@ class Recorder:
 
     def varies(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor differ in each call."""
-        return self._varies(_by_storage([tensor]))
+        return self._varies(by_storage([tensor]))
 
     def _varies(self, given: dict[int, torch.Tensor]) -> bool:
         return not (self.varying.isdisjoint(given) and self.foreign.keys().isdisjoint(given))
@@ -288,7 +268,7 @@ class Recorder:
         for storage, tensor in written.items():
             if self.makes_steps and storage not in self.varying and storage not in self.uninitialised:
                 whole = whole_of(tensor)
-                self.before.append((_restoring(whole, whole.clone()), {storage}))
+                self.before.append((restoring(whole, whole.clone()), {storage}))
             self.varying.add(storage)
             self.uninitialised.discard(storage)
 
@@ -297,10 +277,10 @@ class Recorder:
         made = tensors_in((result,))
         fresh = [t for t in made if storage_of(t) not in given]
         self._keep(fresh)
-        if func.overloadpacket.__name__ in _UNINITIALISED:
+        if func.overloadpacket.__name__ in UNINITIALISED:
             self.uninitialised.update(map(storage_of, fresh))
             return
-        if func.overloadpacket.__name__ in _OF_SHAPES:
+        if func.overloadpacket.__name__ in OF_SHAPES:
             return
         if fresh:
             self._refuse_unwritten(func, given)
@@ -312,7 +292,7 @@ class Recorder:
             return
         if not made and not isinstance(result, torch.Tensor):
             raise NoPlan(f"{func} reads values")
-        if _has_unknown_shape(func, args, kwargs):
+        if has_unknown_shape(func, args, kwargs):
             raise NoPlan(f"{func} has results whose shapes depend on values")
         if len({t.device for t in (*given.values(), *made) if t.ndim}) > 1:
             raise NoPlan(f"{func} copies from one device to another")
@@ -325,7 +305,7 @@ class Recorder:
             raise NoPlan(f"{func} returns views and copies")
         self.read |= given.keys()
         if self.makes_steps:
-            step = _into(func, self._lasting(args), self._lasting(kwargs), self._lasting(fresh))
+            step = step_into(func, self._lasting(args), self._lasting(kwargs), self._lasting(fresh))
             self._add(step, given, map(storage_of, fresh))
         self.varying.update(map(storage_of, fresh))
 
@@ -352,7 +332,7 @@ class Recorder:
     def always(self, step: Step, reads: Sequence[Any] = (), writes: Sequence[torch.Tensor] = ()) -> None:
         """Record a step of every replay, before it runs. What it writes is new in each call."""
         with self.pause():
-            found, written = _by_storage(reads), _by_storage(writes)
+            found, written = by_storage(reads), by_storage(writes)
             self._note_external(tensors_in(reads))
             self._refuse_unwritten("a message", found)
             self._refuse_lists("a message", found)
@@ -412,7 +392,7 @@ class Recorder:
     ) -> None:
         """Record a kernel launch, before it runs."""
         with self.pause():
-            found, written = _by_storage(inputs), _by_storage(outputs)
+            found, written = by_storage(inputs), by_storage(outputs)
             what = f"kernel '{kernel.key}'"
             self._note_external(tensors_in(inputs))
             self._refuse_unwritten(what, found)
@@ -485,7 +465,7 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
         return func(*args, **(kwargs or {}))
 
     def _read(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        recorder, given = self.recorder, _by_storage(tensors)
+        recorder, given = self.recorder, by_storage(tensors)
         recorder._note_external(tensors)
         is_read = name != _ADDRESS.__name__ and recorder._is_captured(given)
         if is_read or recorder._varies(given) or not recorder.uninitialised.isdisjoint(given):
@@ -500,109 +480,10 @@ def _called_here() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").startswith("nvalchemiops")
 
 
-# -- operations -----------------------------------------------------------------------------------
-
-
-def _has_unknown_shape(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the shapes of results depend on values."""
-    if torch.Tag.dynamic_output_shape not in func.tags or kwargs.get("output_size") is not None:
-        return False
-    masks = (torch.bool, torch.uint8)
-    return func.overloadpacket.__name__ != "index" or any(t.dtype in masks for t in tensors_in(args[1:]))
-
-
-def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Step:
-    """A step that writes what ``func(*args, **kwargs)`` returns into ``results``."""
-    found = out_variant(func)
-    if found is not None and len(found[1]) == len(results):
-        overload, names = found
-        kind = (func, *((t.dtype, t.is_contiguous()) for t in results), *map(type, args), *kwargs)
-        if kind not in _agree:
-            _agree[kind] = None
-            # Python functions of torch take half the time of overloads
-            for into in (getattr(torch, func.overloadpacket.__name__, None), overload):
-                memory = [torch.empty_like(t) for t in results]
-                out = _out(into is overload, names, memory)
-                if into is not None and _gives(results, memory, into, args, kwargs | out):
-                    _agree[kind] = into
-                    break
-        if (into := _agree[kind]) is not None:
-            return functools.partial(into, *args, **kwargs, **_out(into is overload, names, results))
-    if func.overloadpacket.__name__ in _COPIES and args[0].shape == results[0].shape:
-        return functools.partial(results[0].copy_, args[0])
-
-    tracked = torch.is_grad_enabled()  # on which results for a backward pass depend, such as those of an LSTM
-
-    def step() -> None:
-        with torch.set_grad_enabled(tracked):
-            found = tensors_in((func(*args, **kwargs),))
-        for memory, value in zip(results, found, strict=True):
-            if value.shape != memory.shape:
-                raise RuntimeError(
-                    f"{func} has results of shape {tuple(value.shape)}, not {tuple(memory.shape)}: an op whose shapes "
-                    "depend on values needs the tag torch.Tag.dynamic_output_shape, so that it is not replayed"
-                )
-            memory.copy_(value)
-
-    return step
-
-
-_agree: dict[Any, Step | None] = {}
-"""For an operation and a kind of results: the function with ``out=`` that gives the same bits, found at first use."""
-
-
-def _out(by_name: bool, names: Sequence[str], memory: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The keyword arguments that say where results are written."""
-    return dict(zip(names, memory)) if by_name else {"out": memory[0] if len(memory) == 1 else tuple(memory)}
-
-
-def _gives(results: Any, memory: Sequence[torch.Tensor], into: Step, args: Any, kwargs: Any) -> bool:
-    """Whether ``into`` writes exactly these results into ``memory``."""
-    before = [t.data_ptr() for t in memory]
-    try:
-        into(*args, **kwargs)
-    except Exception:  # another signature
-        return False
-    return before == [t.data_ptr() for t in memory] and all(map(_same_bits, memory, results))
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = (one == other) | ((one != one) & (other != other))
-    return one.stride() == other.stride() and bool(same.all())
-
-
 @functools.lru_cache(maxsize=64)
 def _layout(length: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
     """The descriptor, without its address, of an array of ``length`` entries of a shape."""
     return descriptor((length, *shape), strides)[8:]
-
-
-def _restoring(memory: torch.Tensor, values: torch.Tensor) -> Step:
-    if not bool(values.any()):
-        return memory.zero_
-    return lambda: memory.copy_(values)
-
-
-# -- memory ---------------------------------------------------------------------------------------
-
-
-def _by_storage(values: Any) -> dict[int, torch.Tensor]:
-    return {storage_of(t): t for t in tensors_in(values)}
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """All tensors with elements in memory among nested sequences."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided:
-                raise NoPlan(f"a tensor with the layout {value.layout}")
-            # derivatives of torch make tensors without values, on the device "meta", to find out shapes
-            if value.numel() and value.device.type != "meta" and not is_zero_tensor(value):
-                found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += tensors_in(value)
-    return found
 
 
 # -- the recorder of a thread ---------------------------------------------------------------------

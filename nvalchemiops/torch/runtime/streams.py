@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from nvalchemiops.torch.runtime.context import is_eager
-from nvalchemiops.torch.runtime.recorder import current_recorder, tensors_in
+from nvalchemiops.torch.runtime.operations import tensors_in
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 First = TypeVar("First")
 
