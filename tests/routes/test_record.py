@@ -278,7 +278,9 @@ def test_memory_that_is_constant_until_it_is_not():
         empty = torch.empty(2, 3)
         empty[0] = 7.0
         empty[1] = x
-        return first, buffer, last, empty, torch.zeros(2)
+        negative = torch.full((2,), -0.0)
+        negative[0] = x[0]
+        return first, buffer, last, empty, 1.0 / negative, torch.zeros(2)
 
     again = record(step)
     for seed in range(4):

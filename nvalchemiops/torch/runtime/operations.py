@@ -140,7 +140,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def restoring(memory: torch.Tensor, values: torch.Tensor) -> Step:
-    """A step that writes these values."""
-    if not bool(values.any()):
+    """A step that writes these values, those of a whole storage."""
+    if not bool(values.view(torch.uint8).any()):  # minus zero is not zero
         return memory.zero_
     return lambda: memory.copy_(values)
