@@ -556,6 +556,23 @@ def test_what_is_not_followed_is_noticed_when_values_change(step):
         again(2.0 * x)
 
 
+def test_a_plan_is_compared_after_an_error_of_the_function():
+    calls = []
+
+    def step(x):
+        calls.append(x)
+        if len(calls) == 2:
+            raise KeyError
+        return len(calls) * x
+
+    again = record(step)
+    again(torch.ones(2))
+    with pytest.raises(KeyError):
+        again(torch.full((2,), 2.0))
+    with pytest.raises(RecordingError, match="and its plan have different results"):
+        again(torch.full((2,), 3.0))
+
+
 def test_compiled_functions_inside_are_followed():
     compiled = torch.compile(lambda x: x.sin().cos(), backend="aot_eager")
     compiled(torch.rand(4))

@@ -98,10 +98,11 @@ class _Recording:
     def is_new(self, moving: Sequence[torch.Tensor]) -> bool:
         """Whether the plan is unchecked, and these arguments differ from those with which it was recorded."""
         first = self._first  # another thread may set it
-        if first is None or all(map(torch.equal, map(_bits, moving), first)):
-            return False
+        return first is not None and not all(map(torch.equal, map(_bits, moving), first))
+
+    def note_check(self) -> None:
+        """Note that results of the plan have been compared with those of the function."""
         self._first = None
-        return True
 
 
 class Recorded:
@@ -208,6 +209,7 @@ class Recorded:
             if not plan.acts:
                 raise
             results, is_same = None, False
+        recording.note_check()  # not before: an error says nothing about the plan
         if not is_same or not all(map(_is_close, results or expected, expected)):
             self.clear()
             reason = (
