@@ -1,6 +1,7 @@
 """Steps of users that are recorded once and done again: the same bits as the function, or an error by name."""
 
 import copy
+import pickle
 import re
 import threading
 import types
@@ -603,8 +604,12 @@ def test_methods_and_copies():
         x = torch.rand(3, generator=torch.Generator().manual_seed(seed))
         for model in models:
             torch.testing.assert_close(model.slope(x), model.weight.detach() * x.cos())
+    assert "last call: replayed" in models[0].slope.explain()
     again = copy.deepcopy(record(torch.sin, most_plans=2))
     assert torch.equal(again(x), x.sin())
+    assert pickle.loads(pickle.dumps(Model.slope)) is Model.slope
+    assert torch.equal(pickle.loads(pickle.dumps(record(torch.sin)))(x), x.sin())
+    assert torch.equal(pickle.loads(pickle.dumps(models[0].slope))(x), models[0].slope(x))
 
 
 def test_threads_share_plans():

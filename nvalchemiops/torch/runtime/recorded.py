@@ -1,7 +1,9 @@
 """`record`: plans of a user's own functions, with any torch operations in them."""
 
 import functools
+import pkgutil
 import threading
+import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -181,9 +183,15 @@ class Recorded:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the instance is the first argument."""
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
+        function = self._function
+        try:  # by name, if this object has it in place of the function
+            if pkgutil.resolve_name(f"{function.__module__}:{function.__qualname__}") is self:
+                return function.__qualname__
+        except (AttributeError, ImportError, ValueError):
+            pass
         return Recorded, (self._function, self._changing, self._if_changed, self._most)
 
     def _checked(
