@@ -21,7 +21,8 @@ from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.autograd.op import unpack
 from nvalchemiops.torch.autograd.specs import like
 from nvalchemiops.torch.launch import launch, launch_adjoint
-from nvalchemiops.torch.runtime._torch_internals import CONSTANTS_FROM_OBJECTS, assume_constant
+from nvalchemiops.torch.runtime._torch_internals import assume_constant
+from nvalchemiops.torch.runtime.releases import CONSTANTS_FROM_OBJECTS
 from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
 
 Dim = int | Sequence[int] | Callable[..., Any] | None

@@ -24,8 +24,8 @@ from nvalchemiops.torch.batching import joined_neighbors, joined_systems
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import volumes_of
-from nvalchemiops.torch.runtime._torch_internals import replaceable
 from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.releases import replaceable
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain

@@ -17,7 +17,7 @@ from nvalchemiops.torch.kernel import (
     get_or_register_torch_op,
     is_torch_tensor,
 )
-from nvalchemiops.torch.runtime._torch_internals import CONSTANTS_FROM_OBJECTS
+from nvalchemiops.torch.runtime.releases import CONSTANTS_FROM_OBJECTS
 from tests.support.ops import leaf, product_kernel, reals, weighted_square_kernel
 
 

@@ -15,6 +15,7 @@ import torch
 
 from nvalchemiops.torch.autograd import arrays
 from nvalchemiops.torch.runtime import _torch_internals as internals
+from nvalchemiops.torch.runtime.releases import replaced
 from nvalchemiops.torch.systems import System
 from tests.support.ops import leaf
 from tests.support.processes import output_of, run_python
@@ -232,10 +233,10 @@ def test_compiled_code_returns_systems_that_it_has_changed():
 def test_what_is_used_in_place_of_replace():
     pair = namedtuple("pair", "first, second")(1, 2)
     for changes in ({}, {"second": None}, {"first": 3, "second": 4}):
-        assert internals.replaced(pair, **changes) == pair._replace(**changes)
-        assert type(internals.replaced(pair, **changes)) is type(pair)
+        assert replaced(pair, **changes) == pair._replace(**changes)
+        assert type(replaced(pair, **changes)) is type(pair)
     with pytest.raises(ValueError, match="'third'"):
-        internals.replaced(pair, third=3)
+        replaced(pair, third=3)
 
 
 # -- without each name ----------------------------------------------------------------------------

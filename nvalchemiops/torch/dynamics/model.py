@@ -24,8 +24,9 @@ from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime._torch_internals import derivative_asked, replaceable, transforms_active
+from nvalchemiops.torch.runtime._torch_internals import derivative_asked, transforms_active
 from nvalchemiops.torch.runtime.context import may_read, ordinary
+from nvalchemiops.torch.runtime.releases import replaceable
 from nvalchemiops.torch.systems import Neighbors, System
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import of_each, temperature_of
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
-from nvalchemiops.torch.runtime._torch_internals import replaceable
+from nvalchemiops.torch.runtime.releases import replaceable
 from nvalchemiops.torch.systems import PER_ATOM, System, has_rows
 
 if TYPE_CHECKING:
