@@ -22,8 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.systems import System
-from tests.distributed.cases import PAIRS_OF_CHARGES
-from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, raises
+from tests.distributed.common import CUTOFF, F64, PAIRS_OF_CHARGES, Atoms, assert_equal, case, raises
 from tests.support.molecules import parameters as d3_parameters
 
 WITH_FACTOR = PairPotential("k*q1*q2/r", per_atom=("q",), global_parameters=("k",), cutoff=3.0)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError, pencils
+from nvalchemiops.torch.interactions.pair import PairPotential
 
 F64 = torch.float64
 CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
@@ -28,6 +29,8 @@ spare: dict[int, list[Any]] = {}
 CUTOFF = 4.5
 TOLERANCE = 1e-10
 """Relative to the largest entry, in float64."""
+
+PAIRS_OF_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)
 
 
 def case(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

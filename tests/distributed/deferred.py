@@ -19,10 +19,10 @@ from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_pa
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.distributed.agreement import messages
-from tests.distributed.cases import d3_parameters
 from tests.distributed.common import F64, Atoms, assert_equal, case
 from tests.distributed.faults import soon
 from tests.distributed.steps import group_like
+from tests.support.molecules import parameters as d3_parameters
 
 SKIN = 0.5
 STATES = d3_parameters().states([1, 6, 8])

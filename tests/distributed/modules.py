@@ -17,8 +17,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
 )
 from nvalchemiops.torch.systems import System
-from tests.distributed.cases import PAIRS_OF_CHARGES
-from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case
+from tests.distributed.common import CUTOFF, F64, PAIRS_OF_CHARGES, Atoms, assert_equal, case
 from tests.support.molecules import parameters as d3_parameters
 from tests.support.systems import triclinic
 

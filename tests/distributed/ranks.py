@@ -29,8 +29,8 @@ TIMEOUT = 300
 
 
 TOPICS = (
-    *("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems", "dynamics"),
-    *("networks", "restarts", "pairs", "faults", "deferred", "recorded"),
+    *("division", "interactions", "modules", "agreement", "steps", "sources", "response", "lifetimes"),
+    *("random_systems", "dynamics", "networks", "restarts", "pairs", "faults", "deferred", "recorded"),
 )
 """Files with cases."""
 

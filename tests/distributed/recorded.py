@@ -18,11 +18,11 @@ from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_pa
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.runtime import graphs
-from tests.distributed.cases import d3_parameters
 from tests.distributed.common import F64, Atoms, case, chosen
 from tests.distributed.deferred import told
 from tests.distributed.faults import soon
 from tests.distributed.steps import group_like
+from tests.support.molecules import parameters as d3_parameters
 
 CUTOFF, SKIN = 3.0, 0.5
 

@@ -137,7 +137,7 @@ COLLECTIVES = {
     *("rows_from_partners", "sum_on_all_ranks", "sum_of_shares", "replicated"),
     *("window_spectrum", "window_values"),
 }
-"""Ops that need a group of ranks: `tests.distributed.cases` has their checks."""
+"""Ops that need a group of ranks: `tests.distributed.division` has their checks."""
 
 WHOLE_CALLS = {"call"}
 """The op of compiled graphs: `tests.routes.test_ewald_compiled` has its checks."""
