@@ -2,29 +2,18 @@
 
 import copy
 import pickle
-import re
 import threading
-import types
 
 import numpy as np
 import pytest
 import torch
-import warp as wp
 
-from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.torch import RecordingError, record
-from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
-from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.runtime import _torch_internals as internals
-from nvalchemiops.torch.runtime.plans import follow
-from nvalchemiops.torch.runtime.recorded import _Fixed
-from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.torch.runtime.storage import _has_no_gaps
-from tests.support.ops import weighted_square
 from tests.support.systems import triclinic
 
 F64 = torch.float64
@@ -289,58 +278,6 @@ def test_memory_that_is_constant_until_it_is_not():
         assert all(map(torch.equal, again(x), step(x)))
 
 
-OUTSIDE = torch.zeros(3)
-WEIGHT = torch.ones(3, requires_grad=True)
-OTHER = torch.ones(3, requires_grad=True)
-ALIAS = OTHER.detach()
-
-
-@wp.kernel(module="unique")
-def doubled(x: wp.array(dtype=wp.float32), y: wp.array(dtype=wp.float32)):
-    i = wp.tid()
-    y[i] = wp.float32(2.0) * x[i]
-
-
-def launched_by_warp(x):
-    wp.init()  # if no kernel has been loaded before
-    y = torch.empty(3)
-    wp.launch(doubled, 3, inputs=[wp.from_torch(x)], outputs=[wp.from_torch(y)], device="cpu")
-    return y
-
-
-def test_constants_that_a_kernel_writes_over_what_is_there():
-    """Over values that differ in each call, and over constants that a step has read."""
-
-    def step(x):
-        threes, values, zeros = torch.full((3,), 3.0), 2.0 * x, torch.zeros(3)
-        before = x + zeros
-        launch(doubled, 3, [threes], [values])
-        launch(doubled, 3, [threes], [zeros])
-        return before, values, zeros
-
-    again = record(step)
-    for k in range(4):
-        x = torch.ones(3) + k
-        assert all(map(torch.equal, again(x), step(x)))
-
-
-def test_tensors_of_a_gpu_where_all_arguments_are_on_a_cpu():
-    """Their values are compared, since there is no graph that would use the present ones; no kernel is a step."""
-    weights = torch.ones(3)
-    with replaced_layout("cpu", GPU):
-        fixed = [_Fixed.of(weights, in_graph) for in_graph in (False, True)]
-        weights.add_(1.0)
-        assert [each.is_same() for each in fixed] == [False, True]
-
-    def step(memory):
-        result = torch.zeros(3)
-        with replaced_layout("cpu", GPU):
-            current_recorder().launch(doubled, 3, memory, [result], [b""] * 2, None, 0, None)
-        return [result]
-
-    assert "runs on a GPU, where no argument is" in follow(step, [torch.ones(3)]).reason
-
-
 def test_steps_in_compiled_code_where_a_gpu_is_in_use(monkeypatch):
     """The compiler cannot ask whether a graph is captured."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -359,86 +296,6 @@ def test_a_step_without_arguments_is_part_of_a_captured_graph(monkeypatch):
     assert torch.equal(step(), weights.sin()) and "part of a graph" in step.explain()
 
 
-REFUSED = {
-    "reads values": lambda x: x * float(x.sum()),
-    "_local_scalar_dense": lambda x: x if bool(x.sum() > 0) else -x,
-    "`numpy`": lambda x: torch.from_numpy(np.sin(x.numpy())),
-    "`tolist`": lambda x: torch.tensor(x.tolist()),
-    "shapes depend on values": lambda x: x[x > 0.5],
-    "nonzero": lambda x: x.nonzero(),
-    "rand.default draws random numbers": lambda x: x + torch.rand(3),
-    "normal_.default draws random numbers": lambda x: x + torch.empty(3).normal_(),
-    "rand.generator draws random numbers": lambda x: x + torch.rand(3, generator=torch.Generator()),
-    "layout": lambda x: (x[:, None] * x).to_sparse().to_dense(),
-    "`.grad`": lambda x: (x * WEIGHT).sum().backward(),
-    "a backward pass writes gradients": lambda x: (x * ALIAS * OTHER).sum().backward(),
-    "writes into a tensor that existed": lambda x: x.mul_(2.0),
-    "existed before the call": lambda x: OUTSIDE.add_(x),
-    "running statistics": lambda x: torch.batch_norm(
-        x.expand(2, 3), None, None, OUTSIDE, OUTSIDE, True, 0.1, 1e-5, False
-    ),
-    "a result existed": lambda x: OUTSIDE,
-    "`data_ptr`": launched_by_warp,
-    "a SimpleNamespace with tensors": lambda x: types.SimpleNamespace(found=[x.sin()]),
-    "a set with tensors": lambda x: (1.0, {x.sin()}),
-    "moves a tensor": lambda x: (2.0 * x).resize_(30) + 1.0,
-    "has written": lambda x: torch.empty(3) * 2.0 + x,
-    "weighted_square.default cannot be replayed": lambda x: weighted_square(x.double(), x.double()),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_done_again_is_refused_by_name(reason):
-    calls = []
-    again = record(lambda x: (calls.append(None), REFUSED[reason](x))[1])
-    with pytest.raises(RecordingError, match=reason):
-        again(torch.rand(3))
-    assert len(calls) == 1
-    OUTSIDE.zero_()
-
-
-@pytest.mark.parametrize("reason", ["reads values", "`numpy`", "layout", "weighted_square.default cannot be replayed"])
-def test_what_is_refused_is_found_by_its_line(reason):
-    """Of the caller, below functions of torch, of the library and of ops."""
-    line = REFUSED[reason].__code__.co_firstlineno
-    step = record(lambda x: REFUSED[reason](x))
-    with pytest.raises(RecordingError, match=re.escape(f"({__file__}:{line})")):
-        step(torch.rand(3))
-    assert f":{line})" in step.explain()
-
-
-@torch.library.custom_op("tests::noise_of_another", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def noise_of_another(x: torch.Tensor) -> torch.Tensor:
-    """In the place of an operation on a GPU, whose numbers are not those of a CPU."""
-    return x + torch.rand(x.shape, generator=torch.cuda.default_generators[-1])
-
-
-def test_random_numbers_of_a_gpu_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(), torch.Generator()))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    step, x = record(noise_of_another), torch.ones(3)
-    step(x)  # as in a forked process, where a GPU cannot be asked
-    step.clear()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(internals, "learn_plain_keys", lambda: None)
-    with pytest.raises(RecordingError, match=r"noise_of_another.default draws random numbers"):
-        step(x)
-
-
-@warp_custom_op("tests::doubled_by_warp", [OutputSpec("y", wp.float32, lambda x: x.shape)], backward="none")
-def doubled_by_warp(x: torch.Tensor) -> torch.Tensor:
-    return launched_by_warp(x)
-
-
-def test_an_op_is_followed_as_a_whole():
-    """Whatever its body does, as long as it is the same in each call."""
-    again = record(lambda x: doubled_by_warp(x.sin()) + x)
-    for k in range(3):
-        x = torch.ones(3) + k
-        assert torch.equal(again(x), 2.0 * x.sin() + x)
-    assert "1 replayed" in again.explain()
-
-
 def test_what_a_kernel_reads_is_not_written(system):
     near, charges = near_of(system), system.charges.clone()
 
@@ -449,12 +306,6 @@ def test_what_a_kernel_reads_is_not_written(system):
 
     with pytest.raises(RecordingError, match="existed before"):
         record(step)(system.positions)
-
-
-def test_results_with_a_graph_are_refused():
-    weight = torch.ones(3, requires_grad=True)
-    with pytest.raises(RecordingError, match="with a graph"):
-        record(lambda x: x * weight)(torch.rand(3))
 
 
 def test_errors_are_those_of_the_function(system):
@@ -526,52 +377,6 @@ def test_steps_in_inference_mode(system, form):
         x = moved(system.positions, seed)
         assert all(map(torch.equal, again(x), step(x)))
     assert "2 replayed" in again.explain()
-
-
-def in_another_thread(x):
-    found = []
-    worker = threading.Thread(target=lambda: found.append(x.sin()))
-    worker.start()
-    worker.join()
-    return found[0] + x
-
-
-def by_a_counter(x):
-    by_a_counter.calls += 1
-    return by_a_counter.calls * x
-
-
-by_a_counter.calls = 0
-
-
-def as_long_as_a_counter(x):
-    by_a_counter.calls += 1
-    return x.sum() * torch.ones(by_a_counter.calls)
-
-
-@pytest.mark.parametrize("step", [in_another_thread, by_a_counter, as_long_as_a_counter])
-def test_what_is_not_followed_is_noticed_when_values_change(step):
-    again, x = record(step), torch.rand(4)
-    again(x), again(x)
-    with pytest.raises(RecordingError, match="and its plan have different results"):
-        again(2.0 * x)
-
-
-def test_a_plan_is_compared_after_an_error_of_the_function():
-    calls = []
-
-    def step(x):
-        calls.append(x)
-        if len(calls) == 2:
-            raise KeyError
-        return len(calls) * x
-
-    again = record(step)
-    again(torch.ones(2))
-    with pytest.raises(KeyError):
-        again(torch.full((2,), 2.0))
-    with pytest.raises(RecordingError, match="and its plan have different results"):
-        again(torch.full((2,), 3.0))
 
 
 def test_compiled_functions_inside_are_followed():
