@@ -1,5 +1,6 @@
 """What `record` refuses by name, or notices when values change; and what kernels and ops may do in a recorded step."""
 
+import contextlib
 import re
 import threading
 import types
@@ -155,6 +156,31 @@ def test_results_with_a_graph_are_refused():
     weight = torch.ones(3, requires_grad=True)
     with pytest.raises(RecordingError, match="with a graph"):
         record(lambda x: x * weight)(torch.rand(3))
+
+
+def of_factors(x):
+    try:
+        return torch.linalg.cholesky(x).sum()
+    except torch.linalg.LinAlgError:
+        return -x.sum()
+
+
+def of_rows(x):
+    total = torch.zeros_like(x)
+    with contextlib.suppress(IndexError, RuntimeError):
+        total.index_add_(0, x[0].long(), x)
+    return total + x
+
+
+@pytest.mark.parametrize("step", [of_factors, of_rows])
+def test_what_follows_an_error_is_no_step(step):
+    """For other values there may be none."""
+    again = record(step)
+    for factor in (-1.0, -2.0, 1.0, 2.0, 3.0):
+        x = factor * torch.eye(2)
+        assert torch.equal(again(x), step(x))
+    with pytest.raises(RecordingError, match="with a graph"):
+        record(lambda x: step(x) + x)((-torch.eye(2)).requires_grad_())
 
 
 def in_another_thread(x):

@@ -16,6 +16,10 @@ class NoPlan(Exception):
     """The reason why a call cannot be recorded. Only the recorder catches it; the call itself continues."""
 
 
+class UntaggedOp(RuntimeError):
+    """The shapes of an op depend on values, but it has no tag that says so."""
+
+
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 """Operations that allocate memory without writing values."""
 
@@ -106,7 +110,7 @@ def step_into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]
             found = tensors_in((func(*args, **kwargs),))
         for memory, value in zip(results, found, strict=True):
             if value.shape != memory.shape:
-                raise RuntimeError(
+                raise UntaggedOp(
                     f"{func} has results of shape {tuple(value.shape)}, not {tuple(memory.shape)}: an op whose shapes "
                     "depend on values needs the tag torch.Tag.dynamic_output_shape, so that it is not replayed"
                 )

@@ -32,6 +32,10 @@ NO_MEMORY = "there is not enough memory for a plan"
 """Why a call on a GPU has not been made: it has to be made again without a plan."""
 
 
+_OF_TORCH = {IndexError, RuntimeError, torch.linalg.LinAlgError}
+"""Errors of torch's operations for some values. Signal handlers have others."""
+
+
 class Plan:
     """The steps of a call, with their own memory.
 
@@ -103,10 +107,16 @@ class Plan:
         if not all([holds() for holds in self._conditions]) or not self._lock.acquire(blocking=False):
             return None
         try:
-            with torch.no_grad():
-                self._take(copied, used, length)
-                for step in self.steps:
-                    step()
+            self.is_exceeded = False
+            try:
+                with torch.no_grad():
+                    self._take(copied, used, length)
+                    for step in self.steps:
+                        step()
+            except Exception as error:
+                if self.acts or self.place is not None or type(error) not in _OF_TORCH:
+                    raise
+                return None  # the normal call raises it, too, or goes on after it
             self.is_exceeded = any(map(int, self.limits))
             if self.is_exceeded or any(map(int, self.faults)):
                 if self.acts:

@@ -367,7 +367,15 @@ class Recorded:
         form_of_results, found = returned[0]
         # the capture failed, not the function; or ranks come back from an error
         failed = "" if graph is None else graph.reason
-        if plan is None and (failed or beside or reason.startswith(FOR_NOW)):
+        is_for_now = bool(failed) or reason.startswith(FOR_NOW)
+        if (plan is not None or is_for_now) and any([t.requires_grad for t in found]):
+            if beside:
+                return self._ordinary("a result has a graph", *given)
+            raise RecordingError(
+                f"`{self._name}` returns tensors with a graph, but a plan has no graph: take derivatives inside of the "
+                "function, and return detached tensors"
+            )
+        if plan is None and (is_for_now or beside):
             if not (failed or reason).startswith((FOR_NOW, graphs.NO_STREAM)):
                 self._refuse(key, failed or reason)
             self._counts["ordinary"] += 1
@@ -378,13 +386,6 @@ class Recorded:
             self._way = f"not recorded: {reason}"
             error = RecordingError(f"`{self._name}` cannot be recorded: {reason}")
             return self._with_constants(error, given, takes_apart, form, form_of_results)
-        if any([t.requires_grad for t in found]):
-            if beside:
-                return self._ordinary("a result has a graph", *given)
-            raise RecordingError(
-                f"`{self._name}` returns tensors with a graph, but a plan has no graph: take derivatives inside of the "
-                "function, and return detached tensors"
-            )
         for old, kept in list(self._recordings.items()):
             if old == key or not kept.is_current():  # it may hold the lists of a domain that was left
                 self._recordings.pop(old, None)

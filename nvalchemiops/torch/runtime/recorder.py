@@ -184,6 +184,12 @@ class Recorder:
         before, self.paused = self.paused, True
         try:
             result, drew = result_and_draw(func, args, kwargs)
+        except (NotImplementedError, torch.OutOfMemoryError):  # whatever the values are
+            raise
+        except Exception:  # the call may go on, but not so for other values
+            if written or self._varies(given):
+                self.end(f"{FOR_NOW}{func} raises an error for these values")
+            raise
         finally:
             self.paused = before
         with self.pause():
