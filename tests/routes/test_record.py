@@ -270,7 +270,10 @@ def test_memory_that_is_constant_until_it_is_not():
         empty[1] = x
         negative = torch.full((2,), -0.0)
         negative[0] = x[0]
-        return first, buffer, last, empty, 1.0 / negative, torch.zeros(2)
+        numbers = torch.tensor([1.0, 2.0]), torch.as_tensor((1.0, 2.0)), x.new_tensor([1.0, 2.0])
+        for some in numbers:
+            some[0] += x[0]
+        return first, buffer, last, empty, 1.0 / negative, torch.zeros(2), *numbers
 
     again = record(step)
     for seed in range(4):

@@ -465,10 +465,27 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As in torch."""
+        kwargs = kwargs or {}
         if func in _WATCHED and self.recorder.is_on() and not (func is _ADDRESS and _called_here()):
             with self.recorder.pause():
                 self._read(func.__name__, tensors_in(args))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        if func in _OF_NUMBERS and self.recorder.is_on():
+            with self.recorder.pause():
+                place = _OF_NUMBERS[func]
+                self._made(func, args[place] if len(args) > place else kwargs.get("data"), result)
+        return result
+
+    def _made(self, func: Any, data: Any, result: torch.Tensor) -> None:
+        """Note a new tensor, whose numbers torch has read and written unseen."""
+        if isinstance(data, torch.Tensor):  # operations that are seen copy it
+            return
+        self._read(func.__name__, tensors_in((data,)))
+        if self.recorder.makes_steps and (func is not torch.as_tensor or isinstance(data, _NUMBERS)):
+            made = tensors_in((result,))
+            for tensor in made:
+                self.recorder.external.pop(storage_of(tensor), None)
+            self.recorder._keep(made)
 
     def _read(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         recorder, given = self.recorder, by_storage(tensors)
@@ -479,6 +496,12 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
 
 
 _ADDRESS = torch.Tensor.data_ptr
+
+_OF_NUMBERS = {torch.tensor: 0, torch.as_tensor: 0, torch.Tensor.new_tensor: 1}
+"""Functions that make a tensor of numbers, and the position of these."""
+
+_NUMBERS = (list, tuple, int, float, complex)
+"""Numbers that `torch.as_tensor` copies."""
 
 
 def _called_here() -> bool:
