@@ -20,8 +20,6 @@ Run: ``python benchmarks/batches.py [--quick] [--csv FILE] [--peer PYTHON]``.
 """
 
 import itertools
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import Peer, described, parser_for, start, write_csv
+from common import Peer, benchmark, described, parser_for, start, write_csv
 from dispersion import BOHR, PBE, liquid
 
 MOLECULES, CUTOFF, NEAREST, DAMPED_CUTOFF, D3_CUTOFF, ACCURACY = 64, 6.0, 12, 10.0, 25.0, 1e-4
@@ -196,16 +194,6 @@ class Server:
         return lambda: dftd3(given["positions"], given["numbers"].int(), **PBE, **options)
 
 
-def serve() -> None:
-    import nvalchemiops
-
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        question = json.loads(line)
-        answer = Server().ask(*question) if len(question) > 1 else nvalchemiops.__version__
-        print("answer", json.dumps(answer), flush=True)
-
-
 def beside(peer: Peer, rounds: int, count: int = PEER_MOLECULES, n_carbons: int | None = None) -> float:
     """Times faster than 0.5.0, for D3 of a batch."""
     from nvalchemiops.torch.interactions.dispersion import D3Parameters
@@ -305,13 +293,7 @@ def compared(rounds: int, n_carbons: int | None) -> list[tuple[Any, ...]]:
 
 
 def main() -> None:
-    parser = parser_for(__doc__, "fewer rounds")
-    parser.add_argument("--serve", action="store_true")
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    if arguments.serve:
-        serve()
-        return
+    arguments = parser_for(__doc__, "fewer rounds").parse_args()
     peer = Peer(arguments.peer, __file__, "cpu") if arguments.peer else None
     start(1, "cpu", described(peer))
     rounds = 2 if arguments.quick else 5
@@ -330,4 +312,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, lambda _: Server(), 1)

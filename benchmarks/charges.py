@@ -1,11 +1,8 @@
 """Systems of charges, and their sums by this library, or by another one in a separate interpreter."""
 
-import argparse
 import functools
 import itertools
-import json
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -13,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, seconds
+from common import Peer, seconds, serve
 
 THREADS, SPACING = 2, 2.82
 CRYSTALS = 64
@@ -227,27 +224,13 @@ class Server:
                 neighbors.cache_clear()
                 half_list.cache_clear()
                 return None
-            case _:
-                return self.version
 
 
-class Elsewhere(Peer):
+def elsewhere(python: str, library: str) -> Peer:
     """A library in a separate interpreter, which is served by this script."""
-
-    def __init__(self, python: str, library: str) -> None:
-        super().__init__(python, __file__, library)  # what the parent calls a device
-
-
-def serve(library: str) -> None:
-    torch.set_num_threads(THREADS)
-    warnings.simplefilter("ignore")
-    server = Server(library)
-    for line in sys.stdin:
-        print("answer", json.dumps(server.ask(*json.loads(line))), flush=True)
+    return Peer(python, __file__, library)  # what the peer calls a device
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", action="store_true", required=True)
-    parser.add_argument("--device", required=True)  # which library
-    serve(parser.parse_args().device)
+    warnings.simplefilter("ignore")
+    serve(Server, THREADS)

@@ -2,10 +2,12 @@
 
 import argparse
 import csv
+import importlib
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -38,6 +40,29 @@ class Peer:
         if answer is None:
             raise RuntimeError(f"{' '.join(self.process.args)} ended without an answer")
         return json.loads(answer.removeprefix("answer "))
+
+
+def serve(make: Callable[[str], Any], threads: int) -> None:
+    """Answer a `Peer` by ``make(device).ask``; its first question is empty, and is for the version."""
+    torch.set_num_threads(threads)
+    server = make(sys.argv[-1])
+    for line in sys.stdin:
+        question = json.loads(line)
+        if question != [""]:
+            answer = server.ask(*question)
+        elif hasattr(server, "version"):
+            answer = server.version
+        else:
+            answer = importlib.import_module("nvalchemiops").__version__
+        print("answer", json.dumps(answer), flush=True)
+
+
+def benchmark(main: Callable[[], None], make: Callable[[str], Any], threads: int) -> None:
+    """What a script does: its benchmark, or `serve` if a `Peer` has started it."""
+    if "--serve" in sys.argv:
+        serve(make, threads)
+    else:
+        main()
 
 
 def seconds(call: Callable[[], Any], device: str = "cpu") -> float:

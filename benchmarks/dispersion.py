@@ -15,18 +15,15 @@ the RMS of the forces.
 Run: ``python benchmarks/dispersion.py [--quick] [--csv FILE]``.
 """
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, contenders, parser_for, seconds, start, versions, write_csv
+from common import Peer, benchmark, contenders, parser_for, seconds, start, versions, write_csv
 
 THREADS, CUTOFF, BOHR = 2, 50.0, 0.529177210903
 VOLUME = 97.0  # of a molecule of liquid ethanol, in cubic angstrom
@@ -113,7 +110,6 @@ class Server:
                 return seconds(self.call)
             case ["forget"]:
                 self.call = None
-        return self.version
 
     def dftd3(self, given: Arrays, folder: str) -> Callable[[], Any]:
         """The call that this library and its peer share."""
@@ -168,20 +164,6 @@ class Server:
             return torch.tensor([f["energy"] for f in found]) / HARTREE, forces
 
         return call
-
-
-class Elsewhere(Peer):
-    """A library in a separate interpreter, which is served by this script."""
-
-    def __init__(self, python: str, library: str) -> None:
-        super().__init__(python, __file__, library)
-
-
-def serve(library: str) -> None:
-    torch.set_num_threads(THREADS)
-    server = Server(library)
-    for line in sys.stdin:
-        print("answer", json.dumps(server.ask(*json.loads(line))), flush=True)
 
 
 # -- the run --------------------------------------------------------------------------------------------------
@@ -243,14 +225,9 @@ def measure(title: str, given: Arrays, sides: dict[str, Any], rounds: int, farth
 
 
 def main() -> None:
-    parser = parser_for(__doc__, "no large system, few rounds", "torch-dftd")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="", help=argparse.SUPPRESS)  # with --serve: which library
-    options = parser.parse_args()
-    if options.serve:
-        return serve(options.device)
+    options = parser_for(__doc__, "no large system, few rounds", "torch-dftd").parse_args()
     pythons = {"0.5.0": options.peer, "torch-dftd": options.torch_dftd}
-    sides = contenders(Server("ours"), Elsewhere, pythons)
+    sides = contenders(Server("ours"), lambda python, library: Peer(python, __file__, library), pythons)
     start(THREADS, "cpu", versions(sides))
     rounds = 2 if options.quick else 5
     rows = measure("200 molecules", molecules(200), sides, 3 * rounds, False)
@@ -262,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, Server, THREADS)

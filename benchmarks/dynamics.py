@@ -21,9 +21,7 @@ systems. The others live in separate environments (``--torch-sim`` and ``--peer`
 Run: ``python benchmarks/dynamics.py [--quick] [--torch-sim PYTHON] [--peer PYTHON] [--csv FILE]``.
 """
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +31,7 @@ import numpy as np
 import torch
 from ase import Atoms, units
 from ase.build import bulk
+from common import Peer, benchmark, parser_for, start, write_csv
 
 SIGMA, EPSILON, CUTOFF, SKIN = 3.4, 0.0104, 8.5, 1.5
 TEMPERATURE, TIMESTEP, MASS = 60.0, 2.0, 39.948  # K, fs, u
@@ -255,24 +254,20 @@ class Ours:
         return [rate(run, self.quick), statistics.fmean(inside[2:])]  # without the two steps before those that count
 
 
-def serve() -> None:
-    """Answer as torch-sim or 0.5.0, in its environment."""
-    torch.set_num_threads(1)
-    kept: dict[Any, Any] = {}
-    for line in sys.stdin:
-        found: Any = ""
-        question = json.loads(line)
-        if question != [""]:
-            contender, name, ensemble, quick = question
-            if (name, ensemble) not in kept:
-                kept[name, ensemble] = ELSEWHERE[contender](name, ensemble)
-            found = [rate(kept[name, ensemble], quick)]
-        print("answer " + json.dumps(found), flush=True)
+class Server:
+    """Torch-sim or 0.5.0, in its environment."""
+
+    def __init__(self, _: str) -> None:
+        self.kept: dict[Any, Any] = {}
+
+    def ask(self, contender: str, name: str, ensemble: str, quick: bool) -> list[float]:
+        """Seconds of a step."""
+        if (name, ensemble) not in self.kept:
+            self.kept[name, ensemble] = ELSEWHERE[contender](name, ensemble)
+        return [rate(self.kept[name, ensemble], quick)]
 
 
 def main() -> None:
-    from common import Peer, parser_for, start, write_csv
-
     parser = parser_for(__doc__, "shorter times", "torch-sim")
     arguments = parser.parse_args()
     pythons = {"torch-sim": arguments.torch_sim, "0.5.0": arguments.peer}
@@ -303,7 +298,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--serve" in sys.argv:
-        serve()
-    else:
-        main()
+    benchmark(main, Server, 1)

@@ -34,7 +34,7 @@ import time
 from typing import Any
 
 import numpy as np
-from charges import THREADS, Elsewhere, Parameters, Server, atoms, tensors
+from charges import THREADS, Parameters, Server, atoms, elsewhere, tensors
 from charges_alone import compare_with_broadcast, first_calls, floors, peak_memory
 from common import contenders, parser_for, plot_times, start, versions, write_csv
 
@@ -411,7 +411,7 @@ def main() -> None:
     parser.add_argument("--parameters", metavar="FILE", default="", help="JSON: read if there, written to")
     parser.add_argument("--plot", metavar="FILE", help="not with --quick")
     options = parser.parse_args()
-    sides = contenders(Server("ours"), Elsewhere, {"0.5.0": options.peer, "torch-pme": options.torch_pme})
+    sides = contenders(Server("ours"), elsewhere, {"0.5.0": options.peer, "torch-pme": options.torch_pme})
     start(THREADS, "cpu", versions(sides))
     print("milliseconds, microseconds for an atom, how many times ours; matching: how many times ours by autograd")
     quick = options.quick

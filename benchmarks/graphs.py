@@ -18,7 +18,6 @@ Run: ``python benchmarks/graphs.py [--quick] [--csv FILE] [--peer PYTHON]``.
 
 import ctypes
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Peer, described, parser_for, start, write_csv
+from common import Peer, benchmark, described, parser_for, start, write_csv
 
 CUTOFF, NEAREST, DENSITY, TOLERANCE = 6.0, 30, 0.1, 0.01
 ASKED_TIMES, ASKED_MEMORY = 5.0, 0.1
@@ -155,10 +154,11 @@ def written(size: int) -> float:
 
 
 class Here:
-    version = "this interpreter"
+    """A library in this interpreter: as ``here`` this one, which may have another checkout installed."""
 
-    def __init__(self) -> None:
-        self.calls: dict[tuple[str, ...], Callable[[], Graph]] = {}
+    def __init__(self, name: str = "") -> None:
+        if name == "here":
+            sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
     def ask(self, what: str, name: str, n_atoms: int, dtype: str) -> Any:
         call = CONTENDERS[name](n_atoms, dtype)
@@ -172,28 +172,8 @@ class Here:
                 return processor_seconds(call)
 
 
-def serve() -> None:
-    # "here" says our interpreter, which may have another checkout installed
-    if sys.argv[-1] == "here":
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    import nvalchemiops
-
-    torch.set_num_threads(1)
-    here = Here()
-    for line in sys.stdin:
-        question = json.loads(line)
-        answer = here.ask(*question) if len(question) > 1 else nvalchemiops.__version__
-        print("answer", json.dumps(answer), flush=True)
-
-
 def main() -> None:
-    parser = parser_for(__doc__, "fewer atoms")
-    parser.add_argument("--serve", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "here"), default="cpu")
-    arguments = parser.parse_args()
-    if arguments.serve:
-        serve()
-        return
+    arguments = parser_for(__doc__, "fewer atoms").parse_args()
     peer = Peer(arguments.peer, __file__, "cpu") if arguments.peer else None
     start(1, "cpu", described(peer))
     elsewhere: Any = peer or Here()
@@ -227,4 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, Here, 1)

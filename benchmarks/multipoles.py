@@ -21,15 +21,13 @@ other programs on the machine disturb less.
 """
 
 import functools
-import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import BURST, Peer, described, parser_for, start, write_csv
+from common import BURST, Peer, benchmark, described, parser_for, start, write_csv
 
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.neighbors import neighbor_list
@@ -350,17 +348,6 @@ class Server:
         return call
 
 
-def serve() -> None:
-    import nvalchemiops
-
-    torch.set_num_threads(1)
-    server = Server()
-    for line in sys.stdin:
-        question = json.loads(line)
-        answer = server.ask(*question) if len(question) > 1 else nvalchemiops.__version__
-        print("answer", json.dumps(answer), flush=True)
-
-
 def beside(
     peer: Peer, methods: tuple[str, ...], orders: tuple[int, ...], sizes: tuple[int, ...], rounds: int
 ) -> list[dict[str, Any]]:
@@ -407,12 +394,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("moments", "latent", "peer"))
     parser.add_argument("--peer-methods", nargs="+", choices=("ewald", "pme"), default=("ewald", "pme"))
     parser.add_argument("--peer-orders", nargs="+", type=int, choices=(0, 1, 2), default=(1, 2))
-    parser.add_argument("--serve", action="store_true")
-    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    if options.serve:
-        serve()
-        return
     peer = Peer(options.peer, __file__, "cpu") if options.peer and options.only in (None, "peer") else None
     start(options.threads, "cpu", f"plain torch, {described(peer)}")
     clock = time.process_time if options.processor else time.perf_counter
@@ -429,4 +411,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, lambda _: Server(), 1)

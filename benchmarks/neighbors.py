@@ -14,9 +14,7 @@ Run: ``python benchmarks/neighbors.py [--quick] [--csv FILE] [--plot FILE] [--de
 libraries that run there are compared. Peak memory is read from Linux's /proc.
 """
 
-import argparse
 import hashlib
-import json
 import os
 import statistics
 import subprocess
@@ -27,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, described, parser_for, plot_times, seconds, start, write_csv
+from common import Peer, benchmark, described, parser_for, plot_times, seconds, start, write_csv
 
 CUTOFF, DENSITY, THREADS, MOLECULES = 5.0, 0.1, 2, 512
 BATCH = f"{MOLECULES} molecules"
@@ -130,21 +128,19 @@ def others(case: int | str) -> Contenders:
     return calls
 
 
-def serve(device: str) -> None:
-    import nvalchemiops
+class Server:
+    """The peer's side of the pipe."""
 
-    torch.set_num_threads(THREADS)
-    answer: Any
-    for line in sys.stdin:
-        match json.loads(line):
-            case ["prepare", what]:
-                calls = ours(what, device)
-                answer = {name: describe(call()) for name, (call, describe) in calls.items()}
+    def __init__(self, device: str) -> None:
+        self.device, self.calls = device, Contenders()
+
+    def ask(self, *question: Any) -> Any:
+        match question:
+            case ["prepare", case]:
+                self.calls = ours(case, self.device)
+                return {name: describe(call()) for name, (call, describe) in self.calls.items()}
             case ["time", name]:
-                answer = seconds(calls[name][0], device)
-            case _:
-                answer = nvalchemiops.__version__
-        print("answer", json.dumps(answer), flush=True)
+                return seconds(self.calls[name][0], self.device)
 
 
 # -- measuring ----------------------------------------------------------------------------------------------
@@ -296,10 +292,7 @@ def main() -> None:
     parser = parser_for(__doc__, "up to 10,000 atoms and few rounds: under a minute")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--plot", metavar="FILE")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        return serve(options.device)
     device = options.device
     peer = Peer(options.peer, __file__, device) if os.access(options.peer, os.X_OK) else None
     start(THREADS, device, described(peer))
@@ -326,4 +319,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, Server, THREADS)

@@ -15,9 +15,7 @@ take turns; figures are medians. Errors are those of the forces on some atoms, a
 Run: ``python benchmarks/pair.py [--quick] [--csv FILE]``.
 """
 
-import argparse
 import functools
-import json
 import math
 import os
 import statistics
@@ -29,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, described, parser_for, seconds, start, write_csv
+from common import Peer, benchmark, described, parser_for, seconds, start, write_csv
 
 THREADS, ATOMS, QUICK, DENSITY, NEIGHBORS, ALPHA = 2, 100_000, 10_000, 0.1, 60, 0.25
 CUTOFF = (NEIGHBORS / (4.0 / 3.0 * np.pi * DENSITY)) ** (1 / 3)
@@ -171,30 +169,27 @@ def plain_torch(given: Given, share: float, compiled: bool) -> dict[str, Step]:
     return calls
 
 
-def serve(device: str) -> None:
+class Server:
     """The peer's side of the pipe."""
-    import nvalchemiops
-    from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb
 
-    torch.set_num_threads(THREADS)
-    call: Any = None
-    answer: Any
-    for line in sys.stdin:
-        match json.loads(line):
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def ask(self, *question: Any) -> Any:
+        match question:
             case ["prepare", n_atoms, path]:
+                from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb
+
                 lists = np.load(path)
                 given = Given(n_atoms, *(torch.as_tensor(lists[k]) for k in ("pairs", "ptr", "shifts")))
                 near = {"neighbor_list": given.pairs, "neighbor_ptr": given.ptr, "unit_shifts": given.shifts}
                 options = {"cell": given.cell, "compute_forces": True, "compute_virial": True, **near}
-                call = functools.partial(dsf_coulomb, given.x, given.q, CUTOFF, ALPHA, **options)
-                energy, forces, virial = call()
+                self.call = functools.partial(dsf_coulomb, given.x, given.q, CUTOFF, ALPHA, **options)
+                energy, forces, virial = self.call()
                 np.savez(path + ".answer.npz", energy=energy, forces=forces, virial=virial)
-                answer = path + ".answer.npz"
+                return path + ".answer.npz"
             case ["time"]:
-                answer = seconds(call, device)
-            case _:
-                answer = nvalchemiops.__version__
-        print("answer", json.dumps(answer), flush=True)
+                return seconds(self.call, self.device)
 
 
 # -- what is true -------------------------------------------------------------------------------------------
@@ -417,12 +412,7 @@ def measure(n_atoms: int, peer: Peer | None, rounds: int) -> dict[tuple[str, str
 
 
 def main() -> None:
-    parser = parser_for(__doc__, f"{QUICK:,} atoms and few rounds")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve:
-        return serve(options.device)
+    options = parser_for(__doc__, f"{QUICK:,} atoms and few rounds").parse_args()
     peer = Peer(options.peer, __file__, "cpu") if os.access(options.peer, os.X_OK) else None
     start(THREADS, "cpu", described(peer))
     medians = measure(QUICK if options.quick else ATOMS, peer, 3 if options.quick else 7)
@@ -450,4 +440,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    benchmark(main, Server, THREADS)
