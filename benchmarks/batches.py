@@ -23,11 +23,12 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import Peer, benchmark, described, parser_for, start, write_csv
+from common import Peer, benchmark, described, in_turns, parser_for, processor_seconds, start, write_csv
 from dispersion import BOHR, PBE, liquid
 
 MOLECULES, CUTOFF, NEAREST, DAMPED_CUTOFF, D3_CUTOFF, ACCURACY = 64, 6.0, 12, 10.0, 25.0, 1e-4
@@ -174,7 +175,7 @@ class Server:
     def ask(self, what: str, file: str) -> Any:
         given = {name: torch.as_tensor(array) for name, array in np.load(file).items()}
         call = self.dftd3(given)
-        return processor_seconds(call) if what == "time" else call()[0].double().sum().item()
+        return processor_seconds(call, 10) if what == "time" else call()[0].double().sum().item()
 
     def dftd3(self, given: dict[str, torch.Tensor]) -> Call:
         import nvalchemiops
@@ -212,10 +213,7 @@ def beside(peer: Peer, rounds: int, count: int = PEER_MOLECULES, n_carbons: int 
         np.savez(file, **{name: tensor.numpy() for name, tensor in arrays.items() if tensor is not None})
         sides: dict[str, Any] = {"ours": Server(), "0.5.0": peer}
         energies = {name: side.ask("energy", file) for name, side in sides.items()}
-        best = dict.fromkeys(sides, 1e9)
-        for _ in range(rounds):
-            for name, side in sides.items():
-                best[name] = min(best[name], side.ask("time", file))
+        best = in_turns({name: partial(side.ask, "time", file) for name, side in sides.items()}, rounds, min)
         kernels = kernel_seconds(sides["ours"].dftd3({n: torch.as_tensor(a) for n, a in np.load(file).items()}))
     ratio = best["0.5.0"] / best["ours"]
     times = f"ours {1e3 * best['ours']:.2f} ms (kernels {1e3 * kernels:.2f}), 0.5.0 {1e3 * best['0.5.0']:.2f} ms"
@@ -226,16 +224,6 @@ def beside(peer: Peer, rounds: int, count: int = PEER_MOLECULES, n_carbons: int 
 
 
 # -- measuring ------------------------------------------------------------------------------------------------
-
-
-def processor_seconds(call: Call, calls: int = 10) -> float:
-    call()
-    best = 1e9
-    for _ in range(calls):
-        begin = time.process_time()
-        call()
-        best = min(best, time.process_time() - begin)
-    return best
 
 
 def kernel_seconds(call: Call, calls: int = 10) -> float:
@@ -277,10 +265,7 @@ def compared(rounds: int, n_carbons: int | None) -> list[tuple[Any, ...]]:
     for name, (boxes, operator) in OPERATORS.items():
         sides = {"molecules": molecules(MOLECULES, boxes, n_carbons), "liquid": whole}
         calls = {side: operator(atoms) for side, atoms in sides.items()}
-        best = dict.fromkeys(sides, 1e9)
-        for _ in range(rounds):
-            for side, call in calls.items():
-                best[side] = min(best[side], processor_seconds(call))
+        best = in_turns({side: partial(processor_seconds, call, 10) for side, call in calls.items()}, rounds, min)
         per_atom = {side: 1e6 * best[side] / len(atoms.positions) for side, atoms in sides.items()}
         floor = 1e6 * floor_of(sides["molecules"], calls["molecules"]()) / n_atoms
         ratio = per_atom["molecules"] / per_atom["liquid"]

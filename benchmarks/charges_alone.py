@@ -4,15 +4,13 @@ import functools
 import math
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from typing import Any
 
 import numpy as np
 import torch
 from charges import Parameters, neighbors, tensors
-from common import seconds
+from common import in_new_process, in_turns, seconds
 
 # -- floors ---------------------------------------------------------------------------------------------------
 
@@ -107,8 +105,7 @@ def compare_with_broadcast(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 
             plain = functools.partial(broadcast, x, q, cell, alpha, vectors, near)
             errors = [float((f().double() - exact).norm() / exact.norm()) for f in (ours, plain)]
-            times = [(seconds(ours), seconds(plain)) for _ in range(5)]
-            a, b = (statistics.median(column) for column in zip(*times))
+            a, b = in_turns({f: functools.partial(seconds, f) for f in (ours, plain)}, 5).values()
             name = str(dtype).removeprefix("torch.")
             print(
                 f"{n_atoms:8,} {name}{1e3 * a:10.3f} ms{1e3 * b:10.3f} ms{a / b:8.2f}   {len(k):,} k-vectors, "
@@ -173,15 +170,6 @@ for system in ("512", "{n_atoms}"):
             print(extra)
 print(near["neighbor_list"].shape[1] / {n_atoms})
 """
-
-
-def in_new_process(code: str, **environment: str) -> list[float]:
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
-    )
-    if run.returncode:
-        raise RuntimeError(run.stderr[-2000:])
-    return [float(number) for line in run.stdout.splitlines() for number in line.split() if line[0].isdigit()]
 
 
 def peak_memory(quick: bool) -> None:

@@ -4,15 +4,19 @@ import argparse
 import csv
 import importlib
 import json
+import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Name = TypeVar("Name")
 
 BURST = 0.01  # seconds of calls in a row: a short call alone would mostly find the caches of the others
 PAUSE = 0.005  # before them: threads of the contender before still spin for milliseconds, and hold a core
@@ -85,6 +89,35 @@ def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
         del result  # freed outside of the time
         calls += 1
     return total / calls
+
+
+def processor_seconds(call: Callable[[], Any], calls: int) -> float:
+    """Processor time of a call, the least of so many."""
+    call()
+    best = math.inf
+    for _ in range(calls):
+        begin = time.process_time()
+        call()
+        best = min(best, time.process_time() - begin)
+    return best
+
+
+def in_turns(
+    times: Mapping[Name, Callable[[], float]], rounds: int, of: Callable[[list[float]], float] = statistics.median
+) -> dict[Name, float]:
+    """The median of the times of each contender, or another function of them; contenders take turns."""
+    taken = [{name: time() for name, time in times.items()} for _ in range(rounds)]
+    return {name: of([one[name] for one in taken]) for name in times}
+
+
+def in_new_process(code: str, **environment: str) -> list[float]:
+    """The numbers that a program prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return [float(number) for line in done.stdout.splitlines() for number in line.split() if line[0].isdigit()]
 
 
 def parser_for(description: str | None, quick: str, *others: str) -> argparse.ArgumentParser:

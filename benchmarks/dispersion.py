@@ -16,14 +16,14 @@ Run: ``python benchmarks/dispersion.py [--quick] [--csv FILE]``.
 """
 
 import os
-import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, benchmark, contenders, parser_for, seconds, start, versions, write_csv
+from common import Peer, benchmark, contenders, in_turns, parser_for, seconds, start, versions, write_csv
 
 THREADS, CUTOFF, BOHR = 2, 50.0, 0.529177210903
 VOLUME = 97.0  # of a molecule of liquid ethanol, in cubic angstrom
@@ -198,15 +198,12 @@ def measure(title: str, given: Arrays, sides: dict[str, Any], rounds: int, farth
                     continue
                 side = Server("ours") if name == "ours" else side
                 asked[name + note] = side, np.load(side.ask("prepare", place))
-        times: dict[str, list[float]] = {name: [] for name in asked}
-        for _ in range(rounds):
-            for name, (side, _) in asked.items():
-                times[name].append(side.ask("time"))
+        times = in_turns({name: partial(side.ask, "time") for name, (side, _) in asked.items()}, rounds)
         for side in sides.values():
             side.ask("forget")
-    mine, reference, rows = statistics.median(times["ours"]), asked["ours"][1], []
+    mine, reference, rows = times["ours"], asked["ours"][1], []
     for name, (_, answer) in asked.items():
-        taken = statistics.median(times[name])
+        taken = times[name]
         errors = [
             np.abs(answer["energy"] / reference["energy"] - 1.0).max(),
             np.sqrt(np.square(answer["forces"] - reference["forces"]).mean() / np.square(reference["forces"]).mean()),

@@ -19,13 +19,13 @@ Run: ``python benchmarks/graphs.py [--quick] [--csv FILE] [--peer PYTHON]``.
 import ctypes
 import hashlib
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Peer, benchmark, described, parser_for, start, write_csv
+from common import Peer, benchmark, described, in_turns, parser_for, processor_seconds, start, write_csv
 
 CUTOFF, NEAREST, DENSITY, TOLERANCE = 6.0, 30, 0.1, 0.01
 ASKED_TIMES, ASKED_MEMORY = 5.0, 0.1
@@ -138,19 +138,9 @@ def peak_beyond(call: Callable[[], Graph], huge_pages: bool = False) -> tuple[in
     return beyond, size_of(graph)
 
 
-def processor_seconds(call: Callable[[], Any]) -> float:
-    call()
-    best = 1e9
-    for _ in range(3):
-        begin = time.process_time()
-        call()
-        best = min(best, time.process_time() - begin)
-    return best
-
-
 def written(size: int) -> float:
     """Seconds to write so many bytes to fresh memory."""
-    return processor_seconds(lambda: torch.empty(size // 8, dtype=torch.float64).fill_(1.0))
+    return processor_seconds(lambda: torch.empty(size // 8, dtype=torch.float64).fill_(1.0), 3)
 
 
 class Here:
@@ -169,7 +159,7 @@ class Here:
             case "memory":
                 return list(peak_beyond(call))
             case _:
-                return processor_seconds(call)
+                return processor_seconds(call, 3)
 
 
 def main() -> None:
@@ -186,10 +176,8 @@ def main() -> None:
         sides = {"ours": here, "ours, full": here, "path": elsewhere}
         pairs = {name: side.ask("pairs", name, *case) for name, side in sides.items()}
         same = pairs["ours"] == pairs["path"]
-        seconds = {name: 1e9 for name in sides}
-        for _ in range(2 if arguments.quick else 5):
-            for name, side in sides.items():
-                seconds[name] = min(seconds[name], side.ask("time", name, *case))
+        timed = {name: partial(side.ask, "time", name, *case) for name, side in sides.items()}
+        seconds = in_turns(timed, 2 if arguments.quick else 5, min)
         memory = {name: side.ask("memory", name, *case) for name, side in sides.items()}
         size = memory["ours"][1]
         print(f"\n{n_atoms} atoms, {dtype}: {pairs['ours'][0]} pairs, {'the same' if same else 'NOT THE SAME'}")

@@ -3,9 +3,7 @@
 Run: ``python benchmarks/import_time.py``. Asked: under 1 s.
 """
 
-import statistics
-import subprocess
-import sys
+from common import in_new_process, in_turns
 
 CASES = {
     "torch and warp": "import torch, warp",
@@ -20,14 +18,10 @@ TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter()
 
 
 def main(rounds: int = 7) -> None:
-    times: dict[str, list[float]] = {name: [] for name in CASES}
-    for _ in range(rounds):
-        for name, code in CASES.items():
-            run = subprocess.run([sys.executable, "-c", TIMED.format(code)], capture_output=True, text=True, check=True)
-            times[name].append(float(run.stdout.split()[-1]))
-    base = statistics.median(times["torch and warp"])
-    for name, values in times.items():
-        median = statistics.median(values)
+    programs = {name: TIMED.format(code) for name, code in CASES.items()}
+    medians = in_turns({name: lambda code=code: in_new_process(code)[-1] for name, code in programs.items()}, rounds)
+    base = medians["torch and warp"]
+    for name, median in medians.items():
         beyond = (
             "" if name in ("torch and warp", "nvalchemiops") else f"   {median - base:6.3f} s beyond torch and warp"
         )

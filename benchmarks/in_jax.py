@@ -19,8 +19,8 @@ Run: ``python benchmarks/in_jax.py [--quick] [--csv FILE]``.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import common
@@ -57,8 +57,7 @@ def times(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Median seconds of each, in turns."""
     for call in calls.values():
         call()
-    rounds = [{name: common.seconds(call) for name, call in calls.items()} for _ in range(ROUNDS)]
-    return {name: statistics.median(one[name] for one in rounds) for name in calls}
+    return common.in_turns({name: partial(common.seconds, call) for name, call in calls.items()}, ROUNDS)
 
 
 def ready(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:

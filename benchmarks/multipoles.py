@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import BURST, Peer, benchmark, described, parser_for, start, write_csv
+from common import BURST, Peer, benchmark, described, in_turns, parser_for, processor_seconds, start, write_csv
 
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.neighbors import neighbor_list
@@ -62,18 +62,18 @@ def system(n_atoms: int, n_channels: int | None = None) -> tuple[torch.Tensor, t
     return positions, torch.eye(3, dtype=torch.float64) * edge, sources
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[], float]) -> dict[str, float]:
+def least(calls: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[], float]) -> dict[str, float]:
     """The least time of each call in milliseconds, of short bursts: a call alone finds the caches of the others."""
-    least = dict.fromkeys(calls, math.inf)
-    for _ in range(repeats):
-        for name, call in calls.items():
+
+    def burst(call: Callable[[], Any]) -> float:
+        call()
+        begin, count = clock(), 0
+        while count == 0 or clock() - begin < BURST:
             call()
-            begin, count = clock(), 0
-            while count == 0 or clock() - begin < BURST:
-                call()
-                count += 1
-            least[name] = min(least[name], (clock() - begin) / count)
-    return {name: 1e3 * value for name, value in least.items()}
+            count += 1
+        return 1e3 * (clock() - begin) / count
+
+    return in_turns({name: functools.partial(burst, call) for name, call in calls.items()}, repeats, min)
 
 
 def chosen(
@@ -133,7 +133,7 @@ def moments(sizes: tuple[int, ...], repeats: int, clock: Callable[[], float]) ->
                         break
                 calls[name] = call
                 notes[name] = f"error {error:.1e}, {parameters}"
-            times = in_turns(calls, repeats, clock)
+            times = least(calls, repeats, clock)
             for name, value in times.items():
                 ratio = value / times["charges"]
                 print(
@@ -213,7 +213,7 @@ def latent(sizes: tuple[int, ...], repeats: int, clock: Callable[[], float]) -> 
 
             worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours(), projected(plain())))
             few = max(2, repeats * 512 // n_atoms)
-            times = in_turns({"ours": ours, "dense": plain}, few, clock)
+            times = least({"ours": ours, "dense": plain}, few, clock)
             ratio = times["dense"] / times["ours"]
             floor = 1e3 * 4 * n_atoms * multiply_adds(cell, 2.0 * math.pi / dl, n) / rate
             print(
@@ -273,7 +273,7 @@ def rate_of_multiply_adds(clock: Callable[[], float]) -> float:
         """Independent chains, as many as the latency of a multiply-add needs."""
 
     values, n = torch.full((LANES,), 0.5, dtype=torch.float64), 20000
-    return 16 * LANES * n / (1e-3 * in_turns({"": lambda: launch(kernel, 1, [n], [values])}, 20, clock)[""])
+    return 16 * LANES * n / (1e-3 * least({"": lambda: launch(kernel, 1, [n], [values])}, 20, clock)[""])
 
 
 # -- beside 0.5.0 ---------------------------------------------------------------------------------------------
@@ -293,13 +293,7 @@ class Server:
         if what == "values":
             energy, by_positions, *_ = call()
             return energy.item(), by_positions.tolist()
-        call()
-        best = math.inf
-        for _ in range(5):
-            begin = time.process_time()
-            call()
-            best = min(best, time.process_time() - begin)
-        return best
+        return processor_seconds(call, 5)
 
     @functools.cache  # noqa: B019  (there is one server)
     def call(self, method: str, n_atoms: int, l_max: int, accuracy: float) -> Callable[[], Any]:
@@ -369,11 +363,11 @@ def beside(
                         chosen[side] = accuracy, error, abs(energy / exact - 1.0)
                         if error <= ERROR:
                             break
-                best = dict.fromkeys(sides, math.inf)
-                for _ in range(rounds):
-                    for side, server in sides.items():
-                        seconds = server.ask("time", method, n_atoms, l_max, chosen[side][0])
-                        best[side] = min(best[side], 1e3 * seconds)
+                timed = {
+                    side: functools.partial(server.ask, "time", method, n_atoms, l_max, chosen[side][0])
+                    for side, server in sides.items()
+                }
+                best = {side: 1e3 * seconds for side, seconds in in_turns(timed, rounds, min).items()}
                 ratio = best["0.5.0"] / best["ours"]
                 notes = ", ".join(
                     f"{side} {best[side]:.2f} ms, errors {of_forces:.0e}, {of_energy:.0e}"

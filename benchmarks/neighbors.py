@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, benchmark, described, parser_for, plot_times, seconds, start, write_csv
+from common import Peer, benchmark, described, in_turns, parser_for, plot_times, seconds, start, write_csv
 
 CUTOFF, DENSITY, THREADS, MOLECULES = 5.0, 0.1, 2, 512
 BATCH = f"{MOLECULES} molecules"
@@ -164,8 +164,7 @@ def measure(case: int | str, peer: Peer | None, device: str, rounds: int, skip: 
             timed[f"0.5.0 {name}"] = lambda name=name: peer.ask("time", name)
     for name, result in results.items():
         assert result == results["list"], f"{name} disagrees: {result[0]} pairs, our list {results['list'][0]}"
-    times = [{name: run() for name, run in timed.items()} for _ in range(rounds)]
-    return {"pairs": results["list"][0]} | {name: statistics.median(t[name] for t in times) for name in timed}
+    return {"pairs": results["list"][0]} | in_turns(timed, rounds)
 
 
 def write_rates(device: str, size: int = 2**28) -> dict[str, float]:

@@ -13,12 +13,13 @@ with one torch thread.
 import argparse
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import warp as wp
+from common import in_turns
 
 from nvalchemiops._warp import quiet_warp
 from nvalchemiops.launch import gather_only
@@ -159,17 +160,16 @@ def tape(x: torch.Tensor) -> torch.Tensor:
 
 def measure(functions: dict[str, Callable[[], object]], rounds: int = 30, calls: int = 300) -> dict[str, float]:
     """Median microseconds per call; the functions take turns, so drifts of the machine hit all alike."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
+
+    def microseconds(function: Callable[[], object]) -> float:
+        start = time.perf_counter()
         for _ in range(calls):
             function()
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+        return (time.perf_counter() - start) / calls * 1e6
+
+    times = {name: partial(microseconds, function) for name, function in functions.items()}
+    in_turns(times, 1)  # warm-up
+    return in_turns(times, rounds)
 
 
 def main() -> None:

@@ -18,16 +18,13 @@ Run: ``python benchmarks/pair.py [--quick] [--csv FILE]``.
 import functools
 import math
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, benchmark, described, parser_for, seconds, start, write_csv
+from common import Peer, benchmark, described, in_new_process, in_turns, parser_for, seconds, start, write_csv
 
 THREADS, ATOMS, QUICK, DENSITY, NEIGHBORS, ALPHA = 2, 100_000, 10_000, 0.1, 60, 0.25
 CUTOFF = (NEIGHBORS / (4.0 / 3.0 * np.pi * DENSITY)) ** (1 / 3)
@@ -304,17 +301,6 @@ for reach in (1.0, 1.6):
 """
 
 
-def in_new_process(code: str, **environment: str) -> list[float]:
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [float(number) for line in run.stdout.splitlines() for number in line.split() if line[0].isdigit()]
-
-
 def overhead() -> dict[str, float]:
     """Seconds of a call for 64 atoms: the bare launch, the op, and the public call."""
     from nvalchemiops.torch.interactions.pair import lennard_jones
@@ -347,9 +333,9 @@ def overhead() -> dict[str, float]:
         "call, with a graph": lambda: potential(leaf, cell, compute_forces=True, **near),
         "energy and backward": lambda: torch.autograd.grad(potential(leaf, cell, **near).sum(), leaf),
     }
-    times = [{name: seconds(call) for name, call in calls.items()} for _ in range(25)]
+    found = in_turns({name: functools.partial(seconds, call) for name, call in calls.items()}, 25)
     torch.set_num_threads(THREADS)
-    return {name: statistics.median(t[name] for t in times) for name in calls}
+    return found
 
 
 # -- the run ------------------------------------------------------------------------------------------------
@@ -387,10 +373,7 @@ def measure(n_atoms: int, peer: Peer | None, rounds: int) -> dict[tuple[str, str
         for case in ("lj training", "dsf training"):
             apart = [(a - b).abs().max() / b.abs().max() for a, b in zip(results[case, "ours"], results[case, "torch"])]
             print(f"{case:>14s}   largest difference to torch {max(apart):.1e}")
-        medians = {
-            key: statistics.median(times)
-            for key, times in zip(timed, zip(*([run() for run in timed.values()] for _ in range(rounds))))
-        }
+        medians = in_turns(timed, rounds)
     floor = floors(given)
     print("\nmilliseconds, and how many times ours")
     for case in ("lj step", "dsf step", "lj training", "dsf training"):
