@@ -60,6 +60,22 @@ def tensors(system: str) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value) for name, value in atoms(system).items()}
 
 
+@functools.cache
+def exact_forces(system: str) -> np.ndarray:
+    from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
+
+    given = tensors(system)
+    if len(given["positions"]) <= 4_096:
+        return ewald_summation(**given, accuracy=1e-12, compute_forces=True)[1].numpy()
+    return particle_mesh_ewald(**given, spline_order=8, accuracy=1e-9, compute_forces=True)[1].numpy()
+
+
+def error_of(forces: Any, system: str) -> float:
+    """Root mean square of the error over that of the forces."""
+    exact = exact_forces(system)
+    return float(np.sqrt(((np.asarray(forces) - exact) ** 2).mean() / (exact**2).mean()))
+
+
 # -- contenders: a library and its interpreter ----------------------------------------------------------------
 
 

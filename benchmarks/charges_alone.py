@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from charges import Parameters, neighbors, tensors
-from common import in_new_process, in_turns, seconds
+from common import SEPARATE_PAGES, in_new_process, in_turns, seconds
 
 # -- floors ---------------------------------------------------------------------------------------------------
 
@@ -144,11 +144,9 @@ import sys, torch
 sys.path.insert(0, {folder!r})
 from nvalchemiops._warp import quiet_warp
 quiet_warp()
-import charges
+import charges, common
 from nvalchemiops.torch.interactions import electrostatics as library
 torch.set_num_threads(charges.THREADS)
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 for system in ("512", "{n_atoms}"):
     given = charges.tensors(system)
     p = library.{estimate}(given["positions"], given["cell"], accuracy={accuracy})
@@ -159,13 +157,11 @@ for system in ("512", "{n_atoms}"):
     else:
         options["mesh_dimensions"] = p.mesh_dimensions
     for backward in (False, True):
-        open("/proc/self/clear_refs", "w").write("5")  # forget the old peak
-        before = status("VmRSS")
-        leaves = {{name: t.clone().requires_grad_(backward) for name, t in given.items()}}
-        result = library.{name}(**leaves, **options)
-        grads = torch.autograd.grad(result.sum(), list(leaves.values())) if backward else None
-        extra = status("VmHWM") - before
-        del result, grads, leaves
+        def call():
+            leaves = {{name: t.clone().requires_grad_(backward) for name, t in given.items()}}
+            result = library.{name}(**leaves, **options)
+            return torch.autograd.grad(result.sum(), list(leaves.values())) if backward else result
+        extra = common.peak_of(call)[0]
         if system != "512":
             print(extra)
 print(near["neighbor_list"].shape[1] / {n_atoms})
@@ -180,8 +176,7 @@ def peak_memory(quick: bool) -> None:
         ("particle_mesh_ewald", "estimate_pme_parameters", 32_768 if quick else 262_144, 1e-5),
     ):
         code = MEMORY.format(folder=folder, name=name, estimate=estimate, n_atoms=n_atoms, accuracy=accuracy)
-        # larger buffers get separate pages, so that none hides in memory left behind by an earlier call
-        found = in_new_process(code, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
+        found = in_new_process(code, **SEPARATE_PAGES)
         line = f"{name:>22s}, {n_atoms:,} atoms, accuracy {accuracy:g}, {found[2]:.0f} neighbors: "
         line += ", ".join(
             f"{what} {found[n] / n_atoms:.0f} bytes per atom ({found[n] / 2**20:.0f} MiB)"

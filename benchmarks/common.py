@@ -120,6 +120,26 @@ def in_new_process(code: str, **environment: str) -> list[float]:
     return [float(number) for line in done.stdout.splitlines() for number in line.split() if line[0].isdigit()]
 
 
+SEPARATE_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""For `in_new_process`: larger buffers get pages of their own, and none hides in memory that an earlier call left."""
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process in memory, now or at most."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmHWM" if peak else "VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes of memory at the peak of a call beyond what was there before, and its result."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the old peak
+    before = resident()
+    result = call()
+    return resident(peak=True) - before, result
+
+
 def parser_for(description: str | None, quick: str, *others: str) -> argparse.ArgumentParser:
     """What all benchmarks can be asked for: ``--quick``, ``--csv``, ``--peer``, and interpreters with other libraries.
 

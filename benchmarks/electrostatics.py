@@ -34,7 +34,7 @@ import time
 from typing import Any
 
 import numpy as np
-from charges import THREADS, Parameters, Server, atoms, elsewhere, tensors
+from charges import THREADS, Parameters, Server, atoms, elsewhere, error_of
 from charges_alone import compare_with_broadcast, first_calls, floors, peak_memory
 from common import contenders, parser_for, plot_times, start, versions, write_csv
 
@@ -77,7 +77,6 @@ class Bench:
         if path and os.path.exists(path):
             with open(path) as file:
                 self.kept = json.load(file)
-        self.reference: dict[str, np.ndarray] = {}
         self.rows: list[dict[str, Any]] = []
 
     def keep(self, key: str, value: Any) -> Any:
@@ -97,30 +96,12 @@ class Bench:
     def seconds(self, contender: str, name: str = "trial") -> float:
         return self.sides[contender.removesuffix(" sphere")].ask("time", name)
 
-    def forces(self, system: str) -> np.ndarray:
-        """Of the reference."""
-        from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
-
-        if system not in self.reference:
-            given = tensors(system)
-            if len(given["positions"]) <= 4_096:
-                forces = ewald_summation(**given, accuracy=1e-12, compute_forces=True)[1]
-            else:
-                forces = particle_mesh_ewald(**given, spline_order=8, accuracy=1e-9, compute_forces=True)[1]
-            self.reference[system] = forces.numpy()
-        return self.reference[system]
-
-    def error(self, system: str, forces: np.ndarray) -> float:
-        """Root mean square of the error over that of the forces."""
-        exact = self.forces(system)
-        return float(np.sqrt(((forces - exact) ** 2).mean() / (exact**2).mean()))
-
     def measured(self, contender: str, method: str, system: str, p: Parameters) -> float:
         how = "autograd" if contender == "torch-pme" else "explicit"
         _, forces = self.run(contender, method, "forces", how, system, p)
         if isinstance(forces, str):
             raise RuntimeError(f"{contender}, {method}, {system} atoms, {p}: {forces}")
-        return self.error(system, forces)
+        return error_of(forces, system)
 
     def splitting(self, system: str, cutoff: float) -> float:
         """Alpha at which the pairs beyond the cutoff are missed by their share of the error."""

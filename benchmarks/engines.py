@@ -48,13 +48,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from charges import atoms, neighbors, tensors
+from charges import atoms, error_of, neighbors, tensors
 from common import Peer, contenders, parser_for, start, versions, write_csv
 from electrostatics import MESHES
 from engine_servers import Parameters, Run, Server
 
 from nvalchemiops import AccuracyWarning, __version__
-from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald, ewald_summation, particle_mesh_ewald
+from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald, particle_mesh_ewald
 
 TARGETS = (1e-3, 1e-4, 1e-5)
 START_ERROR, SMALLER = 1e-2, (3e-6, 1e-6)  # what is shown where it is reached
@@ -121,20 +121,6 @@ def elsewhere(python: str, name: str, threads: int) -> Peer:
     ranks = name == "LAMMPS" and threads > 1
     launcher = [os.path.join(os.path.dirname(python), "mpiexec"), "-n", str(threads)] if ranks else []
     return Peer(python, script, f"{ENGINES[name]},{threads}", *launcher)
-
-
-@functools.cache
-def reference(system: str) -> np.ndarray:
-    """Forces."""
-    given = tensors(system)
-    if len(given["positions"]) <= 4_096:
-        return ewald_summation(**given, accuracy=1e-12, compute_forces=True)[1].numpy()
-    return particle_mesh_ewald(**given, spline_order=8, accuracy=1e-9, compute_forces=True)[1].numpy()
-
-
-def error_of(forces: np.ndarray, system: str) -> float:
-    exact = reference(system)
-    return float(np.sqrt(((forces - exact) ** 2).mean() / (exact**2).mean()))
 
 
 def beyond(alpha: float, cutoff: float) -> float:

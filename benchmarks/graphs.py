@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Peer, benchmark, described, in_turns, parser_for, processor_seconds, start, write_csv
+from common import Peer, benchmark, described, in_turns, parser_for, peak_of, processor_seconds, start, write_csv
 
 CUTOFF, NEAREST, DENSITY, TOLERANCE = 6.0, 30, 0.1, 0.01
 ASKED_TIMES, ASKED_MEMORY = 5.0, 0.1
@@ -113,14 +113,7 @@ def fingerprint(graph: Graph, n_atoms: int) -> str:
     return hashlib.sha256(key.sort()[0].numpy().tobytes()).hexdigest()[:16]
 
 
-def resident(peak: bool = False) -> int:
-    """Bytes of this process in memory, now or at most."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("VmHWM" if peak else "VmRSS"))
-    return int(line.split()[1]) * 1024
-
-
-def peak_beyond(call: Callable[[], Graph], huge_pages: bool = False) -> tuple[int, int]:
+def peak_beyond(call: Callable[[], Graph]) -> tuple[int, int]:
     """Largest memory during a call beyond its result, and the size of the result, in bytes.
 
     Huge pages round sizes up to 2 MiB, or not, by what was in the memory before; without them a page has 4 KiB.
@@ -128,14 +121,10 @@ def peak_beyond(call: Callable[[], Graph], huge_pages: bool = False) -> tuple[in
     library = ctypes.CDLL(None)
     call()
     library.malloc_trim(0)  # what the C library keeps for later would hide what a call takes
-    library.prctl(DISABLE_HUGE_PAGES, int(not huge_pages), 0, 0, 0)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = resident()
-    graph = call()
-    beyond = max(0, resident(peak=True) - before - size_of(graph))
+    library.prctl(DISABLE_HUGE_PAGES, 1, 0, 0, 0)
+    peak, graph = peak_of(call)
     library.prctl(DISABLE_HUGE_PAGES, 0, 0, 0, 0)
-    return beyond, size_of(graph)
+    return max(0, peak - size_of(graph)), size_of(graph)
 
 
 def written(size: int) -> float:

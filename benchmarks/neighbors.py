@@ -17,15 +17,25 @@ libraries that run there are compared. Peak memory is read from Linux's /proc.
 import hashlib
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, benchmark, described, in_turns, parser_for, plot_times, seconds, start, write_csv
+from common import (
+    SEPARATE_PAGES,
+    Peer,
+    benchmark,
+    described,
+    in_new_process,
+    in_turns,
+    parser_for,
+    plot_times,
+    seconds,
+    start,
+    write_csv,
+)
 
 CUTOFF, DENSITY, THREADS, MOLECULES = 5.0, 0.1, 2, 512
 BATCH = f"{MOLECULES} molecules"
@@ -185,17 +195,13 @@ def write_rates(device: str, size: int = 2**28) -> dict[str, float]:
 MEMORY = """
 import sys, torch
 sys.path.insert(0, {folder!r})
-import neighbors
+import common, neighbors
 from nvalchemiops.torch.neighbors import neighbor_list
 torch.set_num_threads(neighbors.THREADS)
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 for n_atoms in (1000, {n_atoms}):
     system = {{name: torch.as_tensor(value) for name, value in neighbors.atoms(n_atoms).items()}}
-    open("/proc/self/clear_refs", "w").write("5")  # forget the old peak
-    before = status("VmRSS")
-    results = neighbor_list(cutoff=neighbors.CUTOFF, return_neighbor_list={as_list}, **system)
-    extra = status("VmHWM") - before
+    extra, results = common.peak_of(
+        lambda: neighbor_list(cutoff=neighbors.CUTOFF, return_neighbor_list={as_list}, **system))
 print(extra / sum(t.numel() * t.element_size() for t in results))
 """
 
@@ -203,10 +209,7 @@ print(extra / sum(t.numel() * t.element_size() for t in results))
 def peak_memory(n_atoms: int, as_list: bool) -> float:
     """Resident memory of one call at its peak, beyond what was there, over the size of its results; a new process."""
     code = MEMORY.format(folder=os.path.dirname(os.path.abspath(__file__)), n_atoms=n_atoms, as_list=as_list)
-    # larger buffers get separate pages, so that none hides in memory left behind by an earlier call
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return float(run.stdout.split()[-1])
+    return in_new_process(code, **SEPARATE_PAGES)[-1]
 
 
 def plain_torch(x: torch.Tensor, edge: float) -> int:

@@ -24,7 +24,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, benchmark, described, in_new_process, in_turns, parser_for, seconds, start, write_csv
+from common import (
+    SEPARATE_PAGES,
+    Peer,
+    benchmark,
+    described,
+    in_new_process,
+    in_turns,
+    parser_for,
+    seconds,
+    start,
+    write_csv,
+)
 
 THREADS, ATOMS, QUICK, DENSITY, NEIGHBORS, ALPHA = 2, 100_000, 10_000, 0.1, 60, 0.25
 CUTOFF = (NEIGHBORS / (4.0 / 3.0 * np.pi * DENSITY)) ** (1 / 3)
@@ -282,10 +293,8 @@ print(first, time.perf_counter() - start)
 MEMORY = """
 import sys, torch
 sys.path.insert(0, {folder!r})
-import pair
+import common, pair
 torch.set_num_threads(pair.THREADS)
-def status(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 given = pair.build({n_atoms})
 step = pair.ours(pair.build(500))["lj step"]
 step()
@@ -294,10 +303,8 @@ for reach in (1.0, 1.6):
     given.pairs, given.ptr, given.shifts = neighbor_list(given.x, pair.CUTOFF * reach, given.cell,
         return_neighbor_list=True)
     step = pair.ours(given)["lj step"]
-    open("/proc/self/clear_refs", "w").write("5")
-    before = status("VmRSS")
-    results = step()
-    print((status("VmHWM") - before) / {n_atoms}, given.pairs.shape[1] / {n_atoms})
+    extra, results = common.peak_of(step)
+    print(extra / {n_atoms}, given.pairs.shape[1] / {n_atoms})
 """
 
 
@@ -413,9 +420,7 @@ def main() -> None:
         print(f"   {name}: {both[0]:.1f}, {both[1]:.1f}")
     folder = os.path.dirname(os.path.abspath(__file__))
     n_atoms = QUICK if options.quick else ATOMS
-    found = in_new_process(
-        MEMORY.format(folder=folder, n_atoms=n_atoms), MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"
-    )
+    found = in_new_process(MEMORY.format(folder=folder, n_atoms=n_atoms), **SEPARATE_PAGES)
     print(
         f"extra memory at the peak, bytes per atom: {found[0]:.0f} with {found[1]:.0f} neighbors, {found[2]:.0f} with "
         f"{found[3]:.0f}"
