@@ -101,13 +101,7 @@ class RankCalculator(Calculator):
         self._made_for: tuple[Any, ...] | None = None
         self._known: dict[str, Any] = {}
         self._atoms = ase.Atoms()
-        self._searches = 0
         self._has_ended = False
-
-    @property
-    def searches(self) -> int:
-        """Number of times that atoms were divided and neighbors searched for."""
-        return self._searches
 
     def tell(self, what: dict[str, Any] | str | None) -> Any:
         """Send the message of rank 0 to all ranks: the changed data; at the end its error, or None."""
@@ -182,7 +176,7 @@ class RankCalculator(Calculator):
         pbc = None if cell is None else torch.tensor(atoms.pbc, device=self.device)
         self._domain = domain = Domain(held, cell, pbc, cutoff=max(reaches), skin=self.skin, group=self.group)
         self._made_for = made_for
-        self._searches += 1
+        self._lists.searches += 1  # which has none itself
         return domain, domain.distribute(held)
 
 
