@@ -243,9 +243,7 @@ class DeviceTensor(torch.Tensor):
             found = func(*args, **kwargs)
             if "empty" in func._schema.name:
                 found.zero_()
-        result = tree_map_only(
-            torch.Tensor, lambda t: DeviceTensor(t) if type(t) is torch.Tensor and t.device == HOST else t, found
-        )
+        result = tree_map_only(torch.Tensor, _placed, found)
         _note(str(func), result)
         return result
 
@@ -255,11 +253,14 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor:
     return DeviceTensor(tensor) if type(tensor) is torch.Tensor and tensor.device == HOST else tensor
 
 
-def _note(name: str, result: Any) -> None:
+def _log(name: str, *details: Any) -> None:
     log = _watched.get()
     if log is not None:
-        shapes = ((tuple(t.shape), t.dtype) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor))
-        log.append(Event(name, tuple(shapes)))
+        log.append(Event(name, details))
+
+
+def _note(name: str, result: Any) -> None:
+    _log(name, *((tuple(t.shape), t.dtype) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)))
 
 
 def _ops() -> dict[Any, WarpOp]:
@@ -373,11 +374,7 @@ def _launch(
     check_launch_stream(stream)
     _pretended().note(kernel)
     without_addresses = [a[16:] if isinstance(a, bytes) else a for a in (*inputs, *outputs)]
-    log = _watched.get()
-    if log is not None:
-        log.append(
-            Event(kernel.key, (tuple(dim) if isinstance(dim, (list, tuple)) else dim, lanes, *without_addresses))
-        )
+    _log(kernel.key, tuple(dim) if isinstance(dim, (list, tuple)) else dim, lanes, *without_addresses)
 
 
 def _launch_adjoint(
@@ -387,9 +384,7 @@ def _launch_adjoint(
     assert device is GPU
     check_launch_stream(stream)
     _pretended().note(kernel)
-    log = _watched.get()
-    if log is not None:
-        log.append(Event(f"adjoint of {kernel.key}", (dim,)))
+    _log(f"adjoint of {kernel.key}", dim)
 
 
 _describe_arguments = tensors.describe
