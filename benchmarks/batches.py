@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from common import Peer, benchmark, described, in_turns, parser_for, processor_seconds, start, write_csv
-from dispersion import BOHR, PBE, liquid
+from dispersion import BOHR, PBE, dftd3_of, liquid, tables_for_peer
+from dispersion import CUTOFF as D3_LIST_CUTOFF
 
 MOLECULES, CUTOFF, NEAREST, DAMPED_CUTOFF, D3_CUTOFF, ACCURACY = 64, 6.0, 12, 10.0, 25.0, 1e-4
 ASKED, ASKED_OF_PEER, PEER_MOLECULES = 1.5, 2.5, 256
@@ -179,34 +180,20 @@ class Server:
 
     def dftd3(self, given: dict[str, torch.Tensor]) -> Call:
         import nvalchemiops
-        from nvalchemiops.torch.interactions.dispersion import D3Parameters, dftd3
 
-        ours = nvalchemiops.__version__ != "0.5.0"
-        tables = {name: given[name] for name in ("rcov", "r4r2", "c6ab", "cn_ref")}
-        options: dict[str, Any] = {
-            "d3_params": D3Parameters(**{k: v if ours else v.float() for k, v in tables.items()}),
-            "neighbor_list": given["pairs"],
-            "neighbor_ptr": given["ptr"],
-            "batch_idx": given["batch_idx"],
-            "num_systems": int(given["batch_idx"].max()) + 1,
-        }
-        if ours:
-            options["cutoff"] = 50.0
-        return lambda: dftd3(given["positions"], given["numbers"].int(), **PBE, **options)
+        return dftd3_of(given, given, nvalchemiops.__version__ != "0.5.0")
 
 
 def beside(peer: Peer, rounds: int, count: int = PEER_MOLECULES, n_carbons: int | None = None) -> float:
     """Times faster than 0.5.0, for D3 of a batch."""
-    from nvalchemiops.torch.interactions.dispersion import D3Parameters
-
     atoms = molecules(count, False, n_carbons)
     atoms = atoms._replace(positions=atoms.positions / BOHR)
-    pairs, ptr = listed(atoms, 50.0)
-    loaded, n = D3Parameters.load(), 55  # elements, and five references of each, as the peer takes them
-    c6ab = loaded.c6ab[:n, :n, :5, :5]
-    cn_ref = loaded.cn_ref[:n, None, :5, None].expand(*c6ab.shape)
-    given = {"rcov": loaded.rcov[:n], "r4r2": loaded.r4r2[:n], "c6ab": c6ab, "cn_ref": cn_ref}
-    arrays = given | {"positions": atoms.positions, "numbers": atoms.numbers, "batch_idx": atoms.batch_idx}
+    pairs, ptr = listed(atoms, D3_LIST_CUTOFF)
+    arrays = tables_for_peer(55) | {
+        "positions": atoms.positions,
+        "numbers": atoms.numbers,
+        "batch_idx": atoms.batch_idx,
+    }
     arrays |= {"pairs": pairs, "ptr": ptr}
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/batch.npz"

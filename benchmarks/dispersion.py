@@ -17,7 +17,7 @@ Run: ``python benchmarks/dispersion.py [--quick] [--csv FILE]``.
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -78,6 +78,37 @@ def with_neighbors(given: Arrays, cutoff: float) -> Arrays:
     return given | found | ({"shifts": shifts[0].numpy()} if shifts else {})
 
 
+def tables_for_peer(n_numbers: int = 95) -> dict[str, torch.Tensor]:
+    """Reference data of so many elements, with five references of each, as 0.5.0 takes them."""
+    from nvalchemiops.torch.interactions.dispersion import D3Parameters
+
+    kept, n = D3Parameters.load(), n_numbers
+    c6ab = kept.c6ab[:n, :n, :5, :5]
+    cn_ref = kept.cn_ref[:n, None, :5, None].expand(*c6ab.shape)
+    return {"rcov": kept.rcov[:n], "r4r2": kept.r4r2[:n], "c6ab": c6ab, "cn_ref": cn_ref}
+
+
+def dftd3_of(given: Arrays, tables: Mapping[str, Any], ours: bool) -> Callable[[], Any]:
+    """The call that this library and its peer share."""
+    from nvalchemiops.torch.interactions.dispersion import D3Parameters, dftd3
+
+    parameters = {name: torch.as_tensor(tables[name]) for name in ("rcov", "r4r2", "c6ab", "cn_ref")}
+    options = {
+        "d3_params": D3Parameters(**{k: v if ours else v.float() for k, v in parameters.items()}),
+        "neighbor_list": given["pairs"],
+        "neighbor_ptr": given["ptr"],
+        "unit_shifts": given.get("shifts"),
+        "cell": given.get("cell"),
+        "compute_virial": "cell" in given,
+    }
+    if "batch_idx" in given:
+        options |= {"batch_idx": given["batch_idx"].int(), "num_systems": int(given["batch_idx"].max()) + 1}
+    if ours:
+        options["cutoff"] = CUTOFF
+    numbers, positions = given["numbers"].int(), given["positions"]
+    return lambda: dftd3(positions, numbers, **PBE, **options)
+
+
 # -- who computes it ------------------------------------------------------------------------------------------
 
 
@@ -100,7 +131,11 @@ class Server:
             case ["prepare", folder]:
                 files = {name: os.path.join(folder, f"{name}.npy") for name in NAMES}
                 given = {name: torch.as_tensor(np.load(file)) for name, file in files.items() if os.path.exists(file)}
-                self.call = self.dftd(given, folder) if self.library == "torch-dftd" else self.dftd3(given, folder)
+                if self.library == "torch-dftd":
+                    self.call = self.dftd(given)
+                else:
+                    tables = np.load(os.path.join(folder, "parameters.npz"))
+                    self.call = dftd3_of(given, tables, self.library == "ours")
                 energy, forces = self.call()[:2]
                 file = os.path.join(folder, f"{self.library}.npz")
                 np.savez(file, energy=energy.double().numpy(), forces=forces.double().numpy())
@@ -111,29 +146,7 @@ class Server:
             case ["forget"]:
                 self.call = None
 
-    def dftd3(self, given: Arrays, folder: str) -> Callable[[], Any]:
-        """The call that this library and its peer share."""
-        from nvalchemiops.torch.interactions.dispersion import D3Parameters, dftd3
-
-        table = np.load(os.path.join(folder, "parameters.npz"))
-        parameters = {name: torch.as_tensor(table[name]) for name in ("rcov", "r4r2", "c6ab", "cn_ref")}
-        own = self.library == "ours"
-        options = {
-            "d3_params": D3Parameters(**{k: v if own else v.float() for k, v in parameters.items()}),
-            "neighbor_list": given["pairs"],
-            "neighbor_ptr": given["ptr"],
-            "unit_shifts": given.get("shifts"),
-            "cell": given.get("cell"),
-            "compute_virial": "cell" in given,
-        }
-        if "batch_idx" in given:
-            options |= {"batch_idx": given["batch_idx"].int(), "num_systems": int(given["batch_idx"].max()) + 1}
-        if own:
-            options["cutoff"] = CUTOFF
-        numbers, positions = given["numbers"].int(), given["positions"]
-        return lambda: dftd3(positions, numbers, **PBE, **options)
-
-    def dftd(self, given: Arrays, folder: str) -> Callable[[], Any]:
+    def dftd(self, given: Arrays) -> Callable[[], Any]:
         from torch_dftd.nn.dftd3_module import DFTD3Module
 
         module = DFTD3Module(
@@ -171,25 +184,17 @@ class Server:
 
 def measure(title: str, given: Arrays, sides: dict[str, Any], rounds: int, farther: bool) -> list[dict[str, Any]]:
     """All contenders with one system."""
-    from nvalchemiops.torch.interactions.dispersion import D3Parameters
-
     systems = {"": with_neighbors(given, CUTOFF)}
     if farther:
         systems[", list of 60"] = with_neighbors(given, 60.0)
     n_pairs = systems[""]["pairs"].shape[1]
     print(f"\n{title}: {len(given['numbers']):,} atoms, {n_pairs:,} pairs", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        parameters = D3Parameters.load()
-        table = {"rcov": parameters.rcov, "r4r2": parameters.r4r2, "c6ab": parameters.c6ab[..., :5, :5]}
-        table["cn_ref"] = parameters.cn_ref[:, None, :5, None].expand(*table["c6ab"].shape)
         asked: dict[str, Any] = {}
         for note, system in systems.items():
             place = os.path.join(folder, f"system{note.strip(', ')}")
             os.mkdir(place)
-            np.savez(
-                os.path.join(place, "parameters.npz"),
-                **{k: v[:95].numpy() if k in ("rcov", "r4r2") else v[:95, :95].numpy() for k, v in table.items()},
-            )
+            np.savez(os.path.join(place, "parameters.npz"), **tables_for_peer())
             for name in NAMES:
                 if name in system:
                     np.save(os.path.join(place, f"{name}.npy"), system[name])

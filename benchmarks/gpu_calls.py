@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from charges import atoms as ions
+from dispersion import tables_for_peer
 from gpu_worker import Call, Gpu, Row
 
 from nvalchemiops.torch.interactions import electrostatics
@@ -178,16 +179,6 @@ def d3(gpu: Gpu, tiny: bool, side: str, size: str, dtype: torch.dtype, what: str
 
     pairs = near["neighbor_list"].shape[1]
     return Work(call, 3 * bytes_of(near), 2 * FLOPS_OF_A_PAIR * pairs, lambda r: r[1], f"{pairs} pairs")
-
-
-def write_d3_table(path: str) -> None:
-    """By our package, which has the data; 0.5.0 has none."""
-    from nvalchemiops.torch.interactions.dispersion import D3Parameters
-
-    kept = D3Parameters.load()
-    c6 = kept.c6ab[:95, :95, :5, :5]
-    references = kept.cn_ref[:, None, :5, None].expand(*kept.c6ab[..., :5, :5].shape)[:95, :95]
-    np.savez(path, rcov=kept.rcov[:95], r4r2=kept.r4r2[:95], c6ab=c6, cn_ref=references)
 
 
 # -- Ewald sums ---------------------------------------------------------------------------------------------
@@ -385,7 +376,7 @@ def answer(gpu: Gpu, tiny: bool, work: list[Any]) -> Iterator[Row]:
         case ["known", "cases"]:
             yield from ({"known": case} for case in cases(tiny))
         case ["d3 table", path]:
-            write_d3_table(path)
+            np.savez(path, **tables_for_peer())  # by our package, which has the data; 0.5.0 has none
         case ["warm", side, case]:
             warm(gpu, side, case)
             yield {"name": " ".join(case)}
