@@ -63,26 +63,18 @@ def main() -> None:
         floor = milliseconds(lambda: b.copy_(a))
         print(f"{threads:<10d}{sums:9.2f} ms{whole / sums:15.2f}x{copied:9.2f} ms{copied / floor:17.2f}x")
     print(f"\nplain wp.launch of the row sums, one thread: {whole:.2f} ms")
-    torch.set_num_threads(2)
     for rows in (256, 511, 512, 1024, 4096):
         few, out = x[:rows, :8].contiguous(), y[:rows]
-        cost = (
-            1e3
-            * milliseconds(
-                lambda few=few, out=out, rows=rows: [launch(row_sums, rows, [few], [out]) for _ in range(100)]
-            )
-            / 100
-        )
-        torch.set_num_threads(1)
-        single = (
-            1e3
-            * milliseconds(
-                lambda few=few, out=out, rows=rows: [launch(row_sums, rows, [few], [out]) for _ in range(100)]
-            )
-            / 100
-        )
-        torch.set_num_threads(2)
-        print(f"{rows:6d} rows of 8: {single:7.1f} us on 1 thread, {cost:7.1f} us on 2")
+
+        def hundred(few: torch.Tensor = few, out: torch.Tensor = out, rows: int = rows) -> None:
+            for _ in range(100):
+                launch(row_sums, rows, [few], [out])
+
+        each = []
+        for threads in (2, 1):
+            torch.set_num_threads(threads)
+            each.append(1e3 * milliseconds(hundred) / 100)
+        print(f"{rows:6d} rows of 8: {each[1]:7.1f} us on 1 thread, {each[0]:7.1f} us on 2")
 
 
 if __name__ == "__main__":
