@@ -36,6 +36,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -191,15 +192,23 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
     groups = {size: dist.new_group(range(size)) for size in range(1, count + 1)}
     by_itself = [dist.new_group([other]) for other in range(count)][rank]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    times: dict[tuple[str, int], list[float]] = {}
-    others: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-    apart: dict[tuple[str, int], list[float]] = {}
-    alone: dict[tuple[str, int], list[float]] = {}
-    transport: dict[tuple[str, int], list[float]] = {}
-    work_of_transport: dict[tuple[str, int], list[float]] = {}
-    work: dict[tuple[str, int], list[float]] = {}
-    work_apart: dict[tuple[str, int], list[float]] = {}
+    # of all rounds, by what runs, the name of the call and the number of ranks
+    times: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # seconds of the slowest rank
+    work: dict[tuple[str, str, int], list[float]] = defaultdict(list)  # processor time of all ranks
+    sent_by: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
     memory, told = {}, []
+
+    def measure(what: str, name: str, size: int, call: Callable[[], Any]) -> None:
+        dist.barrier(group=groups[size])
+        traffic.messages, traffic.bytes, traffic.seconds = 0, 0, 0.0
+        seconds, busy = spent(call)
+        if what == "whole":
+            told_of_call = (traffic.bytes * size / n_atoms, traffic.messages, traffic.seconds / seconds)
+            sent_by[name, size].append(told_of_call)
+        traffic.sent.clear()
+        work[what, name, size].append(total(busy, groups[size]))
+        times[what, name, size].append(slowest(seconds, groups[size]))
+
     # the largest group first: the memory of a rank is that of its largest part so far
     made, shares, sent = {}, {}, {}
     for size in reversed(groups):
@@ -220,46 +229,35 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
     for _ in range(ROUNDS):
         for size in groups:
             for name in made[size] if rank < size else ():
-                dist.barrier(group=groups[size])
-                traffic.messages, traffic.bytes, traffic.seconds = 0, 0, 0.0
-                seconds, busy = spent(made[size][name])
-                traffic.sent.clear()
-                told_of_call = (traffic.bytes * size / n_atoms, traffic.messages, traffic.seconds / seconds)
-                work.setdefault((name, size), []).append(total(busy, groups[size]))
-                times.setdefault((name, size), []).append(slowest(seconds, groups[size]))
-                others.setdefault((name, size), []).append(told_of_call)
+                measure("whole", name, size, made[size][name])
                 if size == 1:
                     continue
-                dist.barrier(group=groups[size])
-                seconds, busy = spent(sent[size][name])
-                work_of_transport.setdefault((name, size), []).append(total(busy, groups[size]))
-                transport.setdefault((name, size), []).append(slowest(seconds, groups[size]))
-                dist.barrier(group=groups[size])
-                seconds, busy = spent(shares[size][name])
-                work_apart.setdefault((name, size), []).append(total(busy, groups[size]))
-                apart.setdefault((name, size), []).append(slowest(seconds, groups[size]))
+                measure("transport", name, size, sent[size][name])
+                measure("apart", name, size, shares[size][name])
                 if rank == 0:
-                    alone.setdefault((name, size), []).append(spent(shares[size][name])[0])
+                    times["alone", name, size].append(spent(shares[size][name])[0])
             dist.barrier()
     if rank == 0:
         rows = []
-        for (name, size), measured in times.items():
-            n_bytes, messages, waits = (statistics.median(column) for column in zip(*others[name, size]))
-            one, seconds = statistics.median(times[name, 1]), statistics.median(measured)
+        median = {key: statistics.median(measured) for key, measured in times.items()}
+        least = {key: min(measured) for key, measured in work.items()}
+        for (name, size), told_of_calls in sent_by.items():
+            n_bytes, messages, waits = (statistics.median(column) for column in zip(*told_of_calls))
+            one, seconds = median["whole", name, 1], median["whole", name, size]
             rows.append(
                 {"call": name, "ranks": size, "seconds": seconds, "times as fast": one / seconds,
                  "bytes per atom": n_bytes, "messages": messages, "communication": waits, "memory": memory[size],
-                 "work": min(work[name, size]) / min(work[name, 1])}
+                 "work": least["whole", name, size] / least["whole", name, 1]}
             )  # fmt: skip
             bounds = {"apart": 1.0, "alone": 1.0, "work apart": 1.0, "transport": 0.0, "ceiling": 1.0}
             if size > 1:
-                of_messages, by_itself_apart = statistics.median(transport[name, size]), min(work_apart[name, size])
-                added = (min(work[name, size]) - min(work_of_transport[name, size])) / by_itself_apart
-                seconds_apart = statistics.median(apart[name, size])
+                of_messages, by_itself_apart = median["transport", name, size], least["apart", name, size]
+                added = (least["whole", name, size] - least["transport", name, size]) / by_itself_apart
+                seconds_apart = median["apart", name, size]
                 bounds = {
                     "apart": one / seconds_apart,
-                    "alone": one / statistics.median(alone[name, size]),
-                    "work apart": by_itself_apart / min(work[name, 1]),
+                    "alone": one / median["alone", name, size],
+                    "work apart": by_itself_apart / least["whole", name, 1],
                     "transport": of_messages,
                     "ceiling": one / (seconds_apart * added + of_messages),
                 }
