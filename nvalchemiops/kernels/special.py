@@ -222,16 +222,16 @@ for _name in _BY_LIBRARY:
 
 
 _SCALAR_TYPES = """
-    typedef {real} one;
+    typedef real one;
     typedef one lanes;
     typedef bool condition;
-    const auto sqrt_one = [](one x) {{ return ::sqrt(x); }};
-    const auto exp_one = [](one x) {{ return ::exp(x); }};
-    const auto pow_one = [](one x, one y) {{ return ::pow(x, y); }};
-    const auto erfc_from_one = [](one x, one exponential) {{
+    const auto sqrt_one = [](one x) { return ::sqrt(x); };
+    const auto exp_one = [](one x) { return ::exp(x); };
+    const auto pow_one = [](one x, one y) { return ::pow(x, y); };
+    const auto erfc_from_one = [](one x, one exponential) {
         return x < one(0) ? one(2) - ::erfcx(-x) * exponential : ::erfcx(x) * exponential;
-    }};
-    const auto erf_from_one = [](one x, one) {{ return ::erf(x); }};
+    };
+    const auto erf_from_one = [](one x, one) { return ::erf(x); };
     const auto sqrt_lanes = sqrt_one;
     const auto exp_lanes = exp_one;
     const auto pow_lanes = pow_one;
@@ -261,10 +261,10 @@ def vector_functions(names: Iterable[str], precision: str) -> str:
     return filled(_VECTOR_TYPES + "".join(_VECTOR[name] for name in wanted), **constants._asdict() | values)
 
 
-def scalar_functions(names: Iterable[str], real: str) -> str:
-    """The same as `vector_functions` for single numbers of the C type ``real`` on a GPU."""
+def scalar_functions(names: Iterable[str]) -> str:
+    """The same as `vector_functions` for single numbers of the C type ``real`` on a GPU, which the caller defines."""
     names = list(names)
-    text = _SCALAR_TYPES.format(real=real)
+    text = _SCALAR_TYPES
     if "lower_gamma" in names:
         text += f"{_LOWER_GAMMA}    const auto lower_gamma_lanes = lower_gamma_one;\n"
     for name in names:

@@ -538,12 +538,12 @@ def batch_mesh_cutoff(
 
 
 @functools.lru_cache(maxsize=MOST_REMEMBERED)
-def mesh_size(length: float, spacing: float, order: int, padding: float) -> int:
-    """Number of points along an axis: at least ``length / spacing``, a product of 2, 3, 5 and 7 that FFTs prefer.
+def mesh_size(points: float, order: int, padding: float) -> int:
+    """Number of points along an axis: at least this many, a product of 2, 3, 5 and 7 that FFTs prefer.
 
     Among the sizes that are larger by up to the fraction ``padding``, the one with the fewest operations.
     """
-    least = max(order, int(np.ceil(length / spacing * (1.0 - 1e-9))))
+    least = max(order, int(np.ceil(points * (1.0 - 1e-9))))
     size = least
     while not _has_small_factors(size):
         size += 1

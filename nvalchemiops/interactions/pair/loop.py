@@ -311,9 +311,9 @@ NO_TABLES: dict[str, list[str]] = {
 """Placeholders for the lines that tables of parameters need."""
 
 
-def vector(name: str, values: Sequence[str], kind: str = "one") -> str:
+def vector(name: str, values: Sequence[str]) -> str:
     """The declaration of an array with these values."""
-    return f"const {kind} {name}[{len(values)}] = {{{', '.join(f'{kind}({value})' for value in values)}}};"
+    return f"const one {name}[{len(values)}] = {{{', '.join(f'one({value})' for value in values)}}};"
 
 
 def body(
@@ -386,7 +386,7 @@ def body(
         "fill": loop_in_vectors.stored(form, "[m + rest]", "1.0", "0"),
         "data": [*(f"const lanes {name} = load(block.{place});" for name, place in stored), *data],
         "data_gpu": [*(f"const one {name} = it.{place};" for name, place in stored), *data],
-        "scalar_functions": textwrap.dedent(scalar_functions(functions, "real")).strip().splitlines(),
+        "scalar_functions": textwrap.dedent(scalar_functions(functions)).strip().splitlines(),
         "vector_functions": textwrap.dedent(vector_functions(functions, arithmetic)).strip().splitlines(),
     }
     return "\n".join(filled_lines(SKELETON, lines, numbers)) + "\n"

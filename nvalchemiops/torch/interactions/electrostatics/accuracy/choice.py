@@ -577,7 +577,7 @@ def mesh_of(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int
             f"`cell` would need a mesh of {np.prod(most):.1e} points: ask for a lower `accuracy`, a coarser "
             "`mesh_spacing` or a smaller `alpha`; or, if its vectors are skewed, give shorter ones of the same lattice"
         )
-    x, y, z = (core.mesh_size(float(n), 1.0, order, padding) for n in most)
+    x, y, z = (core.mesh_size(float(n), order, padding) for n in most)
     return check_mesh((x, y, z))
 
 

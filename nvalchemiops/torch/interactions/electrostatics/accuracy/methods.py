@@ -102,7 +102,7 @@ def _by_mesh(sizes: Sizes, accuracy: float, costs: core.Costs, reach: float | No
     of_derivatives = target._replace(force=target.force / sizes.skewness)
     h = core.mesh_spacing(alpha, spacing, of_derivatives, order).clip(core.FINEST / alpha, None)
     least = (sizes.lengths / h[:, None]).max(0)
-    x, y, z = (core.mesh_size(float(n), 1.0, order, 0.25) for n in least)
+    x, y, z = (core.mesh_size(float(n), order, 0.25) for n in least)
     times = {
         "pairs": 1e-9 * costs.pair * _pairs(sizes, cutoff),
         "mesh": 1e-9 * costs.mesh * len(n_atoms) * x * y * z,
