@@ -122,6 +122,16 @@ def batched(g: Given) -> dict[str, Any]:
     return {**g.near, "batch_idx": g.idx}
 
 
+def dsf(g: Given) -> Any:
+    return DSF(g.x, g.cell, q=g.q, alpha=0.25, **batched(g), **FORCES)
+
+
+def pme(order: int, mesh: tuple[int, int, int] = MESH) -> Callable[[Given], Any]:
+    return lambda g: electrostatics.particle_mesh_ewald(
+        g.x, g.q, g.cell, ALPHA, mesh_dimensions=mesh, spline_order=order, **batched(g), **EVERYTHING
+    )
+
+
 def tables(g: Given) -> Any:
     axis = torch.arange(1.0, 3.0, dtype=g.x.dtype, device=g.x.device)  # made there: a copy from the host would wait
     table = axis[:, None] * axis / 2.0
@@ -197,8 +207,8 @@ OPERATORS = {
     "Lennard-Jones": Operator(
         lambda g: LENNARD_JONES(g.x, g.cell, sigma=1.7, epsilon=g.q.abs(), **batched(g), **FORCES)
     ),
-    "DSF": Operator(lambda g: DSF(g.x, g.cell, q=g.q, alpha=0.25, **batched(g), **FORCES)),
-    "DSF, many": Operator(lambda g: DSF(g.x, g.cell, q=g.q, alpha=0.25, **batched(g), **FORCES), 1, False, ("many",)),
+    "DSF": Operator(dsf),
+    "DSF, many": Operator(dsf, 1, False, ("many",)),
     "tables, switched": Operator(tables),
     "Coulomb": Operator(
         lambda g: electrostatics.coulomb_energy_forces(g.x, g.q, g.cell, CUTOFF, ALPHA, **batched(g)), 1
@@ -212,24 +222,9 @@ OPERATORS = {
             g.x, g.q, g.cell, ALPHA, miller_bounds=(4, 3, 4), **batched(g), **EVERYTHING
         )
     ),
-    "PME": Operator(
-        lambda g: electrostatics.particle_mesh_ewald(
-            g.x, g.q, g.cell, ALPHA, mesh_dimensions=MESH, spline_order=6, **batched(g), **EVERYTHING
-        )
-    ),
-    "PME, order 5": Operator(
-        lambda g: electrostatics.particle_mesh_ewald(
-            g.x, g.q, g.cell, ALPHA, mesh_dimensions=MESH, spline_order=5, **batched(g), **EVERYTHING
-        )
-    ),
-    "PME, many": Operator(
-        lambda g: electrostatics.particle_mesh_ewald(
-            g.x, g.q, g.cell, ALPHA, mesh_dimensions=(48, 45, 50), spline_order=6, **batched(g), **EVERYTHING
-        ),
-        1,
-        False,
-        ("many",),
-    ),
+    "PME": Operator(pme(6)),
+    "PME, order 5": Operator(pme(5)),
+    "PME, many": Operator(pme(6, (48, 45, 50)), 1, False, ("many",)),
     "PME, nothing given": Operator(automatic, 0, True, accuracy=1e-6),
     "slab": Operator(
         lambda g: electrostatics.compute_slab_correction(
