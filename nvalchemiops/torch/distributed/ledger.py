@@ -113,7 +113,6 @@ class Ledger:
             # calls; wrong ones; `BEYOND` less the first of these, or zero; the largest displacement in halves of the
             # skin, by its bits; the checksum
             self._state = torch.zeros(5, dtype=torch.int64, device=device)
-        self._sums: list[torch.Tensor] = []
         self._host_sum = 0
         self._calls: collections.deque[_Call] = collections.deque(maxlen=RECENT)
         self._n_calls = 0
