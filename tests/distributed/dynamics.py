@@ -27,6 +27,7 @@ from nvalchemiops.torch.dynamics import (
     Integrator,
     Model,
     Simulation,
+    State,
     SumOfTerms,
     csvr,
     kinetic_energy,
@@ -41,6 +42,7 @@ from nvalchemiops.torch.dynamics import (
     simulate,
     stochastic_cell,
 )
+from nvalchemiops.torch.dynamics.simulate import Hook
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 from nvalchemiops.torch.interactions.pair import PairPotential, buckingham
@@ -76,12 +78,18 @@ class Held:
         return self.domain.distribute(values[self.mine])
 
     def run(
-        self, model: Model, integrator: Integrator, steps: int = 30, record: Sequence[str] = ALL, **options: Any
+        self,
+        model: Model,
+        integrator: Integrator,
+        steps: int = 30,
+        record: Sequence[str] = ALL,
+        hooks: Sequence[Hook] = (),
+        **options: Any,
     ) -> tuple[Simulation, list[Domain]]:
         """A run on ranks, which must be that of one process, and its domains."""
         per_atom = {name: options.pop(name) for name in ("masses", "velocities") if name in options}
         given = {"record": record, **options}
-        expected = simulate(self.whole, model, integrator, steps, **per_atom, **given)
+        expected = simulate(self.whole, model, integrator, steps, hooks=hooks, **per_atom, **given)
         domains = [self.domain]
 
         def note(state: Any) -> None:
@@ -89,7 +97,7 @@ class Held:
                 domains.append(state.system.domain)
 
         own = {name: self.of(value) for name, value in per_atom.items()}
-        found = simulate(self.own, model, integrator, steps, hooks=[note], **own, **given)
+        found = simulate(self.own, model, integrator, steps, hooks=[note, *hooks], **own, **given)
         state, domain = found.state, found.state.system.domain
         held, there = domain.gather(state.system), expected.state
         assert held.domain is None
@@ -215,6 +223,13 @@ def molecules_that_borders_cut_stay_rigid(group: Any) -> None:
         positions=x.flip(0) @ torch.eye(3, dtype=F64).flip(0), cell=cell @ torch.eye(3, dtype=F64).flip(0)
     )
     pairs_of_both = torch.cat([pairs, 161 - pairs])
+
+    def push(state: State) -> State | None:
+        """On the rank that owns the first atom alone."""
+        domain, v = state.system.domain, state.velocities
+        owned = (torch.arange(len(v)) if domain is None else domain.global_index).unsqueeze(1)
+        return state._replace(velocities=torch.where(owned == 0, 1.1 * v, v)) if (owned == 0).any() else None
+
     for integrator, lengths, whole in (
         (nve(dt), None, one),
         (langevin(dt, kt), 0.9, one),
@@ -228,6 +243,7 @@ def molecules_that_borders_cut_stay_rigid(group: Any) -> None:
         options: Any = {"masses": of_atoms[1], "seed": 1, "record": ALL if lengths else (*ALL, "pressure")}
         options |= {} if lengths else {"velocities": start}
         which = pairs[:54] if lengths else pairs_of_both if is_batch else pairs
+        options["hooks"] = [] if lengths else [push]
         constrained = integrator.constrained(Constraints(which, lengths))
         found, domains = held.run(SumOfTerms(partial(potential, q=of_atoms[0])), constrained, 15, **options)
         assert len(domains) > 1

@@ -193,6 +193,26 @@ def test_a_run_goes_on_with_the_forces_of_a_system_that_a_hook_has_changed(optio
     assert torch.equal(found.state.velocities, state.velocities)
 
 
+def test_pressures_of_rigid_bonds_are_those_of_velocities_that_a_hook_has_changed():
+    """Also if the hook has called the model by itself; a hook that looks on changes no bit."""
+    integrator = nve(0.1).constrained(Constraints([[0, 1], [2, 3]]))
+    model, options = wells(), ONE | {"velocities": torch.rand(4, 3, dtype=float64)}
+    states, found = [], []
+    hooks = (
+        lambda state: states.append(state),
+        lambda state: state._replace(velocities=1.5 * state.velocities),
+        lambda state: integrator.evaluated(state.at(state.system.positions + 0.1), model),
+    )
+    for hook in hooks:
+        run_ = simulate(GAS, model, integrator, 1, hooks=hook, record=("pressure", "pressure_tensor"), **options)
+        found.append(run_.records)
+    assert torch.equal(found[0]["pressure"][1], states[0].pressures)
+    for records, hook in zip(found[1:], hooks[1:]):
+        fresh = integrator.resume(hook(states[0]), model)
+        assert torch.equal(records["pressure"][1], fresh.pressures)
+        assert torch.equal(records["pressure_tensor"][1], fresh.pressure_tensors)
+
+
 @pytest.mark.parametrize("options", ({}, {"checkpoint_every": 2}))
 def test_hooks_alone_and_of_an_iterator_are_called_after_each_step(options):
     def calls(form):

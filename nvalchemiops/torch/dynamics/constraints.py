@@ -35,6 +35,9 @@ TOLERANCE = 1e-12
 PREFIX = "constraint "
 """Names in ``State.extra`` of what belongs to constraints."""
 
+STRESS = f"{PREFIX}stress"
+"""Name in ``State.extra`` of the stress of constraint forces, which `State.pressures` contain."""
+
 DEPENDENT = 1e-9
 """Smallest eigenvalue of the scaled matrix of a cluster, below which its constraints are not independent."""
 
@@ -413,6 +416,12 @@ class Constraints:
         systems = extra.get("constraint systems") if self._exchange is None else self._systems
         sums = state.division._replace(batch_idx=systems).sums(products)
         return -sums / state.volumes.reshape(-1, 1, 1)
+
+    def with_stress(self, state: State) -> State:
+        """The state with `stress` beside that of its model, if there is one."""
+        if state.evaluation.stress is None:
+            return state
+        return state._replace(extra={**state.extra, STRESS: self.of(state.system.domain).stress(state)})
 
     def _parts(self) -> Sequence[tuple[slice, int]]:
         """The slice of pairs and the number of pairs of a cluster, for each group of clusters of equal size."""

@@ -300,10 +300,7 @@ class Integrator:
 
     def _pulled(self, state: State) -> State:
         """The state with the stress of constraint forces, if there is a stress."""
-        if self.constraints is None or state.evaluation.stress is None:
-            return state
-        stress = self.constraints.of(state.system.domain).stress(state)
-        return state._replace(extra={**state.extra, f"{PREFIX}stress": stress})
+        return state if self.constraints is None else self.constraints.with_stress(state)
 
     def _removed(self, masses: torch.Tensor, velocities: torch.Tensor, division: Division) -> Number:
         """3 for systems whose centre of mass is at rest and stays there, 0 for others."""

@@ -15,7 +15,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import keeps_graph
 from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.dynamics.checkpoints import Parameters, run_segment, tensors_of
-from nvalchemiops.torch.dynamics.constraints import Constraints
+from nvalchemiops.torch.dynamics.constraints import STRESS, Constraints
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_model
@@ -271,14 +271,24 @@ def _tracked(start: System | State) -> System | State:
 
 
 def _hooked(hook: Hook, integrator: Integrator, model: Model, state: State) -> State | None:
-    """What the hook returns; if it has changed the system alone, the model is called for the new one."""
-    found = hook(state)
-    if not isinstance(found, State) or found.evaluation is not state.evaluation or found.system.domain is not None:
+    """What the hook returns; if it has changed the system alone, the model is called for the new one.
+
+    Constraint forces depend on velocities, too, so their stress is computed again where anything has changed.
+    """
+    found, domain = hook(state), state.system.domain
+    new: Any = found if isinstance(found, State) else state
+    same_evaluation = new.evaluation is state.evaluation
+    if same_evaluation and new.system.domain is None and any(a is not b for a, b in zip(new.system, state.system)):
+        begin: Any = _tracked(new) if torch.is_grad_enabled() else new
+        return integrator.resume(begin, model)
+    rigid = integrator.constraints
+    if rigid is None or STRESS not in state.extra:
         return found
-    if all(new is old for new, old in zip(found.system, state.system)):
-        return found
-    begin: Any = _tracked(found) if torch.is_grad_enabled() else found
-    return integrator.resume(begin, model)
+    stale = new.extra.get(STRESS) is state.extra[STRESS]
+    stale = stale and not (same_evaluation and new.velocities is state.velocities)
+    if domain is not None:  # a hook may have changed the atoms of one rank alone
+        stale = bool(domain._maximum(torch.tensor(float(stale), device=domain.device)))
+    return rigid.with_stress(new) if stale else found
 
 
 def _after_hook(returned: Any, state: State) -> State:
