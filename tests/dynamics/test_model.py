@@ -11,7 +11,13 @@ from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM, HARTRE
 from nvalchemiops.notices import NvalchemiopsWarning
 from nvalchemiops.torch.dynamics import Evaluation, FromEnergies, SumOfTerms, nve, relax, simulate
 from nvalchemiops.torch.interactions.dispersion import DFTD3
-from nvalchemiops.torch.interactions.electrostatics import Electrostatics, ParticleMeshEwald, ewald_summation
+from nvalchemiops.torch.interactions.electrostatics import (
+    Electrostatics,
+    EwaldSummation,
+    ParticleMeshEwald,
+    ewald_summation,
+    power_law,
+)
 from nvalchemiops.torch.interactions.pair import PairPotential, born_mayer_huggins, coulomb, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine
@@ -53,6 +59,26 @@ def test_a_sum_of_terms_has_their_energies_forces_and_stress_in_its_units():
     assert (found.forces - expected.forces).abs().max() < 1e-5
     assert (found.stress - expected.stress).abs().max() < 1e-6
     assert torch.equal(found.stress, found.stress.mT)
+
+
+@pytest.mark.parametrize("exponent", (1, 6))
+def test_lattice_sums_take_sources_bound_to_them_and_coulomb_sums_alone_are_in_coulomb_units(exponent):
+    """Of a batch with charges of its own, which another sum takes."""
+    system = ions()
+    n = len(system.positions)
+    roots, dipoles = torch.linspace(0.5, 2.0, n, dtype=float64), torch.linspace(-0.2, 0.2, 3 * n, dtype=float64)
+    sources = {"charges": roots} | ({"dipoles": dipoles.reshape(n, 3)} if exponent == 1 else {})
+    powers = EwaldSummation(0.7, 7.0, 6.0, potential=power_law(exponent))
+    charges = ParticleMeshEwald(accuracy=1e-5, cutoff=6.0)
+    found = SumOfTerms(partial(powers, **sources), charges, skin=0.0)(system)
+    options = {"compute_forces": True, "compute_virial": True, "energy_reduction": "system"}
+    expected = powers(system._replace(**sources), system.neighbors(6.0), **options)
+    unit, coulomb_ = COULOMB_EV_ANGSTROM if exponent == 1 else 1.0, SumOfTerms(charges, skin=0.0)(system)
+    torch.testing.assert_close(found.energies, unit * expected.energies + coulomb_.energies)
+    torch.testing.assert_close(found.forces, unit * expected.forces + coulomb_.forces)
+    virial = 0.5 * (expected.virial + expected.virial.mT)  # dipoles do not turn with a strain
+    stress = -unit * virial / system.volume[:, None, None] + coulomb_.stress
+    torch.testing.assert_close(found.stress, stress, rtol=1e-6, atol=1e-9)
 
 
 def test_a_term_without_a_cutoff_sums_all_pairs_beside_a_list():

@@ -17,7 +17,7 @@ from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
 from nvalchemiops.torch.interactions.electrostatics.automatic import fastest_cutoff
-from nvalchemiops.torch.interactions.electrostatics.modules import ConfiguredSum
+from nvalchemiops.torch.interactions.electrostatics.modules import SOURCES, ConfiguredSum
 from nvalchemiops.torch.interactions.electrostatics.open_systems import has_slabs
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
 from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
@@ -125,8 +125,9 @@ class SumOfTerms:
     Parameters
     ----------
     *terms : PairPotential, Electrostatics, EwaldSummation, ParticleMeshEwald, DFTD3, functools.partial or Model
-        Parameters and options of an interaction are bound by ``functools.partial``. Everything else is called as a
-        `Model`, and finds its own neighbors.
+        Parameters and options of an interaction are bound by ``functools.partial``: they stay as they are, whatever the
+        system has. Lattice sums take charges of the system, or those bound. Everything else is called as a `Model`, and
+        finds its own neighbors.
     skin : float, length, optional
         Neighbor lists reach to the largest cutoff plus the skin. Results do not depend on the skin, but those of
         lattice sums do within their accuracy: they also take pairs of the list that are beyond their cutoff.
@@ -134,8 +135,8 @@ class SumOfTerms:
         Whether to compute the stress of systems with cells, for some 10 % more time.
     hartree, bohr : float, energy and length, optional
         The atomic units in the units of the system, by default in eV and angstrom. Energies of `Electrostatics` and
-        its methods are multiplied by ``hartree * bohr``, the Coulomb constant, those of pair potentials are not, also
-        if they are of charges; D3 energies are computed in atomic units.
+        its methods are multiplied by ``hartree * bohr``, the Coulomb constant, but not those of another `power_law`.
+        Pair potentials are not multiplied, also if they are of charges; D3 energies are computed in atomic units.
 
     Attributes
     ----------
@@ -289,7 +290,9 @@ class SumOfTerms:
             domain = None if system.domain is None else system.domain._in_units(length)
             system = system._replace(positions=system.positions / length, cell=cell, domain=domain)
         elif isinstance(interaction, ConfiguredSum):
-            energy = self.hartree * self.bohr
+            # strengths of other powers of the distance have units of their own
+            energy = self.hartree * self.bohr if interaction.potential.exponent in (1, None) else 1.0
+            term, system = _with_sources(term, interaction, system)
         listed: tuple[Neighbors, ...] = ()
         takes_own = any(interaction is own for own in self._own)
         if near is not None and (takes_own or self._reach(interaction) is not None):
@@ -377,16 +380,31 @@ def _interaction(term: Any) -> Any:
 
 def _of_owned(term: Any, potential: PairPotential, domain: "Domain") -> dict[str, torch.Tensor]:
     """Parameters bound to a term that have a row for each atom, for the atoms that this rank owns now."""
-    found: dict[str, Any] = getattr(term, "keywords", {})
     names = ("species", *potential.formula.per_atom)
-    rows = {name: found[name] for name in names if isinstance(found.get(name), torch.Tensor) and found[name].ndim}
-    for name, value in rows.items():
-        if value.shape[0] != domain.n_atoms:
-            raise ValueError(
-                f"`{name}` of a term must have a row for each atom of all ranks, ({domain.n_atoms},), got "
-                f"{tuple(value.shape)}"
-            )
-    return {name: value.index_select(0, domain.global_index) for name, value in rows.items()}
+    found: dict[str, Any] = getattr(term, "keywords", {})
+    return {name: _rows_of_rank(name, found[name], domain) for name in names if name in found}
+
+
+def _with_sources(term: Any, interaction: ConfiguredSum, system: System) -> tuple[Any, System]:
+    """A lattice sum without the sources that are bound to it, and the system that has them."""
+    if not (bound := dict(getattr(term, "keywords", {}))):
+        return term, system
+    sources: dict[str, Any] = {name: bound.pop(name) for name in ("charges", *SOURCES) if name in bound}
+    if system.domain is not None:
+        sources = {name: _rows_of_rank(name, value, system.domain) for name, value in sources.items()}
+    return functools.partial(interaction, *term.args, **bound), system._replace(**sources)
+
+
+def _rows_of_rank(name: str, values: Any, domain: "Domain") -> Any:
+    """Values bound to a term that have a row for each atom of all ranks, for the atoms that this rank owns now."""
+    if not isinstance(values, torch.Tensor) or values.ndim == 0:
+        return values
+    if values.shape[0] != domain.n_atoms:
+        raise ValueError(
+            f"`{name}` of a term must have a row for each atom of all ranks, ({domain.n_atoms},), got "
+            f"{tuple(values.shape)}"
+        )
+    return values.index_select(0, domain.global_index)
 
 
 class FromEnergies:

@@ -271,19 +271,16 @@ def _tracked(start: System | State) -> System | State:
 
 
 def _hooked(hook: Hook, integrator: Integrator, model: Model, state: State) -> State | None:
-    """What the hook returns; if it has changed the system alone, the model is called for the new one.
-
-    Constraint forces depend on velocities, too, so their stress is computed again where anything has changed.
-    """
+    """What the hook returns; if it has changed the system alone, the model is called for the new one."""
     found, domain = hook(state), state.system.domain
     new: Any = found if isinstance(found, State) else state
     same_evaluation = new.evaluation is state.evaluation
     if same_evaluation and new.system.domain is None and any(a is not b for a, b in zip(new.system, state.system)):
         begin: Any = _tracked(new) if torch.is_grad_enabled() else new
         return integrator.resume(begin, model)
-    rigid = integrator.constraints
-    if rigid is None or STRESS not in state.extra:
+    if (rigid := integrator.constraints) is None or STRESS not in state.extra:
         return found
+    # constraint forces depend on velocities, too
     stale = new.extra.get(STRESS) is state.extra[STRESS]
     stale = stale and not (same_evaluation and new.velocities is state.velocities)
     if domain is not None:  # a hook may have changed the atoms of one rank alone
