@@ -71,6 +71,12 @@ SUMS_OF_EXPONENTIALS = {
     "log(exp(-x^2) + exp(-2*x^2 - 1))": lambda x: torch.nn.functional.softplus(-(x**2) - 1.0) - x**2,
     "log((exp(-x) + exp(-2*x))^2)": lambda x: 2.0 * torch.nn.functional.softplus(-x) - 2.0 * x,
     "log(r*exp(-x))": lambda x: torch.log(0.5 * x + 5.0) - x,
+    "exp(-2*x)*sinh(x)": lambda x: -0.5 * torch.exp(-x) * torch.expm1(-2.0 * x),
+    "exp(x)/cosh(x)^2": lambda x: 4.0 * torch.exp(-x) * torch.sigmoid(2.0 * x) ** 2,
+    "(cosh(x) - 1)*exp(-2*x)": lambda x: 0.5 * torch.exp(-x) * torch.expm1(-x) ** 2,
+    "1/(2 + sinh(x))": lambda x: 2.0 / (4.0 + torch.exp(x.clamp(max=700.0)) - torch.exp(-x)),
+    "exp(x)/(3 + sinh(x)^2)": lambda x: 4.0 * torch.exp(-x) / (10.0 * torch.exp(-2.0 * x) + 1.0 + torch.exp(-4.0 * x)),
+    "step(6 - r)*sinh(x)": lambda x: torch.sinh(x.clamp(max=2.0)) * (x < 2.0),
 }
 
 

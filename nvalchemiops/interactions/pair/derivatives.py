@@ -456,16 +456,30 @@ def _in_range(expression: Any) -> Any:
         # a step where its factors may be infinite: zero times infinity
         factors = sympy.Mul.make_args(found)
         steps = [f for f in factors if type(f).__name__ == "Step"]
-        if steps and any(may_be_infinite(e.args[0]) for e in found.atoms(sympy.exp)):
+        if steps and any(may_be_infinite(e.args[0]) for e in found.atoms(sympy.exp, sympy.sinh, sympy.cosh)):
             condition, others = sympy.Mul(*steps), sympy.Mul(*(f for f in factors if f not in steps))
             # zero, but for parameters that are NaN
             symbols = sorted(others.free_symbols, key=sympy.default_sort_key)
             return Select(condition, others, condition * Step(sympy.Add(*symbols)))
         return found
 
+    def terms_of(x: Any) -> list[Any]:
+        """The terms of a sum, with two exponentials for each hyperbolic function; none if there is one term."""
+        found, left = [], list(sympy.Add.make_args(x))
+        while left:
+            term = left.pop()
+            powers = [f.as_base_exp() for f in sympy.Mul.make_args(term)]
+            hyperbolic = [b for b, e in powers if b.func in (sympy.sinh, sympy.cosh) and e.is_Integer and e > 0]
+            if hyperbolic and grows(hyperbolic[0].args[0].expand()):
+                (y,), sign = hyperbolic[0].args, 1 if hyperbolic[0].func == sympy.cosh else -1
+                left += [term / hyperbolic[0] * sympy.exp(y) / 2, sign * term / hyperbolic[0] * sympy.exp(-y) / 2]
+            else:
+                found.append(term)
+        return found if len(found) > 1 else []
+
     def exponents_of(x: Any) -> list[Any]:
         """Exponents of the terms of a sum that may be large, or all of them if the whole sum may fall off."""
-        found = {split(term)[1] for term in x.args} if x.is_Add else set()
+        found = {split(term)[1] for term in terms_of(x)}
         found = found if falls_off(found) else {y for y in found if may_be_infinite(y)}
         return sorted(found, key=sympy.default_sort_key)
 
@@ -479,9 +493,9 @@ def _in_range(expression: Any) -> Any:
         if not exponents:
             return x, sympy.S.Zero
         largest = exponents[0] if len(exponents) == 1 else Largest(*exponents)
-        size = Largest(largest, -largest) if falls_off(split(term)[1] for term in x.args) else largest
+        size = Largest(largest, -largest) if falls_off(split(term)[1] for term in terms_of(x)) else largest
         is_large = Step(size - LARGE_EXPONENT)
-        divided = sympy.Add(*(times(rest, y - largest) for rest, y in map(split, x.args)))
+        divided = sympy.Add(*(times(rest, y - largest) for rest, y in map(split, terms_of(x))))
         return Select(is_large, divided, x), Select(is_large, largest, sympy.S.Zero)
 
     def with_scaled_factors(rest: Any, outer: Any) -> tuple[Any, Any]:
@@ -503,6 +517,8 @@ def _in_range(expression: Any) -> Any:
         above, below = (
             [x for base, e in powers if e.is_number and e * sign > 0 for x in exponents_of(base)] for sign in (1, -1)
         )
+        if any(base.has(sympy.sinh, sympy.cosh) for base, _ in powers):  # others are left to `without_infinities`
+            above.append(outer)
         if not any(grow_together(x, y) for x in above for y in (*below, -outer)):
             return product
         return times(*with_scaled_factors(rest, outer))
@@ -522,10 +538,6 @@ def _in_range(expression: Any) -> Any:
         return product
 
     def logarithm(x: Any) -> Any:
-        x = x.replace(
-            lambda e: isinstance(e, sympy.cosh) and grows(e.args[0].expand()),
-            lambda e: (sympy.exp(e.args[0]) + sympy.exp(-e.args[0])) / 2,
-        )
         smaller, exponent = with_scaled_factors(*split(x))
         return sympy.log(smaller) + exponent
 
