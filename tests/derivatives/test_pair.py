@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from tests.reference import pair as ref
 from tests.support.potentials import BY_NAME, CASES, close, find_pairs, from_pairs, pair_of_systems
 from tests.support.systems import triclinic
@@ -192,3 +192,21 @@ def test_three_orders_in_float32_in_any_unit_of_length(unit):
             orders.append(torch.stack(values).detach().double())
         # attraction and repulsion cancel by a digit or two
         torch.testing.assert_close(orders[0], orders[1], rtol=1e-4, atol=0.0)
+
+
+def test_virials_of_atoms_are_halves_of_those_of_their_pairs():
+    """As derivatives of the energies of a batch by one strain, in forward mode; with the energy r^-6 / 6."""
+    system = pair_of_systems()
+    pairs, potential = find_pairs(system, CUTOFF), PairPotential("1/(6*r^6)", cutoff=CUTOFF)
+    x, cell = system.positions, system.cell
+
+    def energies(strain):
+        deform = torch.eye(3, dtype=x.dtype) + strain
+        return potential(x @ deform, cell @ deform, batch_idx=system.batch_idx, **from_pairs(pairs))
+
+    virials = -torch.func.jacfwd(energies)(torch.zeros(3, 3, dtype=x.dtype))
+    d = x[pairs.j] - x[pairs.i] + (pairs.shift.unsqueeze(1) @ cell[pairs.system[pairs.i]]).squeeze(1)
+    r = d.norm(dim=1)
+    of_pairs = torch.where(r < CUTOFF, r.pow(-8), 0.0)[:, None, None] * d.unsqueeze(-1) * d.unsqueeze(-2)
+    expected = torch.zeros_like(virials).index_add(0, pairs.i, 0.5 * of_pairs)
+    torch.testing.assert_close(virials, expected, rtol=1e-11, atol=1e-14)
