@@ -4,14 +4,17 @@ import functools
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.interactions.electrostatics import (
+    Electrostatics,
     InducedMoments,
     born_charges,
     ewald_summation,
     induced_moments,
 )
+from nvalchemiops.torch.systems import System
 from tests.reference.multipoles import energies, open_field, sources
 from tests.support.comparing import close, close_to_largest, derivative_along, random_like, weighted
 from tests.support.systems import crystal
@@ -563,3 +566,22 @@ def test_transforms_are_refused_by_name():
     for asked in (torch.func.grad, torch.vmap):
         with pytest.raises(NotDifferentiableError, match=r"does not run inside of function transforms .*one batch"):
             asked(lambda x: solved("charges", [x, *values[1:]])[0].sum())(values[0])
+    with forward_ad.dual_level():
+        for moving in range(len(values)):
+            dual = [forward_ad.make_dual(v, v) if n == moving else v for n, v in enumerate(values)]
+            with pytest.raises(NotDifferentiableError, match="in forward mode: use "):
+                solved("charges", dual)
+
+
+def test_sources_of_another_precision_than_positions_are_explained():
+    """The error of a sum names dipoles, which its caller has not made."""
+    charges, alpha = torch.ones(2, dtype=torch.float64), torch.ones(2)
+
+    def energy(dipoles, positions):
+        return Electrostatics()(System(positions, charges, dipoles=dipoles)).energies
+
+    with pytest.raises(TypeError, match="`dipoles` has dtype") as raised:
+        induced_moments(energy, [torch.eye(3, dtype=torch.float64)[:2]], polarizabilities=alpha)
+    assert raised.value.__notes__ == [
+        "The sources that `energy` is given have the dtype of `polarizabilities`, torch.float32."
+    ]

@@ -28,6 +28,7 @@ import torch
 
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.agreement import of_atoms
 from nvalchemiops.torch.interactions.electrostatics.response.solver import (
     Operator,
@@ -157,15 +158,17 @@ def induced_moments(
 
     Each iteration evaluates E and its gradient with respect to the sources, and reads one number on the host. The
     solver does not run inside a compiled graph: `torch.compile` breaks the graph here, or raises an error with
-    ``fullgraph=True``. Compile the energy instead. Function transforms (`torch.func`) are not supported: members of an
-    ensemble, for example, can be copies of the systems in one batch.
+    ``fullgraph=True``. Compile the energy instead. Forward mode and function transforms (`torch.func`) are not
+    supported: members of an ensemble, for example, can be copies of the systems in one batch.
     """
-    if internals.DERIVATIVES_KNOWN and internals.transforms_active():
-        raise NotDifferentiableError(
-            "`induced_moments` does not run inside of function transforms (torch.func, vmap): use torch.autograd.grad, "
-            "and make the slices of a vmap the systems of one batch, with `batch_idx`"
-        )
     given = dict(zip(OWN, (hardness, electronegativity, total_charge, polarizabilities, external_field)))
+    parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
+    dual = (is_differentiated(t, False) for t in (*given.values(), *parameters) if isinstance(t, torch.Tensor))
+    if (internals.DERIVATIVES_KNOWN and internals.transforms_active()) or any(dual):
+        raise NotDifferentiableError(
+            "`induced_moments` does not run inside of function transforms (torch.func, vmap) or in forward mode: use "
+            "torch.autograd.grad, and make the slices of a vmap the systems of one batch, with `batch_idx`"
+        )
     batch = _Batch(ordinary(batch_idx), num_systems)
     differentiable = torch.is_grad_enabled()
     with shares.whole_call(domain), torch.inference_mode(False), torch.set_grad_enabled(differentiable):
@@ -466,7 +469,6 @@ def _check(
         found["external_field"] = _field_of_atoms(found["external_field"], batch, batch_idx, n_atoms)
     if isinstance(parameters, torch.Tensor):
         raise TypeError("`parameters` must be a sequence of tensors, got one tensor")
-    parameters = list(parameters)
     for n, value in enumerate(parameters):
         checks.check_tensor(f"parameters[{n}]", value)
     if tolerance is None:

@@ -154,7 +154,15 @@ class Problem(NamedTuple):
     def returned(self, deviations: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """The energies that the callable returns."""
         unknown = [values for values in self.sources(deviations, tensors) if values is not None]
-        return self.energy(*unknown, *tensors[len(self.names) :])
+        parameters = tensors[len(self.names) :]
+        try:
+            return self.energy(*unknown, *parameters)
+        except TypeError as error:
+            dtypes = {t.dtype for t in parameters if t.is_floating_point()} - {deviations.dtype}
+            if dtypes:
+                given = "hardness" if "hardness" in self.names else "polarizabilities"
+                error.add_note(f"The sources that `energy` is given have the dtype of `{given}`, {deviations.dtype}.")
+            raise
 
     def slopes(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """∂E/∂q and ∂E/∂μ as columns, with a graph if gradients are enabled; and E of each system."""
