@@ -14,6 +14,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 
 from nvalchemiops.ase.elements import number
 from nvalchemiops.ase.system import Contribution, SharedLists, System, Term
+from nvalchemiops.torch.checks import check_place
 from nvalchemiops.torch.runtime import engine
 
 
@@ -145,9 +146,11 @@ class Calculator(base.Calculator):
 
 def _usable(device: str) -> torch.device:
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"`device` = {device!r} cannot be used: {error}") from error
+    check_place("device", found)
+    return found.device
 
 
 def _total(values: Sequence[torch.Tensor | None]) -> np.ndarray:

@@ -139,6 +139,8 @@ class Electrostatics:
     ) -> None:
         if not isinstance(method, str) or method not in (*LATTICE_SUMS, *WITHIN_CUTOFF):
             raise ValueError(f"`method` must be one of {names((*LATTICE_SUMS, *WITHIN_CUTOFF))}, got {method!r}")
+        for name in parameters.keys() & {"exclusions", "exclusion_factors"}:
+            raise TypeError(f"`{name}` belong to the sums of nvalchemiops.torch: call one in a `Term` of your own")
         self.method = method
         of_lattice_sums = {"accuracy": accuracy, "slab_correction": slab_correction or None}
         others: dict[str, Any] = {"dipoles": dipoles, "quadrupoles": quadrupoles, "widths": widths}

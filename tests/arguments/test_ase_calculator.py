@@ -24,7 +24,7 @@ MISTAKES = {
     "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must be non-negative"),
     "device": (lambda: Calculator(Electrostatics("ewald"), device="abacus"), ValueError, "`device` = 'abacus'"),
     "device without kernels": (
-        lambda: Calculator(Electrostatics("pme", NACL), device="meta").get_potential_energy(salt()),
+        lambda: Calculator(Electrostatics("pme", NACL), device="meta"),
         ValueError,
         "is on meta, but kernels run on cpu and cuda only",
     ),
@@ -65,6 +65,7 @@ MISTAKES = {
     "list of methods": (lambda: Electrostatics(["ewald"]), ValueError, "`method` must be one of"),
     "finest accuracy": (lambda: Electrostatics("ewald", accuracy=1e-30), ValueError, "`accuracy`.*beyond float64"),
     "cutoff of ewald": (lambda: Electrostatics("ewald", cutoff=8.0), TypeError, "`cutoff` does not belong"),
+    "exclusions": (lambda: Electrostatics("auto", exclusions=[[0], [1]]), TypeError, "`exclusions` belong to the sums"),
     "alpha of pme": (lambda: Electrostatics("pme", alpha=0.3), TypeError, "`alpha` does not belong"),
     "accuracy of dsf": (lambda: Electrostatics("dsf", cutoff=8, alpha=0.2, accuracy=1e-4), TypeError, "`accuracy`"),
     "accuracy": (lambda: Electrostatics("ewald", accuracy=0.0), ValueError, "`accuracy` must be positive"),
