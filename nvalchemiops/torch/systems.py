@@ -305,7 +305,8 @@ class Neighbors(NamedTuple):
         Index of the first pair of each atom, then n_pairs.
     matrix : (n_atoms, width) int tensor, or None
     shifts : (n_pairs, 3) or (n_atoms, width, 3) int tensor, or None
-        Images of the second atoms, in lattice vectors: ``r_ij = r_j - r_i + shift @ cell``.
+        Images of the second atoms, in lattice vectors: ``r_ij = r_j - r_i + shift @ cell``. `System.neighbors` gives
+        None if the system has no ``cell``, alone and in a batch.
     padding : int or None
         The value of matrix entries without a neighbor. By default n_atoms.
     cutoff : float or None, length
