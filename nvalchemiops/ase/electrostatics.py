@@ -247,7 +247,7 @@ class PairSum:
 
     def for_batches(self, system: System, charges: torch.Tensor) -> InBatches | None:
         """The sum for atoms of several systems, whose energies are in eV: they are products of two charges."""
-        if self.potential.cutoff is None or not self.parameters.by_element:
+        if not self.parameters.by_element:
             return None
         q = charges * math.sqrt(COULOMB_EV_ANGSTROM)
         return InBatches(functools.partial(self.potential, q=q, **self.parameters.of(system)))

@@ -89,8 +89,8 @@ class Pair:
         return Contribution(energies, forces, virial[0][0] if virial else None)
 
     def for_batches(self, system: System) -> InBatches | None:
-        """The potential for atoms of several systems; None without a cutoff, or if values are arrays of one system."""
-        if self.potential.cutoff is None or not self.parameters.by_element:
+        """The potential for atoms of several systems; None if values are arrays of one system."""
+        if not self.parameters.by_element:
             return None
         return InBatches(functools.partial(self.potential, **self.parameters.of(system)))
 

@@ -62,6 +62,7 @@ IN_ONE_CALL = {
     "slab": ([Electrostatics("ewald", CHARGES, slab_correction=True)], [slab(), *salts()], 1e-5),
     "any": ([Electrostatics("auto", ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], [slab(), *molecules()], 1e-5),
     "molecules": ([Electrostatics("auto", ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], molecules(), 1e-5),
+    "no cutoff": ([Electrostatics("coulomb", ALL), Pair("lennard_jones", **OWN)], molecules(), 1e-12),
 }
 
 
@@ -82,11 +83,11 @@ def test_terms_of_a_batch_are_those_of_each_system(name):
     calculator = Calculator(*terms)
     model = FromASE(calculator)
     found = model(System.from_ase(frames))
-    assert calculator.searches == 0  # all in one call
+    assert calculator.searches == 0 and not calculator.results  # all in one call
     energies, forces, stresses = expected(calculator, frames)
     np.testing.assert_allclose(found.energies, energies, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(found.forces, forces, atol=tolerance)
-    if name == "molecules":
+    if name in ("molecules", "no cutoff"):
         assert found.stress is None
     else:
         np.testing.assert_allclose(found.stress, stresses, atol=tolerance)
@@ -109,7 +110,7 @@ def test_terms_for_one_system_and_other_calculators_go_one_by_one():
         (Calculator(*by_array), frames),
         (Calculator(Pair("lennard_jones", cutoff=6.0, sigma=np.linspace(3.0, 3.5, 8), epsilon=0.01)), frames),
         (Calculator(Trap()), frames),
-        (Calculator(Electrostatics("coulomb", ALL)), apart),  # between all atoms
+        (Calculator(Electrostatics("coulomb", ALL, widths=0.3)), apart),  # between all atoms
         (EMT(), copper),
     ):
         found = FromASE(calculator)(System.from_ase(structures))
