@@ -92,16 +92,20 @@ def test_periodicity_in_any_form(axis):
     close(Electrostatics()(*CRYSTAL[:3], pbc=True), Electrostatics()(*CRYSTAL[:3]), 0.0)
 
 
-def test_slabs_where_values_of_pbc_are_not_read():
-    """On a GPU they are read, although that waits; compiled graphs correct any system for which `pbc` is given."""
-    expected = Electrostatics()(SLAB).energies
+@pytest.mark.parametrize("module", [Electrostatics(method="ewald"), Electrostatics.estimate(SLAB)])
+def test_slabs_where_values_of_pbc_are_not_read(module):
+    """On a GPU they are read, although that waits; elsewhere any system for which `pbc` is given is corrected."""
     with hidden_values():
-        close([Electrostatics()(SLAB).energies], [expected], 1e-6)
-    module, near = Electrostatics(method="ewald"), SLAB.neighbors(9.0)
+        close([module(SLAB).energies], [Electrostatics(1e-9)(SLAB).energies], 1e-5)
+    near = SLAB.neighbors(11.0)
+    expected = module(SLAB, near).energies
     compiled = torch.compile(module, backend="eager", fullgraph=True)
-    close([compiled(SLAB, near).energies], [module(SLAB, near).energies], 1e-9)
-    crystal_ = CRYSTAL._replace(pbc=torch.ones(3, dtype=torch.bool))
-    close([compiled(crystal_, near := CRYSTAL.neighbors(9.0)).energies], [module(CRYSTAL, near).energies], 1e-9)
+    close([compiled(SLAB, near).energies], [expected], 1e-9)
+    of_each = torch.stack([SLAB.pbc, torch.ones_like(SLAB.pbc)])
+    crystal_ = module(SLAB._replace(pbc=None), near).energies
+    mapped = torch.func.vmap(lambda pbc: module(SLAB._replace(pbc=pbc), near).energies)(of_each)
+    close([mapped], [torch.stack([expected, crystal_])], 1e-9)
+    close([compiled(SLAB._replace(pbc=of_each[1]), near).energies], [crystal_], 1e-9)
 
 
 @pytest.mark.parametrize("method", [None, "pme"])

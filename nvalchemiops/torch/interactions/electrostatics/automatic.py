@@ -70,7 +70,6 @@ class Electrostatics(ConfiguredSum):
     """
 
     _trainable = ()
-    _takes_any_pbc = True
 
     def __init__(self, accuracy: float = 1e-6, method: str | None = None, *, cutoff: float | None = None) -> None:
         super().__init__(None, cutoff, check_accuracy(accuracy), COULOMB)

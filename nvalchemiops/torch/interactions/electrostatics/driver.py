@@ -324,8 +324,10 @@ def _check_coulomb(
 ) -> ChargedSystem:
     """Raise if a potential other than Coulomb's is combined with sources besides charges, a slab or a surface.
 
-    Return the system, for such a potential without the correction of slabs, which is zero for periodic systems.
+    Return the system, without the correction of slabs if all systems are known to be periodic: it is zero for them.
     """
+    if system.slab_axes is not None and may_read(system.slab_axes) and bool(system.slab_axes.all()):
+        system = system._replace(slab_axes=None)
     if is_coulomb(potential):
         return system
     if not system.of_points:
@@ -334,14 +336,12 @@ def _check_coulomb(
         raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
     if system.slab_axes is None:
         return system
-    if not may_read(system.slab_axes):
-        return system._replace(slab_axes=None, valid=system.slab_axes.all(1))
-    if not bool(system.slab_axes.all()):
+    if may_read(system.slab_axes):
         raise ValueError(
             "`slab_correction` is for the Coulomb potential: with another `potential` leave it and `pbc` out, and "
             "leave vacuum in the cell"
         )
-    return system._replace(slab_axes=None)
+    return system._replace(slab_axes=None, valid=system.slab_axes.all(1))
 
 
 def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: Any) -> None:

@@ -19,7 +19,12 @@ from nvalchemiops.torch.interactions.electrostatics.open_systems import (
 )
 from nvalchemiops.torch.interactions.electrostatics.parameters import ewald_parameters, of_charges_alone, pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
-from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
+from nvalchemiops.torch.interactions.electrostatics.potentials import (
+    COULOMB,
+    LongRangePotential,
+    check_potential,
+    is_coulomb,
+)
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import NOT_CHOSEN, MeshSum
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
@@ -118,7 +123,6 @@ class ConfiguredSum(ExactModule):
 
     alpha: torch.Tensor | None
     _trainable: tuple[str, ...] = ("alpha",)
-    _takes_any_pbc = False  # whether a system may be a slab if its axes are not read
 
     def __init__(
         self, alpha: float | torch.Tensor | None, cutoff: float | None, accuracy: float, potential: LongRangePotential
@@ -162,7 +166,7 @@ class ConfiguredSum(ExactModule):
         ----------
         positions : System, or (n_atoms, 3) tensor
             A system without a cell is not periodic: all pairs are summed, as with ``pbc=False``. Slabs, with one open
-            axis in ``pbc``, get the slab correction, if ``pbc`` can be read and the potential is Coulomb's.
+            axis in ``pbc``, get the slab correction, if the potential is Coulomb's.
         charges : tensor, or Neighbors after a System
         cell : tensor, only without a System
         neighbors : Neighbors, optional
@@ -183,11 +187,10 @@ class ConfiguredSum(ExactModule):
         if not isinstance(positions, System):
             if neighbors is not None:
                 raise TypeError(BESIDE_TENSORS)
-            may_be_slab = "slab_correction" not in options and has_slabs(options.get("pbc"), self._takes_any_pbc)
-            if may_be_slab and self.potential.exponent == 1:
-                options["slab_correction"] = True
             self._move_to(positions)
             given = {"cutoff": self.cutoff, "accuracy": self.accuracy, "potential": self.potential} | options
+            if "slab_correction" not in given and is_coulomb(given["potential"]):
+                given["slab_correction"] = has_slabs(given.get("pbc"), if_unknown=True)
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
         system, beside = positions, (charges, cell, neighbors)
         if system.cell is None and system.pbc is None:
