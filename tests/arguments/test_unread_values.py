@@ -273,7 +273,9 @@ def test_room_for_more_pairs_is_read_as_such(kind):
         pairs[1, pairs[0] > pairs[1]] = -1
         pairs[1, (pairs[0] == pairs[1]) & (shifts @ torch.tensor([10**4, 100, 1], dtype=torch.int32) < 0)] = -1
     right = call(pairs, pointers, shifts)
-    torch.testing.assert_close(call(*with_room(pairs, pointers, shifts)), right, rtol=1e-12, atol=1e-12)
+    for dtype in (torch.int32, torch.int64):
+        found = call(*(part.to(dtype) for part in with_room(pairs, pointers, shifts)))
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -383,7 +383,11 @@ def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
-    return checks.as_int32(tensor).contiguous()
+    """Integers of a list as int32. Those that do not fit become the largest one, which is no atom and no place."""
+    if tensor.dtype != torch.int32:
+        # one less than the smallest int32 wraps around to the largest one; the smallest one itself marks room
+        tensor = tensor.clamp(-(2**31) - 1, 2**31 - 1).to(torch.int32)
+    return tensor.contiguous()
 
 
 @warp_custom_op(
