@@ -95,8 +95,10 @@ def operator(
             elif key not in ignored and value is not parameters[key].default:
                 if kinds.get(key) == _ARRAYS:
                     value = as_array(key, value)
-                elif kinds.get(key) != _NUMBERS or not is_traced(value):
+                elif kinds.get(key) != _NUMBERS:
                     value = as_static(f"{name}: `{key}`", value)
+                elif not is_traced(value):
+                    value = as_number(f"{name}: `{key}`", value)
                 arguments[key] = value
         positions: Any = arguments.get("positions")
         if fold is not None and not hasattr(positions, "ndim"):
@@ -203,6 +205,12 @@ def as_static(name: str, value: Any) -> Any:
             "close over it, or name it in `static_argnames`"
         )
     return _plain(value)
+
+
+def as_number(name: str, value: Any) -> Any:
+    """``value`` as `as_static` returns it. An array with one entry is its number, as it is in torch."""
+    is_single = isinstance(value, (jax.Array, np.ndarray)) and value.size == 1 and not is_traced(value)
+    return np.asarray(value).item() if is_single else as_static(name, value)  # JAX's `reshape` would trace it
 
 
 def _plain(value: Any) -> Any:

@@ -441,6 +441,14 @@ class TestState:
         with pytest.raises(error, match=text):
             neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, **options)
 
+    @pytest.mark.parametrize("bad", ["3", None, (3.0,), -1.0, float("nan")])
+    def test_bad_cutoffs_are_named(self, bad):
+        with pytest.raises((TypeError, ValueError), match="`cutoff` must be"):
+            neighbors.prepare_neighbor_list(X, bad, CELL, PBC, max_neighbors=9)
+        if bad is not None:
+            with pytest.raises((TypeError, ValueError), match="`cutoff2` must be"):
+                neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, cutoff2=bad)
+
     def test_a_cutoff_that_is_traced_is_named(self):
         with pytest.raises(TypeError, match="`cutoff` must be known"):
             jax.jit(lambda r: neighbors.prepare_neighbor_list(X, r, CELL, max_neighbors=9))(3.0)

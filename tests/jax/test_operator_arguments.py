@@ -128,6 +128,23 @@ def test_parameters_go_through_jit():
     assert len(jax.tree.leaves(electrostatics.estimate_ewald_parameters(x, cell))) == 3
 
 
+def test_numbers_may_be_arrays_with_one_entry():
+    """`estimate_pme_parameters` returns such cutoffs, and torch takes them."""
+    x, q, cell = to_jax(list(SYSTEM[:3]))
+    cutoff = electrostatics.estimate_pme_parameters(x, cell, accuracy=1e-2).real_space_cutoff
+    for search in (neighbors.neighbor_list, neighbors.prepare_neighbor_list):
+        for found, other in zip(*(jax.tree.leaves(search(x, r, cell)) for r in (cutoff, float(cutoff[0])))):
+            np.testing.assert_array_equal(found, other)
+    given = {"alpha": 0.5, "mesh_dimensions": (8, 8, 8)}
+    for transform in (lambda function: function, jax.jit):
+        calls = [
+            transform(lambda x, r=r: electrostatics.particle_mesh_ewald(x, q, cell, cutoff=r, **given))
+            for r in (cutoff, cutoff[0], float(cutoff[0]))
+        ]
+        for call in calls:
+            np.testing.assert_array_equal(call(x), calls[-1](x))
+
+
 def test_an_alpha_of_another_precision_differentiates():
     x, q, cell = (t.astype(jnp.float32) for t in to_jax(list(SYSTEM[:3])))
 

@@ -13,6 +13,7 @@ from nvalchemiops.jax.bridge import Bridge
 from nvalchemiops.jax.operators import (
     Shape,
     as_array,
+    as_number,
     as_static,
     checked_shapes,
     from_torch_values,
@@ -93,8 +94,9 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
                 )
             continue
         is_array = key in _ARRAYS or key.rstrip("12") in _OUTPUTS
-        if key.startswith("cutoff") and is_traced(value):
-            arguments[key] = jax.lax.stop_gradient(value)  # lists are piecewise constant in the cutoff
+        if key.startswith("cutoff"):
+            # lists are piecewise constant in the cutoff
+            arguments[key] = jax.lax.stop_gradient(value) if is_traced(value) else as_number(f"{name}: `{key}`", value)
         else:
             arguments[key] = as_array(key, value) if is_array else as_static(f"{name}: `{key}`", value)
     arguments = _with_widths(arguments)

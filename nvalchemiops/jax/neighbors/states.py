@@ -12,7 +12,7 @@ import numpy as np
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE
 from nvalchemiops.jax._jax_internals import vary_alike
 from nvalchemiops.jax.neighbors.search import SCRATCH, SYSTEMS, capacity_for, find_neighbors, rooms_of, types_of_list
-from nvalchemiops.jax.operators import Shape, as_array, as_static
+from nvalchemiops.jax.operators import Shape, as_array, as_number
 from nvalchemiops.jax.utils import dataclass, field, is_traced
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.search import NOT_FINITE
@@ -212,13 +212,14 @@ def prepare_neighbor_list(
         if name not in SCRATCH or (name in OPTIONAL_ELSEWHERE and value is not None):
             raise TypeError(f"prepare_neighbor_list() got an unexpected keyword argument '{name}'")
     positions = as_array("positions", positions)
-    cutoff = as_static("prepare_neighbor_list: `cutoff`", cutoff)
-    cutoff2 = as_static("prepare_neighbor_list: `cutoff2`", cutoff2)
+    cutoff = check_not_negative("cutoff", as_number("prepare_neighbor_list: `cutoff`", cutoff))
+    if cutoff2 is not None:
+        cutoff2 = check_not_negative("cutoff2", as_number("prepare_neighbor_list: `cutoff2`", cutoff2))
     if format not in (None, "matrix", "coo", "list"):
         raise ValueError(f"`format` must be 'matrix' or 'coo', got {format!r}")
     return_neighbor_list = return_neighbor_list or format in ("coo", "list")
     if skin is not None:
-        skin = check_not_negative("skin", as_static("prepare_neighbor_list: `skin`", skin))
+        skin = check_not_negative("skin", as_number("prepare_neighbor_list: `skin`", skin))
         if return_distances or return_vectors or selective:
             raise ValueError(
                 "`skin` goes with none of return_distances, return_vectors and selective: a list that is not searched "
@@ -236,15 +237,15 @@ def prepare_neighbor_list(
             raise ValueError(f"`{size}` is needed under jit, where the neighbors of these positions are not known")
         given = {"positions": jnp.asarray(positions), **arrays, "half_fill": half_fill, "method": method}
         given["return_neighbor_list"] = return_neighbor_list
-        reaches = [r + (skin or 0.0) for r in (cutoff, cutoff2)[:n_lists]]
+        reaches = [r + (skin or 0.0) for r in (cutoff, cutoff2) if r is not None]
         longest = [find_neighbors("neighbor_list", {**given, "cutoff": r})[0].shape[1] for r in reaches]
         needed = [capacity_for(n) if return_neighbor_list else n for n in longest]
         rooms = tuple(n if room is None else room for n, room in zip(needed, rooms))
     rooms = tuple(check_count(size, room) for room in rooms)
     n_atoms = positions.shape[0]
     search = _Search(
-        float(cutoff),
-        None if cutoff2 is None else float(cutoff2),
+        cutoff,
+        cutoff2,
         half_fill,
         n_atoms if fill_value is None else int(fill_value),
         method,
@@ -469,7 +470,7 @@ def _check_against(search: _Search, given: Mapping[str, Any]) -> None:
         )
     for name in ("cutoff", "cutoff2", "fill_value", "method"):
         value = given.get(name)
-        if value is not None and as_static(f"neighbor_list: `{name}` with `state`", value) != getattr(search, name):
+        if value is not None and as_number(f"neighbor_list: `{name}` with `state`", value) != getattr(search, name):
             raise ValueError(f"`{name}` = {value} differs from that of `state`, {getattr(search, name)}")
     for name in ("half_fill", "return_neighbor_list", "return_distances", "return_vectors"):
         if given.get(name) and not getattr(search, name):
