@@ -9,7 +9,7 @@ import torch
 
 from nvalchemiops.jax.dtypes import torch_dtype
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
-from nvalchemiops.jax.operators import from_torch_values, to_torch
+from nvalchemiops.jax.operators import as_number, from_torch_values, to_torch
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.systems import Neighbors as TorchNeighbors
 from nvalchemiops.torch.systems import System as TorchSystem
@@ -63,11 +63,12 @@ class System(TorchSystem):
             Under ``jit``, where `nvalchemiops.jax.neighbors.prepare_neighbor_list` declares sizes, and the state says
             whether all neighbors fit.
         """
-        if is_traced(tuple(self)):
+        if is_traced((tuple(self), cutoff)):
             raise TypeError(
                 "the number of neighbors is not known under jit: use prepare_neighbor_list, which sizes it, and "
                 "Neighbors.from_state"
             )
+        cutoff = as_number("cutoff", cutoff)  # static in the result
         given = (cutoff, self.cell, self.pbc, self.batch_idx)
         # the fields that this class inherits are typed as tensors
         found = neighbor_list(self.positions, *given, half_fill=half, return_neighbor_list=not as_matrix)  # type: ignore[arg-type]

@@ -130,5 +130,11 @@ def test_neighbors_are_found_outside_of_jit_only():
     system = System.from_ase(ATOMS[0])
     with pytest.raises(TypeError, match="prepare_neighbor_list"):
         jax.jit(lambda s: s.neighbors(3.0))(system)
+    with pytest.raises(TypeError, match="prepare_neighbor_list"):
+        jax.jit(system.neighbors)(3.0)
+    # the cutoff is static, also if it is given as an array
+    near, other = (system.neighbors(jnp.array(r)) for r in (3.0, [3.0]))
+    chosen = jax.jit(lambda p: jax.lax.cond(p, lambda: near, lambda: other))(True)
+    assert chosen.cutoff == near.cutoff == 3.0 and type(near.cutoff) is float
     with pytest.raises(TypeError, match="Identity"):
         jax.jit(lambda s: s.positions)(system._replace(domain=torch.nn.Identity()))
