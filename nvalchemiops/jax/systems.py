@@ -1,7 +1,7 @@
 """`System` and `Neighbors` of JAX arrays: pytrees, with the fields of those of `nvalchemiops.torch.systems`."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import torch
 
 from nvalchemiops.jax.dtypes import torch_dtype
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
-from nvalchemiops.jax.operators import as_number, from_torch_values, to_torch
+from nvalchemiops.jax.operators import as_array, as_number, from_torch_values, to_torch
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.systems import Neighbors as TorchNeighbors
 from nvalchemiops.torch.systems import System as TorchSystem
@@ -68,7 +68,7 @@ class System(TorchSystem):
                 "the number of neighbors is not known under jit: use prepare_neighbor_list, which sizes it, and "
                 "Neighbors.from_state"
             )
-        cutoff = as_number("cutoff", cutoff)  # static in the result
+        cutoff = as_number("`cutoff`", cutoff)  # static in the result
         given = (cutoff, self.cell, self.pbc, self.batch_idx)
         # the fields that this class inherits are typed as tensors
         found = neighbor_list(self.positions, *given, half_fill=half, return_neighbor_list=not as_matrix)  # type: ignore[arg-type]
@@ -85,6 +85,31 @@ class Neighbors(TorchNeighbors):
     """
 
     __slots__ = ()
+
+    @classmethod
+    def from_list(cls, pairs: Any, shifts: Any = None, *, cutoff: Any = None, **others: Any) -> "Neighbors":
+        """Neighbors from a list of pairs; see `nvalchemiops.torch.systems.Neighbors.from_list`."""
+        return cast(Neighbors, super().from_list(pairs, shifts, cutoff=as_number("`cutoff`", cutoff), **others))
+
+    @classmethod
+    def from_matrix(
+        cls,
+        matrix: Any,
+        shifts: Any = None,
+        *,
+        padding: Any = None,
+        counts: Any = None,
+        cutoff: Any = None,
+        **others: Any,
+    ) -> "Neighbors":
+        """Neighbors from a matrix; see `nvalchemiops.torch.systems.Neighbors.from_matrix`.
+
+        Under ``jit``, where ``counts`` have no values yet, they are not compared with the columns.
+        """
+        given = {"padding": as_number("`padding`", padding), "cutoff": as_number("`cutoff`", cutoff), **others}
+        if not is_traced(counts):
+            given["counts"] = to_torch(as_array("counts", counts))
+        return cast(Neighbors, super().from_matrix(matrix, shifts, **given))
 
     @classmethod
     def concatenate(cls, neighbors: Iterable[TorchNeighbors], systems: Iterable[TorchSystem]) -> "Neighbors":

@@ -1,5 +1,7 @@
 """Systems and neighbors of JAX arrays: pytrees whose flags stay static, taken by torch functions and by potentials."""
 
+import functools
+
 import ase.build
 import jax
 import jax.numpy as jnp
@@ -124,6 +126,27 @@ def test_neighbors_of_a_state_are_those_of_its_list():
         np.testing.assert_allclose(found, potential(system, sigma=2.5, epsilon=0.1).sum()[None], rtol=1e-12)
     with pytest.raises(ValueError, match="two lists"):
         Neighbors.from_state(prepare_neighbor_list(*arguments, cutoff2=5.0))
+
+
+def test_neighbors_from_arrays_of_lists():
+    system = System.from_ase(ATOMS[0])
+    given = (system.positions, 4.0, system.cell)
+    potential = functools.partial(lennard_jones(4.0), system, sigma=2.5, epsilon=0.1)
+    expected = potential(system.neighbors(4.0))
+    pairs, pointers, shifts = neighbor_list(*given, return_neighbor_list=True)
+    listed = Neighbors.from_list(pairs, shifts, row_pointers=pointers, cutoff=jnp.array(4.0))
+    np.testing.assert_array_equal(potential(listed), expected)
+    matrix, counts, shifts = neighbor_list(*given, fill_value=-1, max_neighbors=60)
+    static = {"padding": np.array([-1]), "cutoff": jnp.array(4.0)}
+    for numbers in (counts, np.asarray(counts).tolist(), None):
+        np.testing.assert_array_equal(
+            potential(Neighbors.from_matrix(matrix, shifts, counts=numbers, **static)), expected
+        )
+    found = jax.jit(lambda counts: potential(Neighbors.from_matrix(matrix, shifts, counts=counts, **static)))(counts)
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(ValueError, match=f"`matrix` has 3 columns, but an atom has {counts.max()} neighbors"):
+        Neighbors.from_matrix(matrix[:, :3], shifts[:, :3], counts=counts)
+    assert Neighbors.from_matrix(matrix[:0], counts=counts[:0]).matrix.shape == (0, 60)
 
 
 def test_neighbors_are_found_outside_of_jit_only():
