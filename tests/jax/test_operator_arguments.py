@@ -179,6 +179,17 @@ def test_a_whole_number_may_be_given_to_a_jitted_function(name):
     np.testing.assert_array_equal(REAL_NUMBERS[name](np.int64(1), *given), expected)
 
 
+@pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
+def test_potentials_without_a_list_name_parameters_that_are_wrong(transform):
+    """Not from inside of the compiled program, which searches the neighbors."""
+    x, _, cell = to_jax(list(SYSTEM[:3]))
+    call = transform(lambda x, **parameters: pair.lennard_jones(3.0)(x, cell, sigma=1.0, **parameters))
+    with pytest.raises(ValueError, match=r"^`epsilon` is missing: this potential needs sigma, epsilon"):
+        call(x)
+    with pytest.raises(TypeError, match=r"^`types` is neither an argument nor a parameter"):
+        call(x, epsilon=jnp.ones(()), types=jnp.zeros(len(x), int))
+
+
 def test_potentials_are_pickled():
     potential = pair.lennard_jones(3.5, r_switch=2.5)
     for found in (pickle.loads(pickle.dumps(potential)), copy.deepcopy(potential)):

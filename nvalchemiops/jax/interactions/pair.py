@@ -11,7 +11,10 @@ import numpy as np
 from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
 from nvalchemiops.torch.interactions import pair
+from nvalchemiops.torch.interactions.pair.parameters import check_names
 from nvalchemiops.torch.systems import Neighbors, System, long_arguments
+
+_OPTIONS = inspect.signature(pair.PairPotential.__call__).parameters.keys()
 
 
 class PairPotential:
@@ -83,6 +86,8 @@ class PairPotential:
                 cutoff=self.potential.cutoff,
             )
             positions, cell = system.positions, system.cell  # type: ignore[assignment]  # arrays
+        # here, since torch searches neighbors before, which has to wait for the values of positions
+        check_names(self.potential.formula, [name for name in arguments if name not in _OPTIONS])
         return self._call(positions, cell, **arguments)
 
     def _shapes(

@@ -1,7 +1,7 @@
 """Parameters of atoms, systems and pairs of species, converted to the arrays that the op reads."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,17 +27,8 @@ def parameter_arrays(
     ValueError, TypeError
         A parameter is missing or unknown; the species are missing or not needed; or a shape, dtype or device is wrong.
     """
-    known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
     given = {name: key for key in parameters for name in (key if isinstance(key, tuple) else (key,))}
-    # checked first, because a misspelled name also leaves the right one missing
-    for name in given:
-        if name not in known:
-            raise TypeError(
-                f"`{name}` is neither an argument nor a parameter of this potential ({', '.join(known) or 'none'})"
-            )
-    for name in known:
-        if name not in given:
-            raise ValueError(f"`{name}` is missing: this potential needs {', '.join(known)}")
+    check_names(formula, given)
     n_atoms = positions.shape[0]
     columns = [
         _column(key, parameters[key], n_atoms, "n_atoms", positions)
@@ -62,6 +53,27 @@ def parameter_arrays(
     elif species is not None:
         raise ValueError("`species` is given, but the potential has no tables (per_pair)")
     return _side_by_side(columns), of_systems, species, n_species
+
+
+def check_names(formula: Formula, given: Iterable[str]) -> None:
+    """Raise unless ``given`` are the names of the parameters of ``formula``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A parameter is missing or unknown.
+    """
+    given = list(given)
+    known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
+    # checked first, because a misspelled name also leaves the right one missing
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"`{name}` is neither an argument nor a parameter of this potential ({', '.join(known) or 'none'})"
+            )
+    for name in known:
+        if name not in given:
+            raise ValueError(f"`{name}` is missing: this potential needs {', '.join(known)}")
 
 
 def _table(name: str, value: Any, n_species: int, positions: torch.Tensor) -> torch.Tensor:
