@@ -155,6 +155,9 @@ class Integrator:
         self._conserved = from_torch(lambda state: integrator.conserved(_of_torch(state)))
         self._steps: dict[TorchModel, _Part] = {}
 
+    def __reduce__(self) -> Any:
+        return type(self), (self.integrator,)
+
     def start(self, system: TorchSystem, model: Model, **options: Any) -> State:
         """The state from which steps start; call it outside of ``jit``.
 
@@ -380,6 +383,9 @@ class TorchModel:
         self.stress = bool(getattr(model, "stress", True)) if stress is None else checks.check_flag("stress", stress)
         self.requires_grad = checks.check_flag("requires_grad", requires_grad)
         self._function = Bridge(self._of_leaves, self._types, name="TorchModel", with_gradients=requires_grad)
+
+    def __reduce__(self) -> Any:
+        return functools.partial(type(self), stress=self.stress, requires_grad=self.requires_grad), (self.model,)
 
     def __call__(self, system: System) -> Evaluation:
         """Energies, forces and stress, with the dtype of the positions."""

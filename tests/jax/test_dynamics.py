@@ -1,6 +1,8 @@
 """Dynamics in JAX: steps of torch in jit and scan, with forces of JAX or torch, and derivatives of trajectories."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +120,20 @@ def test_steps_are_those_of_torch(kind, forces):
         np.testing.assert_allclose(record[-1], getattr(expected, name), rtol=1e-10)
     np.testing.assert_allclose(found.volumes, expected.volumes, rtol=1e-12)
     np.testing.assert_allclose(found.pressure_tensors, expected.pressure_tensors, atol=1e-12)
+
+
+def springs(system):
+    return in_torch.Evaluation(0.5 * system.positions.square().sum()[None], -system.positions, None)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_integrators_and_models_go_to_other_processes(copied):
+    integrator, model = copied((dynamics.langevin(0.05, 0.03), dynamics.TorchModel(springs, stress=False)))
+    assert model.stress is False and not model.requires_grad
+    x, reference = torch.eye(3, dtype=torch.float64), in_torch.langevin(0.05, 0.03)
+    expected = reference.step(reference.start(TorchSystem(x), springs, masses=torch.ones(3), seed=1), springs)
+    start = integrator.start(System(jnp.eye(3)), model, masses=jnp.ones(3), seed=1)
+    np.testing.assert_array_equal(integrator.step(start, model).velocities, expected.velocities)
 
 
 def test_an_oscillator_follows_the_closed_formula_of_verlet():
