@@ -1,13 +1,16 @@
 """Cases for several ranks: modules, training, single precision, ASE. See `ranks.py`."""
 
+import datetime
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.distributed import Domain, OtherRankError, communication
+from nvalchemiops.torch.graph import Graph
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
@@ -266,3 +269,22 @@ def transforms_of_functions(group: Any) -> None:
             with pytest.raises(NotImplementedError, match="cannot map over a call with a `domain`"):
                 transform(function)(at)
         assert_equal(share(x), whole(everywhere), "and then normal work")
+
+
+@case(2)
+def compiled_functions_break_at_calls_with_a_domain(group: Any) -> None:
+    """Edges, and a sum over pairs with its gradients, are those of calls that are not compiled."""
+    atoms = Atoms(n=3)
+    mine = atoms.mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    x, q = domain.distribute(atoms.positions[mine]).requires_grad_(), domain.distribute(atoms.charges[mine])
+
+    def energy(x: torch.Tensor) -> torch.Tensor:
+        lengths = Graph(System(x, cell=atoms.cell, domain=domain), CUTOFF).distances
+        return domain.sum(PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain).sum() + lengths.square().sum())
+
+    with mock.patch.object(communication, "LOOK", datetime.timedelta(milliseconds=1)):  # a rank that compiles is late
+        totals = [energy(x), torch.compile(energy, backend="eager")(x)]
+    expected, found = ([total, *torch.autograd.grad(total, x)] for total in totals)
+    for k in range(2):
+        assert_equal(found[k], expected[k], k)

@@ -24,7 +24,7 @@ from nvalchemiops.torch.distributed.communication import OtherRankError, extreme
 from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.acts import act, end_recording
-from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.context import eager, may_read, values_of
 from nvalchemiops.torch.runtime.recorder import FOR_NOW
 
 N_NUMBERS = 4
@@ -110,6 +110,7 @@ class Agreement:
         with contextlib.suppress(*quiet), untransformed():
             self._conclude(error)
 
+    @eager
     def _conclude(self, error: BaseException | None) -> None:
         """Tell the other ranks, and raise on all ranks if one has an error or values differ. A collective call."""
         here = self._messages

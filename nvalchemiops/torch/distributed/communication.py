@@ -29,7 +29,7 @@ import torch.distributed as dist
 from nvalchemiops.threads import available_cores
 from nvalchemiops.torch.distributed.works import Works
 from nvalchemiops.torch.runtime.acts import act
-from nvalchemiops.torch.runtime.context import refuse_in_capture
+from nvalchemiops.torch.runtime.context import eager, refuse_in_capture
 from nvalchemiops.torch.runtime.memory import new_empty
 
 PATIENCE = 2.0
@@ -277,6 +277,7 @@ def _wait(work: Any, tensor: torch.Tensor, group: Any, messages: Messages) -> No
             messages.look(group)
 
 
+@eager
 def _take_part(
     kind: str,
     operation: Callable[..., Any],
@@ -340,6 +341,7 @@ def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return tensor
 
 
+@eager
 def begin_maximum(tensor: torch.Tensor, group: Any) -> Callable[[], list[Any]]:
     """Begin a maximum over all ranks without waiting for it; return a function that reads it on the host later.
 
@@ -356,6 +358,7 @@ def begin_maximum(tensor: torch.Tensor, group: Any) -> Callable[[], list[Any]]:
         copy, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
         done.record(torch.cuda.current_stream(tensor.device))  # another device may be the current one
 
+    @eager
     def read() -> list[Any]:
         with _named_failures(kind, group, messages):
             if done is None:

@@ -19,6 +19,22 @@ from nvalchemiops.torch.distributed.ledger import Entry, Found, Ledger
 from nvalchemiops.torch.distributed.modules import with_replicated_parameters
 
 
+class _Joined:
+    """A part of a call in a barrier that another part has begun, and ends.
+
+    It is no `contextlib.nullcontext`, since torch.compile cannot leave one that has a value where a graph breaks.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+
+    def __enter__(self) -> Agreement:
+        return self.agreement
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 class Ranks:
     """A group of ranks that make the same calls: what `Domain` does that is not about places of atoms.
 
@@ -56,7 +72,7 @@ class Ranks:
         # a part that an interrupt ended is gone with its frame
         agreement = None if self._agreement is None else self._agreement()
         if agreement is not None and not agreement.is_over:
-            return contextlib.nullcontext(agreement)
+            return _Joined(agreement)
         agreement = Agreement(self.group, self.device, self.skin) if now else self._barrier()
         self._agreement = weakref.ref(agreement)
         return agreement
