@@ -92,8 +92,8 @@ class System(NamedTuple):
         ----------
         atoms : ase.Atoms or sequence of ase.Atoms
         charges : mapping from element to float, sequence of float, or tensor (n_atoms,), optional
-            By element, as ``{"Na": 1.0, "Cl": -1.0}``, or of all atoms, structure by structure. By default the initial
-            charges of the atoms, unless all are zero.
+            By element, as ``{"Na": 1.0, "Cl": -1.0}``, or of all atoms, structure by structure, in one sequence or in
+            one for each structure. By default the initial charges of the atoms, unless all are zero.
         dtype : torch.dtype, optional
         device : torch.device or str, optional
 
@@ -125,8 +125,16 @@ class System(NamedTuple):
 
             found = joined(list(map(atom_values("charges", charges), systems)), dtype)
         else:
-            found = torch.as_tensor(charges, dtype=dtype, device=device)
-            n_atoms = sum(map(len, systems))
+            n_atoms, sizes = sum(map(len, systems)), list(map(len, systems))
+            by_structure = isinstance(charges, list | tuple) and len(charges) == len(systems)
+            by_structure = by_structure and all(hasattr(one, "__len__") and np.ndim(one) for one in charges)
+            if by_structure and (n_atoms != len(systems) or len(set(sizes)) > 1):  # else those of atoms, in channels
+                rows = [torch.as_tensor(one, dtype=dtype, device=device) for one in charges]
+                if (found_sizes := list(map(len, rows))) != sizes:
+                    raise ValueError(f"`charges` must be those of structures of {sizes} atoms, got {found_sizes}")
+                found = torch.cat(rows)
+            else:
+                found = torch.as_tensor(charges, dtype=dtype, device=device)
             if found.shape[:1] != (n_atoms,):
                 raise ValueError(f"`charges` must have shape (n_atoms,) = ({n_atoms},), got {tuple(found.shape)}")
         cell = pbc = batch_idx = None

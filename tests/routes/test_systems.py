@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from ase import Atoms
@@ -201,6 +202,17 @@ def test_a_batch_of_ase():
             System.from_ase(wrong)
     with pytest.raises(ValueError, match="`atoms` holds no system"):
         System.from_ase([])
+
+
+def test_charges_of_each_structure_of_ase():
+    """One sequence for each is that of all in one; rows of single atoms stay channels."""
+    structures, learned = [bulk("NaCl", "rocksalt", a=5.64), molecule("H2O")], torch.ones(3, requires_grad=True)
+    found = System.from_ase(structures, [np.array([1, -1]), learned]).charges
+    assert found.tolist() == [1.0, -1.0, 1.0, 1.0, 1.0] and found.requires_grad
+    assert System.from_ase([structures[0], Atoms()], ([1, -1], [])).charges.tolist() == [1.0, -1.0]
+    assert System.from_ase([Atoms("H")] * 2, [[1.0], [2.0]]).charges.shape == (2, 1)
+    with pytest.raises(ValueError, match=r"`charges` must be those of structures of \[2, 3\] atoms, got \[2, 2\]"):
+        System.from_ase(structures, [[1, -1], [1, -1]])
 
 
 def test_open_systems_of_ase_of_which_the_last_has_no_atoms():
