@@ -176,6 +176,8 @@ def _of_atoms(name: str, systems: Sequence["System"]) -> Any:
     for number, (system, value) in enumerate(zip(systems, given)):
         n_atoms = system.positions.shape[0]
         if value is None and n_atoms:
+            if name == "charges" and _all_zero(given):  # said of some structures, for example in their files
+                return None
             raise ValueError(f"`{name}` of system number {number} is missing, but other systems have it")
         if value is not None:
             if not isinstance(value, torch.Tensor):
@@ -185,6 +187,14 @@ def _of_atoms(name: str, systems: Sequence["System"]) -> Any:
                 raise ValueError(f"`{name}` of system number {number} has {value.shape[0]} rows for {n_atoms} atoms")
             found.append(value)
     return _joined(name, found)
+
+
+def _all_zero(values: Sequence[torch.Tensor | None]) -> bool:
+    """Whether all tensors that are given hold zeros, which are no variables; False where they may not be read."""
+    return all(
+        value is None or (may_read(value, wait=True) and not value.requires_grad and not bool(value.any()))
+        for value in values
+    )
 
 
 def _of_each(name: str, value: torch.Tensor, count: int) -> torch.Tensor:

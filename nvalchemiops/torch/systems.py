@@ -93,7 +93,8 @@ class System(NamedTuple):
         atoms : ase.Atoms or sequence of ase.Atoms
         charges : mapping from element to float, sequence of float, or tensor (n_atoms,), optional
             By element, as ``{"Na": 1.0, "Cl": -1.0}``, or of all atoms, structure by structure, in one sequence or in
-            one for each structure. By default the initial charges of the atoms, unless all are zero.
+            one for each structure. By default the initial charges of the atoms, unless all are zero and a structure has
+            none.
         dtype : torch.dtype, optional
         device : torch.device or str, optional
 
@@ -119,7 +120,8 @@ class System(NamedTuple):
 
         if charges is None:
             initial = joined([a.get_initial_charges() for a in systems], dtype, "cpu")
-            found = initial.to(place) if bool(initial.any()) else None
+            told = ["initial_charges" in getattr(a, "arrays", ()) for a in systems if len(a)]
+            found = initial.to(place) if bool(initial.any()) or (any(told) and all(told)) else None
         elif isinstance(charges, Mapping):
             from nvalchemiops.ase.elements import atom_values  # imports ASE
 

@@ -12,6 +12,7 @@ from nvalchemiops.torch import Neighbors, System
 from nvalchemiops.torch.dynamics import to_ase
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import (
+    Electrostatics,
     EwaldSummation,
     ParticleMeshEwald,
     ewald_summation,
@@ -213,6 +214,21 @@ def test_charges_of_each_structure_of_ase():
     assert System.from_ase([Atoms("H")] * 2, [[1.0], [2.0]]).charges.shape == (2, 1)
     with pytest.raises(ValueError, match=r"`charges` must be those of structures of \[2, 3\] atoms, got \[2, 2\]"):
         System.from_ase(structures, [[1, -1], [1, -1]])
+
+
+def test_initial_charges_of_ase_that_are_zero():
+    """Those of a neutral structure, alone as among charged ones; beside structures of which nothing is known, none."""
+    water, argon, unknown = molecule("H2O"), Atoms("Ar", charges=[0.0]), Atoms("Ne")
+    water.set_initial_charges([-0.8, 0.4, 0.4])
+    systems = [System.from_ase(atoms) for atoms in (water, argon, unknown)]
+    assert Electrostatics()(systems[1]).energies.tolist() == [0.0]
+    joined = System.concatenate(systems[:2]).charges
+    assert torch.equal(joined, System.from_ase([water, argon]).charges) and joined[3] == 0.0
+    assert System.concatenate(systems[1:]).charges is None and System.from_ase([argon, unknown]).charges is None
+    for charges in (systems[1].charges.requires_grad_(), torch.ones(1)):
+        with pytest.raises(ValueError, match="`charges` of system number 1 is missing"):
+            System.concatenate([systems[1]._replace(charges=charges.double()), systems[2]])
+    assert System.from_ase(Atoms()).charges is None
 
 
 def test_open_systems_of_ase_of_which_the_last_has_no_atoms():
