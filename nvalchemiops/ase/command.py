@@ -25,7 +25,12 @@ from nvalchemiops.constants import EV_PER_ANGSTROM3_IN_GPA
 OVERLAP = 1e-3
 """Atoms closer than this, in angstrom, are named as the reason for values that are not finite."""
 
-UNITS = {"energy": "eV", "forces": "eV/angstrom", "stress": "eV/angstrom^3, in the order xx yy zz yz xz xy"}
+UNITS = {
+    "energy": "eV",
+    "forces": "eV/angstrom",
+    "stress": "eV/angstrom^3, in the order xx yy zz yz xz xy",
+    "pressure": "eV/angstrom^3",
+}
 
 
 def energy(options: argparse.Namespace) -> int:

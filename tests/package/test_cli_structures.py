@@ -51,7 +51,7 @@ def test_energies_of_a_trajectory(files, capsys):
     assert all(json.dumps(force) in lines for force in report["frames"][2]["forces"]), "an atom for each line"
     assert report["file"] == str(files / "salt.extxyz")
     assert [term.split("(")[0] for term in report["terms"]] == ["Pair", "Electrostatics"]
-    assert report["units"]["energy"] == "eV"
+    assert report["units"]["energy"] == "eV" and report["units"]["pressure"] == "eV/angstrom^3"
     assert [found["frame"] for found in report["frames"]] == [0, 1, 2]
     for found, atoms in zip(report["frames"], frames):
         atoms.calc = calculator
