@@ -8,11 +8,11 @@ import pytest
 import torch
 from ase.build import bulk
 
+from nvalchemiops import NvalchemiopsWarning
 from nvalchemiops.torch.dynamics import (
     FIRE,
     LBFGS,
     CellFilter,
-    Chart,
     ConvergenceWarning,
     Evaluation,
     SumOfTerms,
@@ -216,7 +216,16 @@ def test_slabs_without_a_volume(open_vector: float) -> None:
 
 
 def test_systems_without_a_cell() -> None:
-    with pytest.raises(ValueError, match="the system has none"):
-        Chart(System(torch.zeros((2, 3))), cell=True)
+    """A batch of molecules alone relaxes as the same molecules beside a crystal do, whose cells change."""
+    molecules = [crystal(1)[[0, 1, 2]], crystal(2)[[0, 1]]]
+    for molecule in molecules:
+        molecule.pbc = False
+    beside = relax(System.from_ase([crystal(1), *molecules]), lennard_jones_model(), "lbfgs", cell=True)
+    for alone in (System.from_ase(molecules), System.from_ase(molecules[0])):
+        with pytest.warns(NvalchemiopsWarning, match="no system has one"):
+            found = relax(alone, lennard_jones_model(), "lbfgs", cell=CellFilter(scalar_pressure=0.1), smax=1.0)
+        n = len(alone.positions)
+        close(found.system.positions, beside.system.positions[-5:][:n])
+        assert found.system.cell is None
     with pytest.raises(ValueError, match="`memory` must be at least 1"):
         LBFGS(memory=0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.distributed.exchange import carried
@@ -204,7 +205,9 @@ class Chart:
         if not isinstance(cell, CellFilter) and not cell:
             return
         if lattice is None:
-            raise ValueError("`cell` is to relax, but the system has none")
+            # a batch may be one of molecules alone, as those beside crystals keep their cells, too
+            notify("`cell` is to relax, but no system has one: positions relax alone", NvalchemiopsWarning)
+            return
         n, device = self.n_systems, positions.device
         self._lattice = lattice.detach().to(torch.float64).reshape(-1, 3, 3).expand(n, 3, 3)
         self.rows = self._with_cells(self.rows_of_atoms)

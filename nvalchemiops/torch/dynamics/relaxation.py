@@ -164,7 +164,8 @@ def relax(
     ConvergenceWarning
         Systems did not converge, or failed.
     NvalchemiopsWarning
-        A transform of torch.func, or forward mode, differentiates charges, or a cell that does not relax.
+        Cells are to relax, but no system has one. A transform of torch.func, or forward mode, differentiates charges,
+        or a cell that does not relax.
 
     Notes
     -----
