@@ -194,10 +194,15 @@ def test_a_calculator_of_ase_relaxes_and_moves_a_batch():
         atoms.rattle(0.05, seed=seed)
     result = relax(System.from_ase(copper), FromASE(EMT()), "lbfgs", fmax=0.01, cell=True)
     assert result.converged.all()
-    for atoms in to_ase(result.system):
+    for atoms, of_result in zip(to_ase(result.system), to_ase(result)):
         atoms.calc = EMT()
+        assert of_result == atoms and of_result.info == {"converged": True}
+        for name in ("energy", "forces", "stress"):
+            np.testing.assert_allclose(of_result.calc.results[name], atoms.calc.get_property(name, atoms), atol=1e-10)
         assert np.linalg.norm(atoms.get_forces(), axis=1).max() < 0.01 and abs(atoms.get_stress()).max() < 1e-3
         assert abs(atoms.get_volume() / 4 - 3.59**3 / 4) < 0.05  # of copper in EMT
+    mixed = relax(System.from_ase([copper[0], ase.build.molecule("H2O")]), FromASE(EMT()), "lbfgs", fmax=1.0, cell=True)
+    assert ["stress" in atoms.calc.results for atoms in to_ase(mixed)] == [True, False]
     run = simulate(result.system, FromASE(EMT()), npt(0.2, 0.02, 0.01), 20, record=("conserved", "kinetic_energy"))
     assert run.records["conserved"].std(0).max() < 0.01 * run.records["kinetic_energy"].std(0).min()
 

@@ -19,6 +19,7 @@ from nvalchemiops.torch.dynamics.constraints import STRESS, Constraints
 from nvalchemiops.torch.dynamics.failures import Survivors, failures
 from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, Model, check_model
+from nvalchemiops.torch.dynamics.relaxation import Relaxation
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
 from nvalchemiops.torch.runtime._torch_internals import (
@@ -441,42 +442,46 @@ def check_format(name: str, path: AnyPath, n_frames: int) -> None:
         raise ValueError(f"`{name}`: ASE cannot write {what} in the format of {path.name}")
 
 
-def to_ase(state: State | System) -> list[Any]:
+def to_ase(state: State | System | Relaxation) -> list[Any]:
     """The systems as a list of ``ase.Atoms``.
 
     Those of a `State` have momenta, energies, forces and stress as results, and the step in ``info``; units must be eV,
-    angstrom and u. Frozen atoms have the mass of their element, and a constraint that fixes them. Charges are initial
-    charges. With a ``domain`` this is a collective call: the first rank gets all atoms, the others get the systems
-    without atoms.
+    angstrom and u. Frozen atoms have the mass of their element, and a constraint that fixes them. Those of a
+    `Relaxation` have its results, and in ``info`` whether they converged. Charges are initial charges. With a
+    ``domain`` this is a collective call: the first rank gets all atoms, the others get the systems without atoms.
     """
-    if not isinstance(state, State | System):
-        raise TypeError(f"`state` must be a State or a System, got {type(state).__name__}")
+    if not isinstance(state, State | System | Relaxation):
+        raise TypeError(f"`state` must be a State, a System or a Relaxation, got {type(state).__name__}")
     if isinstance(state, State):
         state = state.collected()
-    elif state.domain is not None:
-        state = state.domain.collect(state)
-    if not isinstance(state, State):
-        return [atoms for atoms, _ in structures_of(state)]
+    system = state if isinstance(state, System) else state.system
+    domain = system.domain
+    found = structures_of(system if domain is None else domain.collect(system))
+    if isinstance(state, System):
+        return [atoms for atoms, _ in found]
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.constraints import FixAtoms
     from ase.stress import full_3x3_to_voigt_6_stress
 
     evaluation = state.evaluation
-    found = structures_of(state.system)
+    forces = on_host(evaluation.forces if domain is None else domain.collect(evaluation.forces))
     for n, (atoms, of) in enumerate(found):
-        masses = on_host(state.masses)[of].copy()  # not the memory of the state
-        frozen = masses == float("inf")
-        masses[frozen] = atoms.get_masses()[frozen]
-        atoms.set_masses(masses)
-        atoms.set_velocities(on_host(state.velocities)[of])
-        if frozen.any():
-            atoms.set_constraint(FixAtoms(mask=frozen))
+        if isinstance(state, State):
+            masses = on_host(state.masses)[of].copy()  # not the memory of the state
+            frozen = masses == float("inf")
+            masses[frozen] = atoms.get_masses()[frozen]
+            atoms.set_masses(masses)
+            atoms.set_velocities(on_host(state.velocities)[of])
+            if frozen.any():
+                atoms.set_constraint(FixAtoms(mask=frozen))
+            atoms.info["step"] = int(state.step)
+        else:
+            atoms.info["converged"] = bool(state.converged[n])
         energy = on_host(evaluation.energies[n].double())  # NumPy has no bfloat16
-        results = {"energy": float(energy), "forces": on_host(evaluation.forces)[of]}
-        if evaluation.stress is not None:
+        results = {"energy": float(energy), "forces": forces[of]}
+        if evaluation.stress is not None and (isinstance(state, State) or atoms.cell.rank == 3):
             results["stress"] = full_3x3_to_voigt_6_stress(on_host(evaluation.stress[n]))
         atoms.calc = SinglePointCalculator(atoms, **results)
-        atoms.info["step"] = int(state.step)
     return [atoms for atoms, _ in found]
 
 
