@@ -41,6 +41,7 @@ from nvalchemiops.torch.dynamics import (
     remove_rotation,
     simulate,
     stochastic_cell,
+    to_ase,
 )
 from nvalchemiops.torch.dynamics.simulate import Hook
 from nvalchemiops.torch.interactions.dispersion import DFTD3
@@ -356,6 +357,7 @@ def minima_are_those_of_one_process(group: Any) -> None:
     """With cells, fixed atoms, and batches: the steps of all optimizers, of which atoms take their part along."""
     ones = [System.from_ase(crystal(rattle=0.3)), System.from_ase(crystal((2, 2, 3), a=5.3, rattle=0.4, seed=2))]
     both = joined(ones)
+    both = both._replace(numbers=torch.full((len(both.positions),), 18, dtype=torch.int32))
     fixed = torch.arange(len(both.positions)) % 7 == 0
     moves = 0
     for optimizer, cell in (
@@ -387,6 +389,9 @@ def minima_are_those_of_one_process(group: Any) -> None:
         forces = domain.gather(found.evaluation.forces) - expected.evaluation.forces[held.mine]
         assert not len(forces) or float(forces.abs().max() / largest) < 1e-6
         assert domain._is_same(found.system.cell)
+        for atoms, of_one in zip(to_ase(found), to_ase(expected), strict=True):  # those of the first rank
+            assert len(atoms) == (len(of_one) if dist.get_rank(group) == 0 else 0)
+            assert not len(atoms) or abs(atoms.get_forces() - of_one.get_forces()).max() < 1e-6 * float(largest)
     assert moves > 0
 
 
