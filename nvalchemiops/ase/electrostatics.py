@@ -70,7 +70,7 @@ class Electrostatics:
 
     Parameters
     ----------
-    method : str
+    method : str, optional
         "auto": all distances, for an accuracy. Periodic atoms and slabs use the faster of the two lattice sums, "ewald"
         (k-vectors) and "pme" (a mesh); atoms that are not periodic use all pairs. Sums over pairs within a cutoff:
         "coulomb", "dsf" (damped shifted force), "wolf", "reaction_field" or "yukawa". Without a cutoff "coulomb" and
@@ -126,7 +126,7 @@ class Electrostatics:
 
     def __init__(
         self,
-        method: str,
+        method: str = "auto",
         charges: Charges = None,
         *,
         cutoff: float | None = None,

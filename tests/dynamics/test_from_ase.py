@@ -61,7 +61,7 @@ IN_ONE_CALL = {
     "dispersion": ([Dispersion("pbe", cutoff=7.0, coordination_cutoff=6.0, smoothing=1.0)], salts(), 1e-12),
     "slab": ([Electrostatics("ewald", CHARGES, slab_correction=True)], [slab(), *salts()], 1e-5),
     "any": ([Electrostatics("auto", ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], [slab(), *molecules()], 1e-5),
-    "molecules": ([Electrostatics("auto", ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], molecules(), 1e-5),
+    "molecules": ([Electrostatics(charges=ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], molecules(), 1e-5),
     "no cutoff": ([Electrostatics("coulomb", ALL), Pair("lennard_jones", **OWN)], molecules(), 1e-12),
 }
 
