@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from ase.data import atomic_numbers
 
-from nvalchemiops.ase.elements import atom_values, is_by_pair, number, of_pairs, pair_table
+from nvalchemiops.ase.elements import OTHERS, atom_values, is_by_pair, number, of_pairs, pair_table
 from nvalchemiops.ase.system import Contribution, InBatches, System
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.pair import PairPotential
@@ -111,7 +111,20 @@ def from_library(
         options.setdefault("tables", True)
     if "mixing" in known and any(is_by_pair(value) for value in values.values()):
         options.setdefault("mixing", None)
+    if options.get("mixing", True) is None:
+        _check_by_pair(values)
     return make(cutoff, **options), values
+
+
+def _check_by_pair(values: Mapping[str, Any]) -> None:
+    """Raise for values of elements beside those of pairs, which no rule mixes."""
+    for name, value in values.items():
+        for key in value if isinstance(value, Mapping) else ():
+            if key != OTHERS and not is_by_pair({key: 0.0}):
+                raise ValueError(
+                    f"`{name}`: {key!r} is not a pair of elements: rules of mixing are for values that all belong to "
+                    "elements; otherwise give each for all pairs, as {'Ar-Ar': 3.4, 'Ar-Kr': 3.5, 'Kr-Kr': 3.6}"
+                )
 
 
 class Parameters:

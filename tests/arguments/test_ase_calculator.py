@@ -56,6 +56,11 @@ MISTAKES = {
         ValueError,
         "`depth` has two different values for Na-Cl",
     ),
+    "one pair beside elements": (
+        lambda: Pair("lennard_jones", cutoff=3.0, sigma={"Na": 2.0, "Cl": 3.0, "Na-Cl": 2.4}, epsilon=1),
+        ValueError,
+        "`sigma`: 'Na' is not a pair of elements: rules of mixing are for values that all belong to elements",
+    ),
     "element for pair": (
         lambda: Pair("morse", cutoff=3.0, depth={"Na": 1.0}, steepness=1, r0=1),
         ValueError,
