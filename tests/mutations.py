@@ -6,8 +6,9 @@
 tests that are tried first, the function that has failed before (`killer`), and the text that `-` lines become, `+`
 lines. The test of that name is run first, then all tests to try first, up to the first failure.
 
-The old text must be in its file exactly once, and the tests must exist: a list that has gone stale is an error. At the
-end, the tests that have failed are run without any mutation, where they must pass: otherwise they have shown nothing.
+The old text must be in its file exactly once, and the tests must exist: a list that has gone stale is an error (one
+that `tests/package/test_mutations.py` finds every day). At the end, the tests that have failed are run without any
+mutation, where they must pass: otherwise they have shown nothing.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".txt")
 NOT_COPIED = (".git", ".venv*", ".gpu", ".hypothesis", ".*_cache", "__pycache__", "_build", "results", "output")
+NOT_COPIED += ("test_mutations.py", "gpu_variants")  # tests of texts would notice a mistake that has no effect
 NOTHING_CHOSEN = 5
 """What pytest returns if no test fits the options."""
 
@@ -69,6 +72,14 @@ def mutations() -> list[Mutation]:
     return found
 
 
+def stale_entries() -> list[str]:
+    """What is stale about the list, a line for each fault."""
+    every = mutations()
+    counts = Counter(mutation.title for mutation in every)
+    stale = [f"{mutation.title}: {fault}" for mutation in every for fault in faults_of(mutation)]
+    return stale + [f"{title}: {count} entries have this title" for title, count in counts.items() if count > 1]
+
+
 def faults_of(mutation: Mutation) -> list[str]:
     """What is stale about an entry."""
     path = ROOT / mutation.file
@@ -76,6 +87,11 @@ def faults_of(mutation: Mutation) -> list[str]:
     faults = [] if count == 1 else [f"the old text is {max(count, 0)} times in {mutation.file or 'no file'}"]
     faults += [f"there is no {name}" for name in mutation.tests if not (ROOT / name).exists()]
     faults += [] if mutation.tests else ["it names no tests"]
+    if mutation.killer and not faults:
+        paths = [path for name in mutation.tests for path in [ROOT / name, *(ROOT / name).rglob("*.py")]]
+        texts = (path.read_text() for path in paths if path.is_file())
+        defined = any(re.search(rf"\bdef {mutation.killer}\b", text) for text in texts)
+        faults += [] if defined else [f"its tests have no {mutation.killer}"]
     return faults + (["it changes nothing"] if mutation.old == mutation.new else [])
 
 
@@ -154,14 +170,10 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the list, check that it is not stale, and end")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds of a run of tests, at most")
     options = parser.parse_args()
-    every = mutations()
-    stale = [f"{mutation.title}: {fault}" for mutation in every for fault in faults_of(mutation)]
-    if len({mutation.title for mutation in every}) < len(every):
-        stale.append("two entries have the same title")
-    if stale:
+    if stale := stale_entries():
         print(f"{LIST.name} is stale:", *stale, sep="\n  ")
         return 2
-    chosen = [mutation for mutation in every if re.search(options.only, mutation.title)]
+    chosen = [mutation for mutation in mutations() if re.search(options.only, mutation.title)]
     if options.list:
         print(*(f"{mutation.title} ({mutation.file})" for mutation in chosen), sep="\n")
         return 0
