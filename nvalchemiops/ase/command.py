@@ -262,4 +262,4 @@ def _print_table(results: list[dict[str, Any]]) -> None:
 def _print_forces(result: dict[str, Any]) -> None:
     print(f"\nforces of frame {result['frame']} (eV/Å)")
     for number, (symbol, force) in enumerate(zip(result["symbols"], result["forces"])):
-        print(f"{number:7d} {symbol:<3}" + "".join(f"{component:16.8f}" for component in force))
+        print(f"{number:7d} {symbol:<3}" + "".join(f" {component:15.8f}" for component in force))
