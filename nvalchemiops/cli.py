@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # without standard error, notes and bars would go to standard output
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr or nowhere):
-        options = _parser().parse_args(arguments)
+        options = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
         with warnings.catch_warnings():
             warnings.showwarning = _show_note
             try:
@@ -44,6 +44,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except BrokenPipeError:
                 _forget_output()
                 return 128 + signal.SIGPIPE
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """The words with all values of an option in one: ``--pressure -1 0 a.xyz`` as ``--pressure=-1,0 a.xyz``.
+
+    Without this, argparse takes a file behind values for another one, and ``-1,0`` for an option.
+    """
+    left, found = list(words), []
+    while left:
+        found.append(left.pop(0))
+        if found[-1] == "--":
+            break
+        # argparse takes the beginning of a name, too
+        checks = [check for name, check in _SEVERAL.items() if len(found[-1]) > 2 and name.startswith(found[-1])]
+        count = next((n for n, word in enumerate(left) if not any(check(word) for check in checks)), len(left))
+        # what comes next is an option, a file, or a mistake, which is reported as a value
+        if count and (count == len(left) or left[count].startswith("-") or _is_file(left[count])):
+            found[-1] += "=" + ",".join(left[:count])
+            left = left[count:]
+    return found + left
+
+
+def _are_numbers(word: str) -> bool:
+    try:
+        return bool([float(part) for part in word.split(",")])
+    except ValueError:
+        return False
+
+
+def _is_entry(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
+
+
+def _is_file(word: str) -> bool:
+    return os.path.exists(word) or re.search(r"\.[a-zA-Z]\w*$", word) is not None
+
+
+_SEVERAL: dict[str, Callable[[str], bool]] = {
+    "--temperature": _are_numbers,
+    "--pressure": _are_numbers,
+    "--parameters": _is_entry,
+    "--electrostatics-parameters": _is_entry,
+    "--charges": _is_entry,
+}
+"""Options with several values, in words or with commas between them, and whether a word is one or more of these."""
 
 
 def _forget_output() -> None:
@@ -136,7 +181,14 @@ def _parser() -> argparse.ArgumentParser:
 
     relax = commands.add_parser("relax", help="relax the structures in a file", epilog=_RELAX_EXAMPLE)
     _add_structures_and_terms(relax)
-    relax.add_argument("--fmax", type=float, default=0.01, metavar="EV/A", help="largest force at the end (0.01 eV/Å)")
+    relax.add_argument(
+        "--fmax",
+        type=float,
+        default=0.01,
+        metavar="EV/A",
+        help="largest force at the end (0.01 eV/Å); with --cell also that on the cell: rows of the virial, with the "
+        "pressure added, over the number of atoms",
+    )
     relax.add_argument("--optimizer", choices=["fire", "fire2", "lbfgs"], default="fire", help="(fire)")
     relax.add_argument("--max-steps", type=int, default=1000, help="of the optimizer (1000)")
     relax.add_argument(
@@ -148,8 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     relax.add_argument(
         "--pressure",
         action=_Numbers,
+        nargs="+",
         metavar="GPA",
-        help="for cells that relax (0): one, or one for each frame, as 0,5; one frame and several are as many systems",
+        help="for cells that relax (0): one, or one for each frame; one frame and several are as many systems",
     )
     relax.add_argument("--forces", action="store_true", help="print the force on each atom, too")
     relax.add_argument("--output", metavar="FILE", help="where to write the relaxed structures, in a format of ASE")
@@ -169,13 +222,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Numbers(argparse.Action):
-    """Numbers with commas between them, also in several arguments where ``nargs`` lets them be."""
+    """Numbers with commas between them, in one word or several."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         try:
-            numbers = [
-                float(part) for text in ([values] if isinstance(values, str) else values) for part in text.split(",")
-            ]
+            numbers = [float(part) for text in values for part in text.split(",")]
         except ValueError as error:
             raise argparse.ArgumentError(self, f"not a number: {error}") from None
         setattr(namespace, self.dest, numbers)

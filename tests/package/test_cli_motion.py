@@ -368,6 +368,15 @@ MOTION_MISTAKES = {
         ["relax", "--cell", "full", "--pressure", "1,2,3", "argon.xyz"],
         "--pressure has 3 values for 2 systems",
     ),
+    "pressures in words": (
+        ["relax", "--cell", "full", "--pressure", "-1,2", "3", "argon.xyz"],
+        "--pressure has 3 values for 2 systems",
+    ),
+    "pressures of an abbreviation": (
+        ["relax", "--cell", "full", "--press", "1,2,3", "argon.xyz"],
+        "--pressure has 3 values for 2 systems",
+    ),
+    "numbers before the file": (["md", "--temperature", "1", "2", "3", "argon.xyz"], "--temperature has 3 values for"),
     "dt": (["md", "argon.xyz", "--temperature", "1", "--dt", "0"], "--dt must be positive, got 0"),
     "cold": (["md", "argon.xyz", "--temperature", "-1"], "--temperature must be at least 0 K, got -1"),
     "too long": (["md", "argon.xyz", "--temperature", "90", "--dt", "9000"], "(is --dt = 9000 fs too long?)"),
