@@ -438,8 +438,11 @@ def _tune(options: argparse.Namespace) -> int:
 
     path = costs.file()
     if options.reset:
-        if path is not None:
-            path.unlink(missing_ok=True)
+        try:
+            if path is not None:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            return fail("tune", error, 1)
         print(f"nothing is kept in {path}" if path else "there is no file")
         return 0
     if options.show:
@@ -513,7 +516,7 @@ def all_kernels() -> list[tuple[str, Callable[[], Any]]]:
 def _stand_in(options: argparse.Namespace) -> int:
     try:
         print(write_stand_in(options.folder, options.release))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return fail("stand-in", error)
     return 0
 

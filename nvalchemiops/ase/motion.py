@@ -63,7 +63,8 @@ def md(options: argparse.Namespace) -> int:
     for name in ("dt", "thermostat_time", "barostat_time", "compressibility", "steps", "every"):
         value = getattr(options, name)
         if value is not None and not value > (-1 if name == "steps" else 0):
-            raise ValueError(f"{_flag(name)} must be positive, got {value:g}")
+            must = "not be negative" if name == "steps" else "be positive"
+            raise ValueError(f"{_flag(name)} must {must}, got {value:g}")
     for value in options.temperature or ():
         if not value >= 0.0:
             raise ValueError(f"--temperature must be at least 0 K, got {value:g}")

@@ -378,6 +378,7 @@ MOTION_MISTAKES = {
     ),
     "numbers before the file": (["md", "--temperature", "1", "2", "3", "argon.xyz"], "--temperature has 3 values for"),
     "dt": (["md", "argon.xyz", "--temperature", "1", "--dt", "0"], "--dt must be positive, got 0"),
+    "steps": (["md", "argon.xyz", "--temperature", "1", "--steps", "-1"], "--steps must not be negative, got -1"),
     "cold": (["md", "argon.xyz", "--temperature", "-1"], "--temperature must be at least 0 K, got -1"),
     "too long": (["md", "argon.xyz", "--temperature", "90", "--dt", "9000"], "(is --dt = 9000 fs too long?)"),
     "folder": (["md", "argon.xyz", "--temperature", "9", "--trajectory", "no/out.xyz"], "there is no folder no"),

@@ -134,6 +134,15 @@ def test_costs_that_cannot_be_kept_are_printed(monkeypatch, capsys):
     assert "pair 3 ns" in capsys.readouterr().out
 
 
+def test_a_place_where_nothing_can_be_is_told(tmp_path, monkeypatch, capsys):
+    """Of the costs, and of the other file that a command writes."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(costs.VARIABLE, str(tmp_path / "file" / "costs.json"))
+    assert cli.main(["tune", "--reset"]) == 1 and "nvalchemiops tune: [Errno" in capsys.readouterr().err
+    assert cli.main(["stand-in", "--folder", str(tmp_path / "file")]) == 2
+    assert "nvalchemiops stand-in: [Errno" in capsys.readouterr().err
+
+
 # -- the numbers ----------------------------------------------------------------------------------
 
 
