@@ -72,7 +72,7 @@ test-newest:  ## the tests with the newest torch, Warp, NumPy and JAX there are 
 test-matrix:  ## a part of the tests with other releases of torch and Python, in .venv-matrix-* (MATRIX="python3.12:2.11.0")
 	@for pair in $(MATRIX); do \
 		python=$${pair%%:*} torch=$${pair##*:}; environment=.venv-matrix-$$(basename $$python)-$$torch; \
-		command -v $$python > /dev/null || { echo "$$pair: left out, there is no $$python"; continue; }; \
+		$$python -c "" 2> /dev/null || { echo "$$pair: left out, there is no $$python"; continue; }; \
 		test -x $$environment/bin/python || $$python -m venv $$environment || exit 1; \
 		pip="$$environment/bin/python -m pip --disable-pip-version-check install -qq"; \
 		grep -viE '^(torch|sympy|networkx|setuptools)==' constraints.txt > $$environment/constraints.txt; \

@@ -73,6 +73,16 @@ def test_top_level_holds_what_is_agreed_and_nothing_else():
     assert present - DOT_FILES == TOP_LEVEL
 
 
+def test_interpreters_that_do_not_run_are_left_out_of_the_matrix(tmp_path):
+    """As those of pyenv for versions that are not chosen."""
+    shim = tmp_path / "python3.0"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    command = ["make", "-s", "test-matrix", f"MATRIX={shim}:2.11.0 python3.nowhere:2.11.0"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0 and finished.stdout.count("left out, there is no") == 2, finished.stderr
+
+
 @pytest.mark.parametrize("patch", sorted(ROOT.glob("benchmarks/gpu_variants/*.patch")), ids=lambda patch: patch.stem)
 def test_kernels_to_be_timed_on_a_gpu_are_variants_of_the_present_ones(patch):
     """Renew or delete a patch whose kernel has changed."""
