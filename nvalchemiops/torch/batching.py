@@ -189,11 +189,11 @@ def _of_atoms(name: str, systems: Sequence["System"]) -> Any:
     return _joined(name, found)
 
 
-def _all_zero(values: Sequence[torch.Tensor | None]) -> bool:
-    """Whether all tensors that are given hold zeros, which are no variables; False where they may not be read."""
-    return all(
-        value is None or (may_read(value, wait=True) and not value.requires_grad and not bool(value.any()))
-        for value in values
+def _all_zero(values: Sequence[Any]) -> bool:
+    """Whether all values but None are tensors of zeros, which are no variables; False where they may not be read."""
+    given = [value for value in values if value is not None]
+    return may_read(*given, wait=True) and not any(
+        not isinstance(value, torch.Tensor) or value.requires_grad or bool(value.any()) for value in given
     )
 
 

@@ -225,9 +225,9 @@ def test_initial_charges_of_ase_that_are_zero():
     joined = System.concatenate(systems[:2]).charges
     assert torch.equal(joined, System.from_ase([water, argon]).charges) and joined[3] == 0.0
     assert System.concatenate(systems[1:]).charges is None and System.from_ase([argon, unknown]).charges is None
-    for charges in (systems[1].charges.requires_grad_(), torch.ones(1)):
+    for charges in (systems[1].charges.requires_grad_(), torch.ones(1).double(), np.zeros(1), [0.0], 0.0):
         with pytest.raises(ValueError, match="`charges` of system number 1 is missing"):
-            System.concatenate([systems[1]._replace(charges=charges.double()), systems[2]])
+            System.concatenate([systems[1]._replace(charges=charges), systems[2]])
     assert System.from_ase(Atoms()).charges is None
 
 
