@@ -5,11 +5,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from nvalchemiops.jax.dtypes import torch_dtype
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
-from nvalchemiops.jax.operators import as_array, as_number, from_torch_values, to_torch
+from nvalchemiops.jax.operators import as_number, from_torch_values, to_torch
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.systems import Neighbors as TorchNeighbors
 from nvalchemiops.torch.systems import System as TorchSystem
@@ -108,7 +109,8 @@ class Neighbors(TorchNeighbors):
         """
         given = {"padding": as_number("`padding`", padding), "cutoff": as_number("`cutoff`", cutoff), **others}
         if not is_traced(counts):
-            given["counts"] = to_torch(as_array("counts", counts))
+            # JAX would trace a list of numbers that becomes an array under jit
+            given["counts"] = to_torch(np.asarray(counts) if isinstance(counts, (list, tuple)) else counts)
         return cast(Neighbors, super().from_matrix(matrix, shifts, **given))
 
     @classmethod

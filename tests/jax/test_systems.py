@@ -138,10 +138,10 @@ def test_neighbors_from_arrays_of_lists():
     np.testing.assert_array_equal(potential(listed), expected)
     matrix, counts, shifts = neighbor_list(*given, fill_value=-1, max_neighbors=60)
     static = {"padding": np.array([-1]), "cutoff": jnp.array(4.0)}
-    for numbers in (counts, np.asarray(counts).tolist(), None):
-        np.testing.assert_array_equal(
-            potential(Neighbors.from_matrix(matrix, shifts, counts=numbers, **static)), expected
-        )
+    for numbers in (counts, np.asarray(counts), np.asarray(counts).tolist(), None):
+        of_matrix = functools.partial(Neighbors.from_matrix, shifts=shifts, counts=numbers, **static)
+        for found in (potential(of_matrix(matrix)), jax.jit(lambda m, of=of_matrix: potential(of(m)))(matrix)):
+            np.testing.assert_array_equal(found, expected)
     found = jax.jit(lambda counts: potential(Neighbors.from_matrix(matrix, shifts, counts=counts, **static)))(counts)
     np.testing.assert_array_equal(found, expected)
     with pytest.raises(ValueError, match=f"`matrix` has 3 columns, but an atom has {counts.max()} neighbors"):
