@@ -74,11 +74,16 @@ def _are_numbers(word: str) -> bool:
 
 
 def _is_entry(word: str) -> bool:
-    return "=" in word and not word.startswith("-")
+    is_file = os.path.isfile(word) and _has_suffix(word)  # as T=300.xyz
+    return "=" in word and not word.startswith("-") and not is_file
 
 
 def _is_file(word: str) -> bool:
-    return os.path.exists(word) or re.search(r"\.[a-zA-Z]\w*$", word) is not None
+    return os.path.exists(word) or _has_suffix(word)
+
+
+def _has_suffix(word: str) -> bool:
+    return re.search(r"\.[a-zA-Z]\w*$", word) is not None
 
 
 _SEVERAL: dict[str, Callable[[str], bool]] = {

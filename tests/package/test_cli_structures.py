@@ -99,7 +99,8 @@ def test_energy_of_a_molecule_with_its_forces(files, capsys):
     values = np.array([line.split()[2:] for line in lines], dtype=float)
     np.testing.assert_allclose(values.sum(axis=0), 0.0, atol=1e-7)
     assert abs(values).max() > 1.0
-    large = energy(capsys, files / "water.xyz", "--charges", "O=-8000", "H=4000", *options[:2], "--forces")
+    file = (files / "water.xyz").rename(files / "T=300.xyz")  # is no charge
+    large = energy(capsys, *options[:2], "--forces", "--charges", "O=-8000", "H=4000", file)
     assert [len(line.split()) for line in large.splitlines()[-3:]] == [5, 5, 5], "a space before each component"
 
 
