@@ -402,6 +402,10 @@ class Model(torch.nn.Module):
         x = x.detach().requires_grad_()
         return torch.autograd.grad((self.weight * x.sin()).sum(), x)[0]
 
+    @record
+    def height(self, x):
+        return self.weight.detach() * x.sin()
+
 
 def test_methods_and_copies():
     models = [Model(), Model()]
@@ -413,6 +417,8 @@ def test_methods_and_copies():
         for model in models:
             torch.testing.assert_close(model.slope(x), model.weight.detach() * x.cos())
     assert "last call: replayed" in models[0].slope.explain()
+    compiled = torch.compile(lambda x: models[0].height(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), models[0].height(x))
     again = copy.deepcopy(record(torch.sin, most_plans=2))
     assert torch.equal(again(x), x.sin())
     assert pickle.loads(pickle.dumps(Model.slope)) is Model.slope

@@ -183,7 +183,11 @@ class Recorded:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the instance is the first argument."""
-        return self if instance is None else types.MethodType(self, instance)
+        if instance is None:
+            return self
+        if torch.compiler.is_compiling():  # torch.compile does not follow methods that are no functions
+            return functools.partial(self, instance)
+        return types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
         function = self._function
