@@ -186,6 +186,20 @@ def test_what_follows_an_error_is_no_step(step):
         record(lambda x: step(x) + x)((-torch.eye(2)).requires_grad_())
 
 
+def test_an_error_of_shapes_comes_for_all_values():
+    def step(x):
+        try:
+            return x.T.view(-1)
+        except RuntimeError:
+            return x.T.reshape(-1) + 1.0
+
+    again = record(step)
+    for k in range(3):
+        x = torch.arange(6.0).reshape(2, 3) + k
+        assert torch.equal(again(x), step(x))
+    assert "last call: replayed" in again.explain()
+
+
 def in_another_thread(x):
     found = []
     worker = threading.Thread(target=lambda: found.append(x.sin()))

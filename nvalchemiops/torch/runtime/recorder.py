@@ -28,6 +28,7 @@ from nvalchemiops.torch.runtime.operations import (
     NoPlan,
     Step,
     by_storage,
+    fails_for_all_values,
     has_unknown_shape,
     restoring,
     result_and_draw,
@@ -186,8 +187,8 @@ class Recorder:
             result, drew = result_and_draw(func, args, kwargs)
         except (NotImplementedError, torch.OutOfMemoryError):  # whatever the values are
             raise
-        except Exception:  # the call may go on, but not so for other values
-            if written or self._varies(given):
+        except Exception as error:  # the call may go on, but not so for other values
+            if written or (self._varies(given) and not fails_for_all_values(error, func, args, kwargs)):
                 self.end(f"{FOR_NOW}{func} raises an error for these values")
             raise
         finally:
