@@ -244,3 +244,19 @@ def test_a_plan_is_compared_after_an_error_of_the_function():
         again(torch.full((2,), 2.0))
     with pytest.raises(RecordingError, match="and its plan have different results"):
         again(torch.full((2,), 3.0))
+
+
+def test_a_plan_is_compared_after_values_that_it_leaves_to_the_function():
+    calls = []
+
+    def step(x):
+        calls.append(x)
+        with contextlib.suppress(torch.linalg.LinAlgError):
+            return len(calls) * torch.linalg.inv(x)
+        return x
+
+    again = record(step)
+    for factor in (1.0, 0.0):
+        again(factor * torch.eye(2))
+    with pytest.raises(RecordingError, match="and its plan have different results"):
+        again(2.0 * torch.eye(2))
