@@ -260,3 +260,16 @@ def test_a_plan_is_compared_after_values_that_it_leaves_to_the_function():
         again(factor * torch.eye(2))
     with pytest.raises(RecordingError, match="and its plan have different results"):
         again(2.0 * torch.eye(2))
+
+
+def test_a_function_without_tensors_in_its_results_is_left_to_raise():
+    def check(x):
+        torch.linalg.inv(x)
+
+    again = record(check)
+    for factor in (1.0, 2.0):
+        again(factor * torch.eye(2))
+    with pytest.raises(torch.linalg.LinAlgError):
+        again(torch.zeros(2, 2))
+    again(torch.eye(2))
+    assert "last call: replayed. Calls: 1 recorded, 1 replayed" in again.explain()

@@ -498,8 +498,9 @@ _NOT_NOW = "the plan is in use, or ranks agree after an error, or the ordinary c
 
 def _replayed(plan: Plan, moving: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
     """The results of a plan; None if the ordinary call must run."""
-    results = fairly(lambda *values: plan(values) or (), *moving) if moving else plan(())
-    return None if not results and plan.results else results or ()
+    if not moving or not plan.results:
+        return plan(moving)
+    return fairly(lambda *values: plan(values) or (), *moving) or None
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
