@@ -13,6 +13,7 @@ import warp as wp
 from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.torch import RecordingError, record
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.plans import follow
@@ -184,6 +185,21 @@ def test_what_follows_an_error_is_no_step(step):
         assert torch.equal(again(x), step(x))
     with pytest.raises(RecordingError, match="with a graph"):
         record(lambda x: step(x) + x)((-torch.eye(2)).requires_grad_())
+
+
+def test_what_follows_an_error_of_a_list_is_no_step():
+    potential = lennard_jones(3.0)
+
+    def step(x, pairs):
+        with contextlib.suppress(ValueError):
+            return potential(x, neighbor_list=pairs, sigma=1.0, epsilon=1.0)
+        return -x
+
+    again = record(step)
+    for k, last in enumerate((7, 7, 0, 0, 7)):
+        x = torch.eye(2, 3) + 0.1 * k
+        pairs = torch.tensor([[0, 1], [1, last]], dtype=torch.int32)
+        assert torch.equal(again(x, pairs), step(x, pairs))
 
 
 def test_an_error_of_shapes_comes_for_all_values():
