@@ -187,6 +187,21 @@ def test_what_follows_an_error_is_no_step(step):
         record(lambda x: step(x) + x)((-torch.eye(2)).requires_grad_())
 
 
+def test_an_error_of_a_signal_handler_in_a_replay_is_raised():
+    """It is none of the function, which could catch it."""
+
+    def handler():
+        raise RuntimeError("it is late")
+
+    again, x = record(torch.sin), torch.ones(3)
+    for k in range(2):
+        again(x + k)
+    (recording,) = again._recordings.values()
+    recording.plan.steps.append(handler)  # in the place of one that comes between two steps
+    with pytest.raises(RuntimeError, match="it is late"):
+        again(x)
+
+
 def test_what_follows_an_error_of_a_list_is_no_step():
     potential = lennard_jones(3.0)
 

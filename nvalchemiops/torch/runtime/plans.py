@@ -11,6 +11,7 @@ values are not read, a CUDA graph is captured, and all tensors that differ betwe
 
 import math
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,14 @@ NO_MEMORY = "there is not enough memory for a plan"
 
 
 _OF_TORCH = {IndexError, RuntimeError, torch.linalg.LinAlgError}
-"""Errors of torch's operations for some values. Signal handlers have others."""
+"""Errors of torch's operations for some values."""
+
+
+def _is_of_torch(error: Exception) -> bool:
+    """Whether an operation of torch has raised this error, not Python code of others, such as a signal handler."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_inside = frame.f_globals.get("__name__", "").startswith(("torch._", "nvalchemiops."))
+    return is_inside and type(error) in _OF_TORCH
 
 
 class Plan:
@@ -114,7 +122,7 @@ class Plan:
                     for step in self.steps:
                         step()
             except Exception as error:
-                if self.acts or self.place is not None or type(error) not in _OF_TORCH:
+                if self.acts or self.place is not None or not _is_of_torch(error):
                     raise
                 return None  # the normal call raises it, too, or goes on after it
             self.is_exceeded = any(map(int, self.limits))
