@@ -424,6 +424,8 @@ def test_methods_and_copies():
     assert pickle.loads(pickle.dumps(Model.slope)) is Model.slope
     assert torch.equal(pickle.loads(pickle.dumps(record(torch.sin)))(x), x.sin())
     assert torch.equal(pickle.loads(pickle.dumps(models[0].slope))(x), models[0].slope(x))
+    reduced = eval("lambda step: step.__reduce__()", {"__name__": "cloudpickle.cloudpickle"})
+    assert reduced(Model.slope)[1][0] is Model.slope.__wrapped__  # which it sends by value
 
 
 def test_threads_share_plans():

@@ -2,6 +2,7 @@
 
 import functools
 import pkgutil
+import sys
 import threading
 import types
 from collections import deque
@@ -191,12 +192,15 @@ class Recorded:
 
     def __reduce__(self) -> Any:
         function = self._function
+        whole = Recorded, (function, self._changing, self._if_changed, self._most)
+        if "cloudpickle" in sys._getframe(1).f_globals.get("__name__", ""):  # it takes functions of notebooks along
+            return whole
         try:  # by name, if this object has it in place of the function
             if pkgutil.resolve_name(f"{function.__module__}:{function.__qualname__}") is self:
                 return function.__qualname__
         except (AttributeError, ImportError, ValueError):
             pass
-        return Recorded, (self._function, self._changing, self._if_changed, self._most)
+        return whole
 
     def _checked(
         self, recording: _Recording, moving: Sequence[torch.Tensor], args: Any, kwargs: Any, key: Hashable | None
