@@ -217,6 +217,18 @@ def test_what_follows_an_error_of_a_list_is_no_step():
         assert torch.equal(again(x, pairs), step(x, pairs))
 
 
+def test_calls_that_often_end_a_recording_are_not_recorded_each_time():
+    again, found = record(of_factors), []
+    for factor in (*[-1.0] * 8, *[1.0] * 9):
+        x = factor * torch.eye(2)
+        assert torch.equal(again(x), of_factors(x))
+        found.append(again.explain())
+    attempts = [number for number, text in enumerate(found) if "since for now" in text]
+    assert attempts == [0, 1, 3, 7]
+    assert "recorded again only later" in found[14]
+    assert "last call: recorded" in found[15]
+
+
 def test_an_error_of_shapes_comes_for_all_values():
     def step(x):
         try:

@@ -126,6 +126,7 @@ class Recorded:
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
         self._not_captured: dict[Hashable, str] = {}  # for a kind of calls, why it has no plan
         self._tried: set[Hashable] = set()  # kinds of calls beside a default device that can be recorded
+        self._waits: dict[Hashable, tuple[int, int]] = {}  # by kind: ordinary calls to come, now and after a next error
         self._way = "not called yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,6 +168,8 @@ class Recorded:
             found = None
         if found is None and (why := self._not_captured.get(key)):
             return self._ordinary(why, args, kwargs)
+        if found is None and self._is_waiting(key):
+            return self._ordinary(_LATER, args, kwargs)
         if found is None and beside and key not in self._tried:
             return self._try(key, moving, (args, kwargs), takes_apart)
         if found is None:
@@ -256,6 +259,21 @@ class Recorded:
         self._recordings.clear()
         self._not_captured.clear()
         self._tried.clear()
+        self._waits.clear()
+
+    def _is_waiting(self, key: Hashable) -> bool:
+        """Whether this call is not recorded since others of this kind, one after the other, could not be for now."""
+        left, following = self._waits.get(key, (0, 0))
+        if left:
+            self._waits[key] = left - 1, following
+        return left > 0
+
+    def _wait(self, key: Hashable) -> None:
+        """Make ordinary calls of this kind: none after the first error, and twice as many after each further one."""
+        if len(self._waits) >= tables.MOST_KINDS:
+            self._waits.clear()
+        _, left = self._waits.get(key, (0, 0))
+        self._waits[key] = left, min(2 * left + 1, _MOST_WAITING)
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         """Only make ordinary calls of this kind."""
@@ -335,6 +353,8 @@ class Recorded:
             self._tried.add(key)
         elif not reason.startswith(FOR_NOW):
             self._refuse(key, reason)
+        else:
+            self._wait(key)
         if not returned:
             return self._ordinary(reason, *given)
         self._counts["ordinary"] += 1
@@ -387,6 +407,8 @@ class Recorded:
         if plan is None and (is_for_now or beside):
             if not (failed or reason).startswith((FOR_NOW, graphs.NO_STREAM)):
                 self._refuse(key, failed or reason)
+            elif reason.startswith(FOR_NOW):
+                self._wait(key)
             self._counts["ordinary"] += 1
             self._way = f"ordinary, since {reason}"
             return put_together(form_of_results, found)
@@ -398,6 +420,7 @@ class Recorded:
         for old, kept in list(self._recordings.items()):
             if old == key or not kept.is_current():  # it may hold the lists of a domain that was left
                 self._recordings.pop(old, None)
+        self._waits.pop(key, None)
         self._recordings[key] = recording = _Recording(plan, self._changing, moving, form_of_results, takes_apart)
         for oldest in list(self._recordings)[: -self._most]:
             self._recordings.pop(oldest, None)
@@ -495,6 +518,11 @@ def record(
 
 
 _DEPENDENT = "arguments and other tensors of the function have gradients by the same tensors"
+
+_LATER = "operations raised errors in such calls before, which is why they are recorded again only later"
+
+_MOST_WAITING = 1023
+"""Ordinary calls before the next one is recorded: an ordinary call takes much less time than one that is recorded."""
 
 _NOT_NOW = "the plan is in use, or ranks agree after an error, or the ordinary call raises an error"
 """Why a plan is not replayed."""
