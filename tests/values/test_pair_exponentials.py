@@ -76,6 +76,7 @@ SUMS_OF_EXPONENTIALS = {
     "(cosh(x) - 1)*exp(-2*x)": lambda x: 0.5 * torch.exp(-x) * torch.expm1(-x) ** 2,
     "1/(2 + sinh(x))": lambda x: 2.0 / (4.0 + torch.exp(x.clamp(max=700.0)) - torch.exp(-x)),
     "exp(x)/(3 + sinh(x)^2)": lambda x: 4.0 * torch.exp(-x) / (10.0 * torch.exp(-2.0 * x) + 1.0 + torch.exp(-4.0 * x)),
+    "1/(3 + cosh(x)^24)": lambda x: 1.0 / (3.0 + torch.cosh(x.clamp(max=28.0)) ** 24),
     "step(6 - r)*sinh(x)": lambda x: torch.sinh(x.clamp(max=2.0)) * (x < 2.0),
 }
 

@@ -464,15 +464,17 @@ def _in_range(expression: Any) -> Any:
         return found
 
     def terms_of(x: Any) -> list[Any]:
-        """The terms of a sum, with two exponentials for each hyperbolic function; none if there is one term."""
+        """The terms of a sum, with exponentials for powers of hyperbolic functions; none if there is one term."""
         found, left = [], list(sympy.Add.make_args(x))
         while left:
             term = left.pop()
             powers = [f.as_base_exp() for f in sympy.Mul.make_args(term)]
-            hyperbolic = [b for b, e in powers if b.func in (sympy.sinh, sympy.cosh) and e.is_Integer and e > 0]
-            if hyperbolic and grows(hyperbolic[0].args[0].expand()):
-                (y,), sign = hyperbolic[0].args, 1 if hyperbolic[0].func == sympy.cosh else -1
-                left += [term / hyperbolic[0] * sympy.exp(y) / 2, sign * term / hyperbolic[0] * sympy.exp(-y) / 2]
+            powers = [(b, n) for b, n in powers if b.func in (sympy.sinh, sympy.cosh) and n.is_Integer and n > 0]
+            base, n = next((p for p in powers if grows(p[0].args[0].expand())), (sympy.S.One, 0))
+            if n:  # n + 1 terms: each factor by itself would have 2^n
+                (y,), sign = base.args, 1 if base.func == sympy.cosh else -1
+                rest = term / (2 * base) ** n
+                left += [rest * sympy.binomial(n, k) * sign**k * sympy.exp((n - 2 * k) * y) for k in range(n + 1)]
             else:
                 found.append(term)
         return found if len(found) > 1 else []
