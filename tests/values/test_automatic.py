@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nvalchemiops.interactions.electrostatics import error_models
 from nvalchemiops.torch import System
@@ -106,6 +107,18 @@ def test_slabs_where_values_of_pbc_are_not_read(module):
     mapped = torch.func.vmap(lambda pbc: module(SLAB._replace(pbc=pbc), near).energies)(of_each)
     close([mapped], [torch.stack([expected, crystal_])], 1e-9)
     close([compiled(SLAB._replace(pbc=of_each[1]), near).energies], [crystal_], 1e-9)
+
+
+@pytest.mark.parametrize("system", [SLAB, CRYSTAL._replace(pbc=torch.ones(3, dtype=torch.bool))])
+def test_tracers_follow_sums_with_the_slab_correction(system):
+    """They read ``pbc`` as an array: what they trace of a tensor has no values."""
+    module, near = EwaldSummation(0.5, 3.0), system._replace(pbc=None).neighbors(5.0)
+
+    def energies(x, pbc):
+        return module(system._replace(positions=x, pbc=pbc), near, slab_correction=True).energies
+
+    traced = make_fx(energies)(system.positions, system.pbc)
+    close([traced(system.positions, system.pbc)], [energies(system.positions, system.pbc)], 1e-12)
 
 
 @pytest.mark.parametrize("method", [None, "pme"])

@@ -41,7 +41,7 @@ from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed, parts_of
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
-from nvalchemiops.torch.runtime.context import is_eager, may_read
+from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
 
 
 @functools.partial(only_inlined, with_calls=True)
@@ -326,7 +326,7 @@ def _check_coulomb(
 
     Return the system, without the correction of slabs if all systems are known to be periodic: it is zero for them.
     """
-    if system.slab_axes is not None and may_read(system.slab_axes) and bool(system.slab_axes.all()):
+    if system.slab_axes is not None and may_read(system.slab_axes) and on_host(system.slab_axes).all():
         system = system._replace(slab_axes=None)
     if is_coulomb(potential):
         return system
