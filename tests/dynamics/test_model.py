@@ -79,6 +79,8 @@ def test_lattice_sums_take_sources_bound_to_them_and_coulomb_sums_alone_are_in_c
     virial = 0.5 * (expected.virial + expected.virial.mT)  # dipoles do not turn with a strain
     stress = -unit * virial / system.volume[:, None, None] + coulomb_.stress
     torch.testing.assert_close(found.stress, stress, rtol=1e-6, atol=1e-9)
+    bound = partial(EwaldSummation(0.7, 7.0, 6.0), potential=power_law(exponent), **sources)
+    assert torch.equal(SumOfTerms(bound, charges, skin=0.0)(system).energies, found.energies)
 
 
 def test_a_term_without_a_cutoff_sums_all_pairs_beside_a_list():

@@ -291,7 +291,8 @@ class SumOfTerms:
             system = system._replace(positions=system.positions / length, cell=cell, domain=domain)
         elif isinstance(interaction, ConfiguredSum):
             # strengths of other powers of the distance have units of their own
-            energy = self.hartree * self.bohr if interaction.potential.exponent in (1, None) else 1.0
+            potential = getattr(term, "keywords", {}).get("potential", interaction.potential)
+            energy = self.hartree * self.bohr if getattr(potential, "exponent", None) in (1, None) else 1.0
             term, system = _with_sources(term, interaction, system)
         listed: tuple[Neighbors, ...] = ()
         takes_own = any(interaction is own for own in self._own)
