@@ -244,13 +244,14 @@ def test_the_correction_of_slabs_is_coulombs(method):
     """It is zero in systems that are periodic along all axes."""
     options = {"potential": power_law(6), **CONVERGED[method]}
 
-    def call(*pbc):
-        return SUMS[method](*small()[:3], **options, pbc=torch.tensor(pbc), slab_correction=True)
+    def call(*pbc, slab_correction=True):
+        return SUMS[method](*small()[:3], **options, pbc=torch.tensor(pbc), slab_correction=slab_correction)
 
     known = SUMS[method](*small()[:3], **options)
     close(call(True, True, True), known, 0.0)
-    with pytest.raises(ValueError, match="`slab_correction` is for the Coulomb potential"):
-        call(True, True, False)
+    for asked_for in (True, False):  # it is no advice either
+        with pytest.raises(ValueError, match=r"`slab_correction` is for the Coulomb .* leave it and `pbc` out"):
+            call(True, True, False, slab_correction=asked_for)
     with hidden_values():
         close(call(True, True, True), known, 0.0)
         assert call(True, True, False).isnan().all()

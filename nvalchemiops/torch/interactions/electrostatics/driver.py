@@ -225,11 +225,12 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
     request, options = asked.request, asked.options
     potential = options.potential
     with shares.together(asked.atoms.domain):
-        system = check_system(asked.atoms, options.exclusions, options.exclusion_factors, options.slab_correction)
+        check_potential(potential)
+        excluded = options.exclusions, options.exclusion_factors
+        system = check_system(asked.atoms, *excluded, options.slab_correction, is_coulomb(potential))
         check_gradients(request, asked.atoms)
         keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
         dielectric = check_dielectric(options.surface_dielectric)
-        check_potential(potential)
         system = _check_coulomb(potential, system, dielectric)
         long_range = asked.long_range(system)
         for name, is_given in (("`alpha`", options.alpha is not None), (long_range.argument, long_range.is_given)):
@@ -336,12 +337,7 @@ def _check_coulomb(
         raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
     if system.slab_axes is None:
         return system
-    if may_read(system.slab_axes):
-        raise ValueError(
-            "`slab_correction` is for the Coulomb potential: with another `potential` leave it and `pbc` out, and "
-            "leave vacuum in the cell"
-        )
-    return system._replace(slab_axes=None, valid=system.slab_axes.all(1))
+    return system._replace(slab_axes=None, valid=system.slab_axes.all(1))  # where values can be read, all are periodic
 
 
 def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: Any) -> None:

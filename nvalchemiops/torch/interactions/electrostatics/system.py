@@ -132,15 +132,22 @@ def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False)
 
 
 def check_system(
-    atoms: System, exclusions: Any = None, exclusion_factors: Any = None, slab_correction: Any = False
+    atoms: System,
+    exclusions: Any = None,
+    exclusion_factors: Any = None,
+    slab_correction: Any = False,
+    of_coulomb: bool = True,
 ) -> ChargedSystem:
-    """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
+    """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling.
+
+    ``of_coulomb``: the sum is of the Coulomb potential, the only one with a slab correction.
+    """
     domain = atoms.domain
     if domain is not None:
         with shares.together(domain):
             shares.check_atoms(domain, atoms)
             atoms = atoms._replace(widths=shares.of_all_atoms(domain, atoms.widths))
-            system = check_system(domain._alone(atoms), slab_correction=slab_correction)
+            system = check_system(domain._alone(atoms), slab_correction=slab_correction, of_coulomb=of_coulomb)
             excluded = exclusions, exclusion_factors
             rows = shares.exclusions_of_share(domain, *excluded, atoms.positions, at_any_distance=True)
         return system._replace(cell=shares.replicated(domain, system.cell), exclusions=rows, domain=domain)
@@ -150,7 +157,7 @@ def check_system(
     check_charges(charges, positions, channels=True)
     cell = check_periodic_cells(atoms.cell, positions, atoms.pbc)
     # before the values of the cell: a system with open axes may have vectors of zeros
-    slab_axes, valid = _check_periodicity(atoms.pbc, positions, cell.shape[0], slab_correction)
+    slab_axes, valid = _check_periodicity(atoms.pbc, positions, cell.shape[0], slab_correction, of_coulomb)
     check_cells(cell)
     cell = nan_if_singular(cell)
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0])
@@ -179,7 +186,7 @@ def check_periodic_cells(cell: Any, positions: torch.Tensor, pbc: Any = None) ->
 
 
 def _check_periodicity(
-    pbc: Any, positions: torch.Tensor, n_systems: int, slab_correction: Any
+    pbc: Any, positions: torch.Tensor, n_systems: int, slab_correction: Any, of_coulomb: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """``slab_axes`` and ``valid`` of `ChargedSystem`; raise if the sum would be wrong."""
     with_slab = checks.check_flag("slab_correction", slab_correction)
@@ -197,6 +204,11 @@ def _check_periodicity(
     if not may_read(pbc):
         return slab_axes, (~pbc).sum(1) <= int(with_slab)
     n_open = 3 - on_host(pbc).sum(axis=1)
+    if n_open.any() and not of_coulomb:
+        raise ValueError(
+            "`pbc` has open axes, but this sum is periodic along all three: `slab_correction` is for the Coulomb "
+            "potential; with another `potential` leave it and `pbc` out, and leave vacuum in the cell"
+        )
     if not with_slab and n_open.any():
         raise ValueError(
             "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
