@@ -258,7 +258,7 @@ def _add_structures_and_terms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--electrostatics-parameters", nargs="+", action="extend", metavar="KEY=VALUE", help="cutoff, alpha ..."
     )
-    parser.add_argument("--slab-correction", action="store_true", help="ewald or pme with one open axis")
+    parser.add_argument("--slab-correction", action="store_true", help="not needed: atoms with one open axis get it")
     parser.add_argument("--dispersion", metavar="FUNCTIONAL", help="DFT-D3 for a density functional, such as pbe")
     parser.add_argument("--damping", metavar="KIND", help="of the dispersion: bj (the default), zero, bjm or zerom")
     parser.add_argument("--s9", type=float, help="factor of the three-body energy of the dispersion, as 1 (0)")

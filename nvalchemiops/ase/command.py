@@ -90,7 +90,7 @@ def _electrostatics(options: argparse.Namespace) -> Term:
         options.electrostatics,
         None if options.charges is None else _keywords("--charges", [options.charges]),
         accuracy=options.accuracy,
-        slab_correction=options.slab_correction,
+        slab_correction=options.slab_correction or None,
         **_keywords("--electrostatics-parameters", options.electrostatics_parameters),
     )
 

@@ -83,7 +83,8 @@ class Electrostatics:
     accuracy : float, optional
         For lattice sums: target for the RMS error of the forces, relative to the RMS of the forces; 1e-6 by default.
     slab_correction : bool, optional
-        For "ewald" and "pme": allow one open axis, with vacuum along it. "auto" always does.
+        For "ewald" and "pme": False makes an open axis an error. By default atoms with one open axis and vacuum along
+        it get the slab correction, as always by "auto".
     dipoles, quadrupoles : dict, array or function, optional
         In the same forms as charges, for lattice sums and "coulomb": dipoles (3,) by element or (n_atoms, 3) in
         e angstrom, and second moments (3, 3) or (n_atoms, 3, 3) in e angstrom², as for `ewald_summation`. Values that
@@ -131,7 +132,7 @@ class Electrostatics:
         *,
         cutoff: float | None = None,
         accuracy: float | None = None,
-        slab_correction: bool = False,
+        slab_correction: bool | None = None,
         dipoles: Moments = None,
         quadrupoles: Moments = None,
         widths: float | Mapping[str, float] | np.ndarray | None = None,
@@ -145,7 +146,8 @@ class Electrostatics:
         of_lattice_sums = {"accuracy": accuracy, "slab_correction": slab_correction or None}
         others: dict[str, Any] = {"dipoles": dipoles, "quadrupoles": quadrupoles, "widths": widths}
         others = {name: values for name, values in others.items() if values is not None}
-        self._arguments: dict[str, Any] = {"cutoff": cutoff, **of_lattice_sums, **parameters, **others}
+        slabs = {"slab_correction": slab_correction} if method in LATTICE_SUMS else {}
+        self._arguments: dict[str, Any] = {"cutoff": cutoff, "accuracy": accuracy, **slabs, **parameters, **others}
         self._sum: LatticeSum | PairSum | SourceSum | AnySum
         if others and method not in (*LATTICE_SUMS, "coulomb"):
             _refuse(others, f"'{method}' is for charges; 'auto', 'ewald', 'pme' and 'coulomb' have them")
@@ -153,9 +155,8 @@ class Electrostatics:
             raise TypeError("`widths` must be a number, a dict or an array, got a function")
         if method in LATTICE_SUMS:
             _refuse({"cutoff": cutoff, **parameters}, f"'{method}' chooses its parameters for `accuracy`")
-            allows_slabs = slab_correction or method == "auto"
-            lattice_sum = LatticeSum(method, 1e-6 if accuracy is None else accuracy, allows_slabs, charges is None)
-            self._sum = lattice_sum
+            of_slabs = None if slab_correction is None or method == "auto" else bool(slab_correction)
+            self._sum = lattice_sum = LatticeSum(method, accuracy, of_slabs, charges is None)
             if method == "auto":
                 self._sum = AnySum(lattice_sum, SourceSum(None) if others else PairSum("coulomb", None, {}))
         else:
@@ -313,14 +314,15 @@ class Chosen(NamedTuple):
 class LatticeSum:
     """Ewald's sum of charges, dipoles and quadrupoles, with or without a mesh.
 
+    ``slabs``: False makes atoms with an open axis an error; otherwise they get the slab correction.
     ``of_initial_charges``: the charges are the initial charges of the atoms, which may change between calls.
     """
 
-    def __init__(self, method: str, accuracy: float, slab_correction: bool, of_initial_charges: bool) -> None:
+    def __init__(self, method: str, accuracy: float | None, slabs: bool | None, of_initial_charges: bool) -> None:
         self.method = method
         self.of_initial_charges = of_initial_charges
-        self.accuracy = check_accuracy(accuracy)
-        self.slab_correction = bool(slab_correction)
+        self.accuracy = check_accuracy(1e-6 if accuracy is None else accuracy)
+        self.slabs = slabs
         self._chosen: Chosen | None = None
 
     def for_batches(self, _: System, charges: torch.Tensor) -> InBatches:
@@ -328,7 +330,8 @@ class LatticeSum:
         if self.method == "auto":
             return InBatches(AnyElectrostatics(self.accuracy), charges)
         made = {"ewald": EwaldSummation, "pme": ParticleMeshEwald}[self.method](accuracy=self.accuracy)
-        return InBatches(functools.partial(made, slab_correction=self.slab_correction), charges)
+        given = {} if self.slabs is None else {"slab_correction": self.slabs}
+        return InBatches(functools.partial(made, **given), charges)
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, whole: Sources) -> Found:
         """As for `PairSum`, with gradients for dipoles and quadrupoles; ``whole`` are the sources of all atoms."""
@@ -376,10 +379,9 @@ class LatticeSum:
                 f"`method`: '{self.method}' is for atoms that are periodic along three axes or two, not along one; use "
                 "'dsf' with a cutoff, or vacuum and `pbc=True`"
             )
-        if n_open == 1 and not self.slab_correction:
+        if n_open == 1 and self.slabs is False:
             raise ValueError(
-                "`slab_correction=True` is needed for atoms with an open axis: an argument of Electrostatics, in the "
-                "command --slab-correction; 'auto' needs none"
+                "`slab_correction` is False, but the atoms have an open axis: leave it out, or set `pbc` of the atoms"
             )
         if atoms.cell.rank < 3:
             raise ValueError(

@@ -59,7 +59,7 @@ IN_ONE_CALL = {
     "initial charges": ([Electrostatics("ewald")], salts(charged=True), 1e-5),
     "within a cutoff": ([Electrostatics("dsf", CHARGES, cutoff=7.0, alpha=0.2)], salts(), 1e-12),
     "dispersion": ([Dispersion("pbe", cutoff=7.0, coordination_cutoff=6.0, smoothing=1.0)], salts(), 1e-12),
-    "slab": ([Electrostatics("ewald", CHARGES, slab_correction=True)], [slab(), *salts()], 1e-5),
+    "slab": ([Electrostatics("ewald", CHARGES)], [slab(), *salts()], 1e-5),
     "any": ([Electrostatics("auto", ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], [slab(), *molecules()], 1e-5),
     "molecules": ([Electrostatics(charges=ALL), Pair("lennard_jones", cutoff=6.0, **OWN)], molecules(), 1e-5),
     "no cutoff": ([Electrostatics("coulomb", ALL), Pair("lennard_jones", **OWN)], molecules(), 1e-12),
