@@ -194,7 +194,8 @@ def draw(path: Path, found: dict[str, tuple[torch.Tensor, torch.Tensor]], liquid
     radial.plot(liquid["r"], liquid["g"], color="#1f6fb4", label="here")
     radial.axvline(RAHMAN_PEAK, color="black", lw=0.8, ls="--", label="first peak, Rahman (1964)")
     radial.axhline(1.0, color="#b0b0b0", lw=0.8)
-    radial.set(xlabel="distance (Å)", ylabel="g(r)", title="Liquid argon, 94 K", xlim=(2.5, 11.0))
+    title = f"Liquid argon, {liquid['temperature']:.0f} K"
+    radial.set(xlabel="distance (Å)", ylabel="g(r)", title=title, xlim=(2.5, 11.0))
     for axes in (stairs, radial):
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
