@@ -102,6 +102,8 @@ def test_lists_of_a_declared_capacity_begin_with_those_of_torch():
 def test_a_capacity_is_that_of_a_list_of_pairs():
     with pytest.raises(ValueError, match="return_neighbor_list=True"):
         neighbors.neighbor_list(X, 3.0, CELL, coo_capacity=9, max_neighbors=9)
+    with pytest.warns(NeighborListWarning, match="this state has a matrix: give return_neighbor_list=True"):
+        assert neighbors.prepare_neighbor_list(X, 3.0, CELL, coo_capacity=9, max_neighbors=8).sizes == (8,)
     with pytest.raises(ValueError, match="must not be negative"):
         jax.make_jaxpr(lambda x: neighbors.neighbor_list(x, 3.0, return_neighbor_list=True, coo_capacity=-1))(X)
     for capacity, others in (((9, 9), {}), ((9,), {"cutoff2": 4.0}), ((), {})):

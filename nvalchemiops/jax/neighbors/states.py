@@ -16,6 +16,7 @@ from nvalchemiops.jax.operators import Shape, as_array, as_number
 from nvalchemiops.jax.utils import dataclass, field, is_traced
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.search import NOT_FINITE
+from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch.checks import check_count, check_not_negative, systems_in_shapes
 
 
@@ -176,8 +177,8 @@ def prepare_neighbor_list(
     max_neighbors, max_neighbors1, max_neighbors2 : int, optional
         Widths of the matrices.
     coo_capacity : int or (int, int), optional
-        Capacity of lists of pairs. Required with ``return_neighbor_list`` under ``jit``; otherwise by default a quarter
-        more than the present pairs.
+        Capacity of lists of pairs; for a matrix there is a warning. Required with ``return_neighbor_list`` under
+        ``jit``; otherwise by default a quarter more than the present pairs.
     return_vectors, return_distances : bool, optional
     selective : bool, optional
         Whether calls give ``rebuild_flags`` and keep the rows of other systems, of a matrix. A system is always
@@ -227,6 +228,12 @@ def prepare_neighbor_list(
             )
     if selective and return_neighbor_list:
         raise ValueError("`selective` keeps rows of a matrix: it does not go with return_neighbor_list or format='coo'")
+    if coo_capacity is not None and not return_neighbor_list:
+        notify(
+            "`coo_capacity` is the capacity of a list of pairs, but this state has a matrix: give return_neighbor_list="
+            "True or format='coo' for a list",
+            NeighborListWarning,
+        )
     n_lists = 1 if cutoff2 is None else 2
     arrays = {"cell": cell, "pbc": pbc, "batch_idx": batch_idx, "batch_ptr": batch_ptr}
     arrays = {name: as_array(name, value) for name, value in arrays.items() if value is not None}
