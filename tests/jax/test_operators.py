@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.jax import callback, neighbors, spline
+from nvalchemiops.jax import callback, neighbors, primitive, spline
 from nvalchemiops.jax.interactions import dispersion, electrostatics, pair
 from nvalchemiops.jax.interactions.electrostatics._shapes import sum_operator
 from nvalchemiops.torch import neighbors as torch_neighbors
@@ -570,6 +570,26 @@ def test_a_pair_potential_without_a_cutoff_sums_all_pairs_of_molecules():
         x, q = scale * SYSTEM.positions, SYSTEM.charges
         for cell in ([], [torch.zeros(3, 3, dtype=torch.float64)]):
             np.testing.assert_array_equal(energies(*to_jax([x, q, *cell])), torch_pair.coulomb()(x, q=q).numpy())
+
+
+def test_equal_pair_potentials_are_compiled_once_outside_of_jit(monkeypatch):
+    """A potential may be made in each call. What it is made of, also what is changed later, decides."""
+    compiled = []
+    original = primitive._compiled
+    monkeypatch.setattr(primitive, "_compiled", lambda request: compiled.append(request) or original(request))
+    x, cell, near = to_jax((SYSTEM.positions, SYSTEM.cell, NEAR))
+
+    def energies(potential):
+        return potential(x, cell, **near, sigma=1.0, epsilon=1.0)
+
+    first = energies(pair.lennard_jones(3.3))
+    np.testing.assert_array_equal(energies(pair.lennard_jones(3.3)), first)
+    assert len(compiled) == 1
+    changed = pair.lennard_jones(3.3)
+    changed.potential.cutoff = 2.9
+    for other in (pair.lennard_jones(3.3, r_switch=2.5), changed):
+        assert not np.array_equal(energies(other), first)
+    assert len(compiled) == 3
 
 
 def test_a_number_among_tables_of_species_has_gradients_by_table():

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
+from nvalchemiops.jax.primitive import KEPT_REQUESTS
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.pair.parameters import check_names
 from nvalchemiops.torch.systems import Neighbors, System, long_arguments
@@ -60,11 +62,7 @@ class PairPotential:
 
     def _wrap(self, potential: pair.PairPotential) -> None:
         self.potential = potential
-        formula = potential.formula
-        roles = dict.fromkeys(formula.per_atom, ATOMS) | dict.fromkeys(formula.global_parameters, SYSTEMS)
-        contract = system_energies({"positions": ATOMS, "cell": SYSTEMS, **roles})
-
-        self._call = operator(potential, self._shapes, name=repr(potential), contract=contract)
+        self._own = None if type(potential) is pair.PairPotential else _operator_of(potential)
 
     def __call__(
         self, positions: jax.Array | System, cell: jax.Array | Neighbors | None = None, **arguments: Any
@@ -88,37 +86,53 @@ class PairPotential:
             positions, cell = system.positions, system.cell  # type: ignore[assignment]  # arrays
         # here, since torch searches neighbors before, which has to wait for the values of positions
         check_names(self.potential.formula, [name for name in arguments if name not in _OPTIONS])
-        return self._call(positions, cell, **arguments)
-
-    def _shapes(
-        self,
-        positions: Any,
-        energy_reduction: str = "atom",
-        compute_forces: bool = False,
-        compute_gradients: Sequence[str] = (),
-        compute_virial: bool = False,
-        **others: Any,
-    ) -> Any:
-        by_system = energy_reduction == "system" or compute_virial
-        global_parameters = self.potential.formula.global_parameters
-        by_system = by_system or any(name in global_parameters for name in compute_gradients)
-        n_systems = number_of_systems("PairPotential", **others) if by_system else 0
-        rows = positions.shape[:1] if energy_reduction == "atom" else (n_systems,)
-        results = [Shape(rows, positions.dtype)] + [Shape(positions.shape, positions.dtype)] * compute_forces
-        for name in compute_gradients:
-            shape = (n_systems,) if name in global_parameters else positions.shape[:1]
-            if name in self.potential.formula.per_pair:
-                tables = [others[other] for other in self.potential.formula.per_pair if np.ndim(others[other])]
-                shape = tables[0].shape if tables else (1, 1)
-            results.append(Shape(shape, positions.dtype))
-        results += [Shape((n_systems, 3, 3), positions.dtype)] * compute_virial
-        return results[0] if len(results) == 1 else tuple(results)
+        of_torch = self.potential
+        call = self._own or _shared(of_torch.formula, of_torch.cutoff, of_torch.r_switch)
+        return call(positions, cell, **arguments)
 
     def __reduce__(self) -> Any:
         return PairPotential.of, (self.potential,)
 
     def __repr__(self) -> str:
         return repr(self.potential)
+
+
+def _operator_of(potential: pair.PairPotential) -> Callable[..., Any]:
+    formula = potential.formula
+    roles = dict.fromkeys(formula.per_atom, ATOMS) | dict.fromkeys(formula.global_parameters, SYSTEMS)
+    contract = system_energies({"positions": ATOMS, "cell": SYSTEMS, **roles})
+    return operator(potential, functools.partial(_shapes, formula), name=repr(potential), contract=contract)
+
+
+@functools.lru_cache(maxsize=KEPT_REQUESTS)
+def _shared(formula: Formula, cutoff: float | None, r_switch: float | None) -> Callable[..., Any]:
+    """One operator for all equal potentials: those that are made in each call are then compiled once."""
+    return _operator_of(pair.PairPotential.of(formula, cutoff=cutoff, shifted=formula.shifted, r_switch=r_switch))
+
+
+def _shapes(
+    formula: Formula,
+    /,
+    positions: Any,
+    energy_reduction: str = "atom",
+    compute_forces: bool = False,
+    compute_gradients: Sequence[str] = (),
+    compute_virial: bool = False,
+    **others: Any,
+) -> Any:
+    by_system = energy_reduction == "system" or compute_virial
+    by_system = by_system or any(name in formula.global_parameters for name in compute_gradients)
+    n_systems = number_of_systems("PairPotential", **others) if by_system else 0
+    rows = positions.shape[:1] if energy_reduction == "atom" else (n_systems,)
+    results = [Shape(rows, positions.dtype)] + [Shape(positions.shape, positions.dtype)] * compute_forces
+    for name in compute_gradients:
+        shape = (n_systems,) if name in formula.global_parameters else positions.shape[:1]
+        if name in formula.per_pair:
+            tables = [others[other] for other in formula.per_pair if np.ndim(others[other])]
+            shape = tables[0].shape if tables else (1, 1)
+        results.append(Shape(shape, positions.dtype))
+    results += [Shape((n_systems, 3, 3), positions.dtype)] * compute_virial
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _for_jax(make: Callable[..., pair.PairPotential]) -> Callable[..., PairPotential]:
