@@ -68,6 +68,18 @@ def test_a_list_that_gets_shorter(made, calls, gpu):
     assert len(made) == 1
 
 
+def test_lists_of_int64_that_change_their_length(made, calls, gpu):
+    """They share the graph of int32, and what does not fit into int32 is no atom there either."""
+    for n_fewer, dtype in ((0, torch.int64), (7, torch.int64), (3, torch.int32), (5, torch.int64)):
+        near = pointers(gpu.device, n_fewer=n_fewer)
+        calls.check({name: t.to(dtype) for name, t in near.items()}, 2)
+    assert len(made) == 1
+    near = {name: t.long() for name, t in pointers(gpu.device, n_fewer=5).items()}
+    near["neighbor_list"][1, 0] += 2**32
+    assert calls.check(near).isnan().any()
+    assert len(made) == 1 and n_replays(made) == 7
+
+
 @pytest.fixture
 def long_lists(monkeypatch):
     """All lists are long ones, which graphs read in place if they stay where they are."""
@@ -87,6 +99,15 @@ def test_long_lists_in_place(made, calls, gpu, long_lists, form):
     calls.count -= 1
     assert (before - calls.check(near)).abs().max() > 1e-3
     assert n_replays(made) == 3
+
+
+def test_long_lists_of_int32_where_int64_has_been(made, calls, gpu, long_lists):
+    """Memory that is given again, with the same shapes, is another list."""
+    near = pointers(gpu.device)
+    wide = {name: t.long() for name, t in near.items()}
+    calls.check(wide, 3)
+    assert len(made) == n_replays(made) == 1
+    calls.check({k: t.view(torch.int32).flatten()[: t.numel()].view(t.shape).copy_(near[k]) for k, t in wide.items()})
 
 
 def test_long_lists_elsewhere(made, calls, gpu, long_lists):

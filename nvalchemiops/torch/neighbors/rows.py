@@ -16,6 +16,7 @@ from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, 
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search, found_pairs, neighbor_matrix
 from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.runtime.calls import int32_of
 from nvalchemiops.torch.runtime.context import (
     all_values_of,
     hides_values,
@@ -383,11 +384,7 @@ def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers of a list as int32. Those that do not fit become the largest one, which is no atom and no place."""
-    if tensor.dtype != torch.int32:
-        # one less than the smallest int32 wraps around to the largest one; the smallest one itself marks room
-        tensor = tensor.clamp(-(2**31) - 1, 2**31 - 1).to(torch.int32)
-    return tensor.contiguous()
+    return int32_of(tensor).contiguous()
 
 
 @warp_custom_op(

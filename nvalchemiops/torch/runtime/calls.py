@@ -174,8 +174,23 @@ class Kind(NamedTuple):
     def with_lists_in_place(self) -> "Kind":
         """The kind of calls whose lists are in the same memory. The graph holds no reference to them."""
         parts = list(self.key)
-        parts[OF_LISTS] = (*parts[OF_LISTS], *[(t.data_ptr(), t.shape, t.stride()) for t in self.used])
+        parts[OF_LISTS] = (*parts[OF_LISTS], *[(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in self.used])
         return self._replace(key=tuple(parts), used=[], in_place=self.used, length=0)
+
+    def with_lists_of_any_length(self) -> "Kind":
+        """The kind with lists that a graph copies into its memory: as int32, since only kernels may read what is there.
+
+        Kinds whose lists have one length are unchanged.
+        """
+        return self._replace(used=[*map(int32_of, self.used)]) if self.length and self.place is not None else self
+
+
+def int32_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers of a list as int32. Those that do not fit become the largest one, which is no atom and no place."""
+    if tensor.dtype is torch.int32:
+        return tensor
+    # one less than the smallest int32 wraps around to the largest one; the smallest one itself marks room
+    return tensor.clamp(-(2**31) - 1, 2**31 - 1).to(torch.int32)
 
 
 PARTS = ("name", "layout", "device or stream", "tensors", "neighbors", "cells or systems of atoms", "options")
@@ -231,7 +246,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         if length and length in (shape := t.shape):  # `_length` has checked dtypes and strides
             of_lists.append(tuple([-1 if size == length else size for size in shape]))
         else:
-            of_lists += (t.shape, t.dtype, t.stride())
+            of_lists += (t.shape, torch.int32 if length else t.dtype, t.stride())  # as which graphs get them
     try:
         _add_fixed(inputs[n_copied:], of_systems, small, large, contents, MOST_OF_SYSTEMS)
         n_small = len(small)
@@ -283,10 +298,13 @@ def _length(near: Any, listed: Sequence[torch.Tensor], n_atoms: int, reads: bool
     length = pairs.shape[-1] if is_list else 0
     # only arrays of pairs have an axis this long; on a CPU kernels read the lists in place, so they must be contiguous
     if length > max(n_atoms + 1, 3) and all(
-        [t.dtype is torch.int32 and (not reads or t.is_contiguous()) for t in listed]
+        [t.dtype is torch.int32 and t.is_contiguous() if reads else t.dtype in _INTEGERS for t in listed]
     ):
         return length, True
     return 0, of_half is None or pairs is None
+
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 @functools.cache

@@ -357,7 +357,8 @@ def _planned(
         if entry.is_as_recorded():
             end = None if call.end is None else functools.partial(_finished, call, entry.body)
             _noted(call, "plan", "replayed", None)
-            found = fairly(lambda *moving: plan(moving, kind.used, kind.length, end) or (), *moving)
+            here = kind.with_lists_of_any_length()
+            found = fairly(lambda *moving: plan(moving, here.used, here.length, end) or (), *moving)
             if not found:
                 if plan.is_exceeded:  # the next one will be for larger values
                     table.entries.pop(key, None)
@@ -382,6 +383,7 @@ def _planned(
         return _noted(call, "once", why + beside, None)
     if kind.place is not None and graphs.are_all_used(kind.place[0]) and not table.drop_graph(kind.place[0]):
         return _noted(call, "once", graphs.NO_STREAM, None)
+    kind = kind.with_lists_of_any_length()
     graph = None if kind.place is None else graphs.Graph(kind.place[0])
     # in memory of the plan; a graph has its lists behind the prepared tensors
     lists = kind.copied if graph is None else [*kind.copied, *kind.used]
