@@ -207,12 +207,12 @@ def terms_that_ranks_cannot_share_are_named(group: Any) -> None:
     """In each calculation, after which the next one is right; a slab may be a sum on one process only."""
     crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6, cubic=True)
     repulsion = Pair("lennard_jones", sigma=2.5, epsilon=0.1, cutoff=3.0)
-    pme, slab = (Electrostatics("pme", CHARGES, accuracy=1e-3, slab_correction=flag) for flag in (False, True))
+    pme = Electrostatics("pme", CHARGES, accuracy=1e-3)
     refused = (
         ((repulsion, Electrostatics("dsf", len, cutoff=3.0, alpha=0.2)), True, "`charges`: a function"),
         ((Electrostatics("pme", len, accuracy=1e-3), repulsion), True, "`charges`: a function"),
         ((Pair("lennard_jones", sigma=2.5, epsilon=0.1, cutoff=None), pme), True, "`cutoff` is needed"),
-        ((repulsion, slab), [True, True, False], "without slabs"),
+        ((repulsion, pme), [True, True, False], "without slabs"),
     )
     for terms, pbc, text in refused:
 
