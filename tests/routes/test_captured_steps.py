@@ -199,3 +199,28 @@ def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
         found = step(x)
         close([found["energies"], found["forces"]], [expected["energies"], expected["forces"]], 1e-12)
         assert reason in step.explain()
+
+
+@torch.library.custom_op("tests::not_in_a_capture", mutates_args=())
+def not_in_a_capture(x: torch.Tensor) -> torch.Tensor:
+    """Twice the argument."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("not permitted")
+    return 2.0 * x
+
+
+def test_errors_of_a_capture_are_told(made, gpu, monkeypatch):
+    """They are no errors for some values: such calls are not captured again."""
+    captured = StandInGraph.captured
+
+    def fails(graph, function, memory, may_repeat=False):
+        with pytest.raises(RuntimeError, match="not permitted"):
+            captured(graph, function, memory)
+        graph.reason = "its capture has failed: RuntimeError: not permitted"
+
+    monkeypatch.setattr(StandInGraph, "captured", fails)  # as a graph on a GPU does
+    step, x = record(not_in_a_capture), torch.ones(3, device=gpu.device)
+    for _ in range(2):
+        assert torch.equal(step(x), 2.0 * x)
+        assert step.explain().startswith("last call: ordinary, since its capture has failed: RuntimeError: not permit")
+    assert len(made) == 1

@@ -188,6 +188,8 @@ class Recorder:
         except (NotImplementedError, torch.OutOfMemoryError):  # whatever the values are
             raise
         except Exception as error:  # the call may go on, but not so for other values
+            if self.captures:  # no values are read, so this is why the capture fails
+                raise
             if written or (self._varies(given) and not fails_for_all_values(error, func, args, kwargs)):
                 self.end(f"{FOR_NOW}{func} raises an error for these values")
             raise
