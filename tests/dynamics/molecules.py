@@ -38,7 +38,10 @@ KINDS = {
 def molecules(*kinds, edge=5.0, seed=0):
     """Turned molecules of these kinds in a sheared cell; masses, velocities, and pairs."""
     generator = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=float64)  # noqa: E731
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=float64)
+
     cell = edge * torch.eye(3, dtype=float64) + 0.1 * edge * normal(3, 3)
     places, masses, pairs = [], [], []
     for kind in kinds:
