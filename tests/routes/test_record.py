@@ -261,7 +261,7 @@ def test_memory_that_is_constant_until_it_is_not():
 
     def step(x):
         buffer = torch.ones(3, 4)
-        first = x * buffer[:, 0]
+        first = x * buffer[:, 0] * len(f"{buffer}")
         buffer[:, :2] = 5.0
         buffer.add_(x[:, None])
         last = buffer[1]
@@ -270,7 +270,8 @@ def test_memory_that_is_constant_until_it_is_not():
         empty[1] = x
         negative = torch.full((2,), -0.0)
         negative[0] = x[0]
-        numbers = torch.tensor([1.0, 2.0]), torch.as_tensor((1.0, 2.0)), x.new_tensor([1.0, 2.0])
+        numbers = [torch.tensor([1.0, 2.0]), torch.as_tensor((1.0, 2.0)), x.new_tensor([1.0, 2.0])]
+        numbers += [torch.asarray([1.0, 2.0]), x.new([1.0, 2.0])]
         for some in numbers:
             some[0] += x[0]
         return first, buffer, last, empty, 1.0 / negative, torch.zeros(2), *numbers

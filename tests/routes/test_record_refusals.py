@@ -1,5 +1,6 @@
 """What `record` refuses by name, or notices when values change; and what kernels and ops may do in a recorded step."""
 
+import collections
 import contextlib
 import re
 import threading
@@ -81,6 +82,15 @@ REFUSED = {
     "`tensor`": lambda x: torch.tensor([x[0], 1.0, 2.0]),
     "`as_tensor`": lambda x: 2.0 * torch.as_tensor(((x[0], 1.0), (0.0, 1.0))),
     "`new_tensor`": lambda x: x.new_tensor([1.0, x[0] * 2.0]) + 1.0,
+    "`tensor` gives": lambda x: torch.tensor(collections.deque([x[0], 1.0])),
+    "`asarray`": lambda x: torch.asarray(obj=[x[0], 1.0]),
+    "`new`": lambda x: x.new([x[0], 1.0]),
+    "`__float__`": lambda x: torch.Tensor([x[0], 1.0]),
+    "`__index__`": lambda x: torch.LongTensor([x[0].long(), 1]),
+    "`__repr__`": lambda x: x * len(str(x)),
+    "`__format__`": lambda x: x * len(f"{x}"),
+    "`apply_`": lambda x: x.sin().apply_(abs),
+    "`map_`": lambda x: torch.ones(3).map_(x, max),
     "shapes depend on values": lambda x: x[x > 0.5],
     "nonzero": lambda x: x.nonzero(),
     "rand.default draws random numbers": lambda x: x + torch.rand(3),

@@ -47,8 +47,14 @@ ORDER = -1
 """In the place of a storage that all acts write, so that a plan has all of them, in their order."""
 
 
-_READS = ("numpy", "tolist", "__array__", "__dlpack__", "storage")
-_WATCHED = {getattr(torch.Tensor, name) for name in (*_READS, "data_ptr")}
+_WATCHED = {
+    getattr(torch.Tensor, name)
+    for name in (
+        *("numpy", "tolist", "__array__", "__dlpack__", "storage", "data_ptr"),
+        *("__repr__", "__format__", "apply_", "map_", "map2_"),
+        *("__float__", "__int__", "__index__", "__complex__", "__bool__"),  # unseen below autograd by `torch.Tensor`
+    )
+}
 """Methods that give values or memory of a tensor to code that is not recorded. Launches use ``data_ptr``, too."""
 
 not_repeatable: set[Any] = set()
@@ -469,22 +475,22 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As in torch."""
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)  # may end the recording below autograd, with a better reason
         if func in _WATCHED and self.recorder.is_on() and not (func is _ADDRESS and _called_here()):
             with self.recorder.pause():
                 self._read(func.__name__, tensors_in(args))
-        result = func(*args, **kwargs)
         if func in _OF_NUMBERS and self.recorder.is_on():
             with self.recorder.pause():
-                place = _OF_NUMBERS[func]
-                self._made(func, args[place] if len(args) > place else kwargs.get("data"), result)
+                place, named = _OF_NUMBERS[func], kwargs.get("obj", kwargs.get("data"))
+                self._made(func, args[place] if len(args) > place else named, result)
         return result
 
     def _made(self, func: Any, data: Any, result: torch.Tensor) -> None:
         """Note a new tensor, whose numbers torch has read and written unseen."""
         if isinstance(data, torch.Tensor):  # operations that are seen copy it
             return
-        self._read(func.__name__, tensors_in((data,)))
-        if self.recorder.makes_steps and (func is not torch.as_tensor or isinstance(data, _NUMBERS)):
+        self._read(func.__name__, tensors_in((_in_lists(data),)))
+        if self.recorder.makes_steps and (func in _COPYING or isinstance(data, _NUMBERS)):
             made = tensors_in((result,))
             for tensor in made:
                 self.recorder.external.pop(storage_of(tensor), None)
@@ -500,11 +506,19 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
 
 _ADDRESS = torch.Tensor.data_ptr
 
-_OF_NUMBERS = {torch.tensor: 0, torch.as_tensor: 0, torch.Tensor.new_tensor: 1}
+_COPYING = {torch.tensor: 0, torch.Tensor.new_tensor: 1}
+
+_OF_NUMBERS = _COPYING | {torch.as_tensor: 0, torch.asarray: 0, torch.Tensor.new: 1}
 """Functions that make a tensor of numbers, and the position of these."""
 
 _NUMBERS = (list, tuple, int, float, complex)
-"""Numbers that `torch.as_tensor` copies."""
+"""Numbers that are copied by functions that do not copy arrays."""
+
+
+def _in_lists(data: Any) -> Any:
+    """Numbers in nested sequences of any kind, as in lists."""
+    is_nested = isinstance(data, Sequence) and not isinstance(data, (str, memoryview))
+    return [*map(_in_lists, data)] if is_nested else data
 
 
 def _called_here() -> bool:
