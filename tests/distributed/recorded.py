@@ -144,7 +144,7 @@ def a_rank_that_fails_in_a_replay_is_named(group: Any) -> None:
         assert "replayed" in step.explain().split(".")[0]
         x = divided.at(3)
         if rank == 1:
-            plan = next(iter(step._recordings.values())).plan
+            plan = next(iter(step._kinds.values())).recording.plan
 
             def fail() -> None:
                 raise torch.OutOfMemoryError("no memory left")
@@ -222,7 +222,7 @@ def a_new_division_is_recorded_again(group: Any) -> None:
             assert torch.equal(of_variable(x), domain.with_ghosts(x)), number
         else:
             assert of_argument._counts["recorded"] == of_variable._counts["recorded"] == 2
-            assert len(of_argument._recordings) == 1, "none of a domain that was left"
+            assert len(of_argument._kinds) == 1, "none of a domain that was left"
             assert of_argument._counts["replayed"] >= 5
             # another domain of the same sizes, in the same variable
             domain = Domain(domain.gather(x), divided.atoms.cell, cutoff=CUTOFF, skin=SKIN, group=group, check="never")

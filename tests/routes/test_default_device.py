@@ -283,7 +283,7 @@ def test_what_is_no_step_is_called(monkeypatch):
             assert torch.equal(tracked(x), x * weights)
             weights.add_(1.0)
     assert "not hashable" in calls.explain() and "different results" in counted.explain()
-    assert counted._counts == {"recorded": 1, "replayed": 0, "ordinary": 4} and len(reads._not_captured) <= 2
+    assert counted._counts == {"recorded": 1, "replayed": 0, "ordinary": 4} and len(reads._kinds) <= 2
 
 
 @pytest.mark.parametrize("name", ["list", "pme", "ewald of a batch", "pme, derivatives", "dispersion, prepared"])

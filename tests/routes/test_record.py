@@ -249,8 +249,8 @@ def test_rows_of_a_tensor_without_gaps_are_looked_at_with_it():
     outside = torch.rand(5, 4, 3).permute(2, 0, 1)
     again = record(lambda x: sum(x * outside[:, n] for n in range(5)))
     again(torch.rand(4))
-    (recording,) = again._recordings.values()
-    assert len(recording.plan.external) == 1
+    (kind,) = again._kinds.values()
+    assert len(kind.recording.plan.external) == 1
     overlapping = outside.as_strided((2, 2, 2), (1, 1, 5))
     for with_gaps in (outside[:, :, :3], outside[:1], overlapping):
         assert not _has_no_gaps(with_gaps)

@@ -206,8 +206,8 @@ def test_an_error_of_a_signal_handler_in_a_replay_is_raised():
     again, x = record(torch.sin), torch.ones(3)
     for k in range(2):
         again(x + k)
-    (recording,) = again._recordings.values()
-    recording.plan.steps.append(handler)  # in the place of one that comes between two steps
+    (kind,) = again._kinds.values()
+    kind.recording.plan.steps.append(handler)  # in the place of one that comes between two steps
     with pytest.raises(RuntimeError, match="it is late"):
         again(x)
 

@@ -7,6 +7,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +109,30 @@ class _Recording:
         self._first = None
 
 
+@dataclass(eq=False)
+class _Kind:
+    """What is known of calls of one kind, such as those with arguments of the same shapes."""
+
+    key: Hashable
+    recording: _Recording | None = None
+    refused: str = ""  # why there is none
+    is_tried: bool = False  # beside a default device: they can be recorded
+    waits: int = 0  # ordinary calls to come
+    next_waits: int = 0
+
+    def is_waiting(self) -> bool:
+        """Whether this call is not recorded since others, one after the other, could not be for now."""
+        self.waits -= (is_waiting := self.waits > 0)
+        return is_waiting
+
+    def note(self, reason: str) -> None:
+        """Note why a call got no plan: no other gets one, or, for now, none of the next 0, 1, 3, 7 ... ones."""
+        if reason.startswith(FOR_NOW):
+            self.waits, self.next_waits = self.next_waits, min(2 * self.next_waits + 1, _MOST_WAITING)
+        elif not reason.startswith(graphs.NO_STREAM):
+            self.refused = reason
+
+
 class Recorded:
     """A function whose calls are recorded and replayed; made by `record`."""
 
@@ -122,11 +147,8 @@ class Recorded:
         self._function, self._changing, self._if_changed = function, tuple(changing), if_changed
         self._most = most_plans
         self._takes_apart = True  # all dataclasses; if False hashable ones are constants
-        self._recordings: dict[Hashable, _Recording] = {}  # without a lock: each access is a single operation
+        self._kinds: dict[Hashable, _Kind] = {}  # without a lock: each access is a single operation
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
-        self._not_captured: dict[Hashable, str] = {}  # for a kind of calls, why it has no plan
-        self._tried: set[Hashable] = set()  # kinds of calls beside a default device that can be recorded
-        self._waits: dict[Hashable, tuple[int, int]] = {}  # by kind: ordinary calls to come, now and after a next error
         self._way = "not called yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,12 +173,13 @@ class Recorded:
         beside = elsewhere is not None
         key: Hashable = (form, grad, torch.get_default_dtype(), elsewhere, how, place, *map(_form_of, moving))
         try:
-            found = self._recordings.get(key)
+            kind = self._kinds.get(key) or _Kind(key)
         except TypeError as error:
             if beside:
                 return self._ordinary(f"arguments other than tensors are not hashable: {error}", args, kwargs)
             text = f"`{self._name}`: arguments other than tensors must be hashable: {error}"
             return self._with_constants(TypeError(text), (args, kwargs), takes_apart, form)
+        found = kind.recording
         if found is not None and not found.is_current():
             if self._if_changed == "raise":
                 raise RecordingError(
@@ -166,23 +189,20 @@ class Recorded:
             found = None
         if found is not None and found.may_have_graph():
             found = None
-        if found is None and (why := self._not_captured.get(key)):
-            return self._ordinary(why, args, kwargs)
-        if found is None and self._is_waiting(key):
-            return self._ordinary(_LATER, args, kwargs)
-        if found is None and beside and key not in self._tried:
-            return self._try(key, moving, (args, kwargs), takes_apart)
         if found is None:
-            return self._record(key, form, moving, (args, kwargs), takes_apart, beside)
+            if kind.refused or kind.is_waiting():
+                return self._ordinary(kind.refused or _LATER, args, kwargs)
+            if beside and not kind.is_tried:
+                return self._try(kind, moving, (args, kwargs), takes_apart)
+            return self._record(kind, form, moving, (args, kwargs), takes_apart, beside)
         if found.shares_leaves(moving):
             return self._ordinary(_DEPENDENT, args, kwargs)
         if not (found.plan.acts and found.plan.place) and found.is_new(moving):
-            return self._checked(found, moving, args, kwargs, key if beside else None)
+            return self._checked(found, moving, args, kwargs, kind if beside else None)
         results = _replayed(found.plan, moving)
         if results is None:
             return self._ordinary(_NOT_NOW, args, kwargs)
-        self._counts["replayed"] += 1
-        self._way = "replayed"
+        self._note("replayed")
         return put_together(found.form, results)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -206,12 +226,12 @@ class Recorded:
         return whole
 
     def _checked(
-        self, recording: _Recording, moving: Sequence[torch.Tensor], args: Any, kwargs: Any, key: Hashable | None
+        self, recording: _Recording, moving: Sequence[torch.Tensor], args: Any, kwargs: Any, kind: _Kind | None
     ) -> Any:
         """Return the results of the function; raise a RecordingError if its plan has other results.
 
         The function sends messages to other ranks, not the plan, which is told what has come back. Beside a default
-        device, with the ``key`` of the call, there is no error, but no plan either.
+        device, with the ``kind`` of the call, there is no error, but no plan either.
         """
         plan = recording.plan
         heard: acts.Written = deque()
@@ -237,9 +257,9 @@ class Recorded:
                 "recorded, such as starting threads, letting other libraries change tensors, or running Python code "
                 "that differs in each call"
             )
-            if key is None:
+            if kind is None:
                 raise RecordingError(reason)
-            self._refuse(key, reason)
+            self._keep(_Kind(kind.key, refused=reason))
             self._way = f"ordinary, since {reason}"
         return returned
 
@@ -249,37 +269,23 @@ class Recorded:
 
     def explain(self) -> str:
         """Say how the last call ran and why, and which plans are kept."""
-        plans = [recording.plan for recording in list(self._recordings.values())]
+        plans = [kind.recording.plan for kind in list(self._kinds.values()) if kind.recording]
         counts = ", ".join(f"{number} {what}" for what, number in self._counts.items())
         kept = "; ".join(f"{len(plan.steps)} steps, {plan.n_bytes / 2**20:.2f} MiB" for plan in plans)
         return f"last call: {self._way}. Calls: {counts}. Plans: {kept or 'none'}"
 
     def clear(self) -> None:
         """Delete all plans and free their memory."""
-        self._recordings.clear()
-        self._not_captured.clear()
-        self._tried.clear()
-        self._waits.clear()
+        self._kinds.clear()
 
-    def _is_waiting(self, key: Hashable) -> bool:
-        """Whether this call is not recorded since others of this kind, one after the other, could not be for now."""
-        left, following = self._waits.get(key, (0, 0))
-        if left:
-            self._waits[key] = left - 1, following
-        return left > 0
-
-    def _wait(self, key: Hashable) -> None:
-        """Make ordinary calls of this kind: none after the first error, and twice as many after each further one."""
-        if len(self._waits) >= tables.MOST_KINDS:
-            self._waits.clear()
-        _, left = self._waits.get(key, (0, 0))
-        self._waits[key] = left, min(2 * left + 1, _MOST_WAITING)
-
-    def _refuse(self, key: Hashable, reason: str) -> None:
-        """Only make ordinary calls of this kind."""
-        if len(self._not_captured) >= tables.MOST_KINDS:
-            self._not_captured.clear()
-        self._not_captured[key] = reason
+    def _keep(self, kind: _Kind) -> None:
+        """Keep what is known of this kind, as the last one."""
+        self._kinds.pop(kind.key, None)
+        self._kinds[kind.key] = kind
+        for has_plan, most in ((True, self._most), (False, tables.MOST_KINDS)):
+            some = [kept.key for kept in list(self._kinds.values()) if bool(kept.recording) is has_plan]
+            for oldest in some[:-most]:
+                self._kinds.pop(oldest, None)
 
     def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
         """Why a call with these tensors runs without a plan; None if it may have one."""
@@ -306,9 +312,12 @@ class Recorded:
         return tensors[0].device if tensors else torch.device("cpu")
 
     def _ordinary(self, reason: str, args: Any, kwargs: Any) -> Any:
-        self._way = f"ordinary, since {reason}"
-        self._counts["ordinary"] += 1
+        self._note("ordinary", reason)
         return self._function(*args, **kwargs)
+
+    def _note(self, way: str, reason: str = "") -> None:
+        self._way = f"{way}, since {reason}" if reason else way
+        self._counts[way] += 1
 
     def _with_constants(self, error: Exception, given: tuple[Any, Any], took_apart: bool, *forms: Any) -> Any:
         """The results where hashable dataclasses are constants, since a call that takes them apart raises ``error``.
@@ -327,7 +336,7 @@ class Recorded:
         self._takes_apart = False
         return results
 
-    def _try(self, key: Hashable, moving: list[torch.Tensor], given: tuple[Any, Any], takes_apart: bool) -> Any:
+    def _try(self, kind: _Kind, moving: list[torch.Tensor], given: tuple[Any, Any], takes_apart: bool) -> Any:
         """The results of an ordinary call, of which it is noted whether further ones can be recorded.
 
         Beside a default device, functions that cannot be recorded are called.
@@ -347,23 +356,17 @@ class Recorded:
                 reason = why_not(call, moving, self._changing)
         finally:
             _records.release()
-        if not reason:
-            if len(self._tried) >= tables.MOST_KINDS:
-                self._tried.clear()
-            self._tried.add(key)
-        elif not reason.startswith(FOR_NOW):
-            self._refuse(key, reason)
-        else:
-            self._wait(key)
+        kind.is_tried = not reason
+        kind.note(reason)
+        self._keep(kind)
         if not returned:
             return self._ordinary(reason, *given)
-        self._counts["ordinary"] += 1
-        self._way = f"ordinary, since {reason or 'calls beside a default device are recorded when they repeat'}"
+        self._note("ordinary", reason or "calls beside a default device are recorded when they repeat")
         return returned[-1]
 
     def _record(
         self,
-        key: Hashable,
+        kind: _Kind,
         form: Any,
         moving: list[torch.Tensor],
         given: tuple[Any, Any],
@@ -391,7 +394,8 @@ class Recorded:
         finally:
             _records.release()
         if reason == NO_MEMORY:
-            self._refuse(key, reason)
+            kind.note(reason)
+            self._keep(kind)
             return self._ordinary(reason, *given)
         form_of_results, found = returned[0]
         # the capture failed, not the function; or ranks come back from an error
@@ -405,29 +409,23 @@ class Recorded:
                 "function, and return detached tensors"
             )
         if plan is None and (is_for_now or beside):
-            if not (failed or reason).startswith((FOR_NOW, graphs.NO_STREAM)):
-                self._refuse(key, failed or reason)
-            elif reason.startswith(FOR_NOW):
-                self._wait(key)
-            self._counts["ordinary"] += 1
-            self._way = f"ordinary, since {reason}"
+            kind.note(failed or reason)
+            self._keep(kind)
+            self._note("ordinary", reason)
             return put_together(form_of_results, found)
         if plan is None:
             reason += f" ({place})" if place else ""
             self._way = f"not recorded: {reason}"
             error = RecordingError(f"`{self._name}` cannot be recorded: {reason}")
             return self._with_constants(error, given, takes_apart, form, form_of_results)
-        for old, kept in list(self._recordings.items()):
-            if old == key or not kept.is_current():  # it may hold the lists of a domain that was left
-                self._recordings.pop(old, None)
-        self._waits.pop(key, None)
-        self._recordings[key] = recording = _Recording(plan, self._changing, moving, form_of_results, takes_apart)
-        for oldest in list(self._recordings)[: -self._most]:
-            self._recordings.pop(oldest, None)
+        for other in list(self._kinds.values()):
+            if other.recording and not other.recording.is_current():  # it may hold the lists of a domain that was left
+                self._kinds.pop(other.key, None)
+        recording = _Recording(plan, self._changing, moving, form_of_results, takes_apart)
+        self._keep(_Kind(kind.key, recording, is_tried=kind.is_tried))
         if recording.shares_leaves(moving):  # the function got copies of the arguments
             return self._ordinary(_DEPENDENT, *given)
-        self._counts["recorded"] += 1
-        self._way = "recorded"
+        self._note("recorded")
         return put_together(form_of_results, results or ())
 
 
