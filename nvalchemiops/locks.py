@@ -13,6 +13,7 @@ nor change data that the outer call is using:
 A forked process has only the thread that forked, while another thread may have held a lock.
 """
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -88,6 +89,18 @@ def set_within(thread: threading.local, name: str, value: Any) -> Iterator[None]
         yield
     finally:
         setattr(thread, name, before)
+
+
+def hold_if_free(lock: Any, held: list[Any]) -> bool:
+    """Whether this lock is free, which is then acquired and appended to ``held``, from which the caller releases it.
+
+    Both are one call of C: an interrupt comes before it, or after it, when the caller finds the lock in ``held``.
+    """
+    held.extend(filter(_acquired, (lock,)))
+    return bool(held)
+
+
+_acquired = operator.methodcaller("acquire", blocking=False)
 
 
 def after_fork(action: Callable[[], None]) -> Callable[[], None]:

@@ -4,9 +4,12 @@ The inner call ends before the outer one goes on, so it must not wait for it, no
 that the outer one is using. Each call is compared with what it gives alone, to the last bit.
 """
 
+import contextlib
+import dis
 import gc
 import itertools
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from nvalchemiops.torch import record
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
 from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
@@ -22,6 +26,8 @@ from nvalchemiops.torch.interactions.electrostatics import (
 )
 from nvalchemiops.torch.interactions.lj import lj_energy_forces_virial
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list
+from nvalchemiops.torch.runtime import recorded
+from nvalchemiops.torch.runtime.plans import Plan
 from nvalchemiops.torch.spline import spline_gather, spline_spread
 from tests.support import plans
 from tests.support.interrupting import Interrupted
@@ -218,6 +224,52 @@ def test_many_lines_of_searches_and_plans_that_are_being_made(name):
 @pytest.mark.parametrize("name", ["list", "Ewald", "PME"])
 def test_each_instruction(name):
     check(*repeated_call(name), places=3000, by_instruction=True)
+
+
+def test_an_interrupt_leaves_nothing_in_use(monkeypatch):
+    """Ctrl-C comes after any call of a function: the plan is free then, and so are further recordings."""
+    monkeypatch.setattr(recorded, "compiled_as_eager", contextlib.nullcontext)  # which an interrupt may leave as it is
+    here = {Plan.__call__.__code__, recorded.Recorded._record.__code__}
+    left: list[int] = []
+
+    def enter(frame, event, argument):
+        frame.f_trace_opcodes = frame.f_code in here
+        last = 0
+
+        def at(frame, event, argument):
+            nonlocal last
+            before, last = frame.f_code.co_code[last], frame.f_lasti
+            if event == "opcode" and dis.opname[before].startswith("CALL"):
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+            return at
+
+        return at if frame.f_code in here else None
+
+    def call(number):
+        """Whether the call went on to its end, with an interrupt after this number of calls."""
+        left[:] = [number]
+        before = sys.gettrace()
+        sys.settrace(enter)
+        with contextlib.suppress(KeyboardInterrupt):
+            step(torch.ones(2))
+        sys.settrace(before)
+        return left[0] > 0
+
+    step = record(torch.sin)
+    for say, forget in (("recorded", step.clear), ("replayed", lambda: None)):
+        for k in range(2):
+            step(torch.ones(2) + k)
+        for number in itertools.count(1):
+            forget()
+            is_whole = call(number)
+            forget()
+            step(torch.ones(2))
+            assert f"last call: {say}" in step.explain()
+            if is_whole:
+                break
+        assert number > 10
 
 
 def test_launches_that_are_shared_among_threads(always_split):

@@ -19,6 +19,7 @@ import torch
 
 from nvalchemiops import notices
 from nvalchemiops.layout import layout
+from nvalchemiops.locks import hold_if_free
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all, is_zero_tensor
@@ -112,9 +113,10 @@ class Plan:
         copies. If ``end`` is given, its return value is the result: it gets the plan's memory, and must not keep
         references to it.
         """
-        if not all([holds() for holds in self._conditions]) or not self._lock.acquire(blocking=False):
-            return None
+        held: list[Any] = []
         try:
+            if not all([holds() for holds in self._conditions]) or not hold_if_free(self._lock, held):
+                return None
             self.is_exceeded = False
             try:
                 with torch.no_grad():
@@ -132,11 +134,12 @@ class Plan:
                 return None
             return tuple([t.clone() for t in self.results]) if end is None else end(self.results)
         except BaseException as error:
-            while self._open:
+            while held and self._open:
                 self._open.pop()(error)
             raise
         finally:
-            self._lock.release()
+            for lock in held:
+                lock.release()
 
     def _take(self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor], length: int) -> None:
         """Pass these arguments to the steps."""

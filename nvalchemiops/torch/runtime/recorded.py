@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.layout import layout
-from nvalchemiops.locks import fork_safe
+from nvalchemiops.locks import fork_safe, hold_if_free
 from nvalchemiops.torch.runtime import acts, graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
 from nvalchemiops.torch.runtime.context import is_capturing, is_eager
@@ -349,13 +349,15 @@ class Recorded:
             refuse_hidden(form)
             return found
 
-        if not _records.acquire(blocking=False):
-            return self._ordinary("another thread is recording", *given)
+        held: list[Any] = []
         try:
+            if not hold_if_free(_records, held):
+                return self._ordinary("another thread is recording", *given)
             with compiled_as_eager():
                 reason = why_not(call, moving, self._changing)
         finally:
-            _records.release()
+            for lock in held:
+                lock.release()
         kind.is_tried = not reason
         kind.note(reason)
         self._keep(kind)
@@ -385,14 +387,16 @@ class Recorded:
         device = self._device(moving)
         if graphs.are_all_used(device):
             return self._ordinary(graphs.NO_STREAM, *given)
-        if not _records.acquire(blocking=False):
-            return self._ordinary("another thread is recording", *given)
+        held: list[Any] = []
         try:
+            if not hold_if_free(_records, held):
+                return self._ordinary("another thread is recording", *given)
             graph = None if layout(device.type).reads else graphs.Graph(device)
             with compiled_as_eager():
                 plan, results, reason, place = follow(call, moving, changing=self._changing, graph=graph)
         finally:
-            _records.release()
+            for lock in held:
+                lock.release()
         if reason == NO_MEMORY:
             kind.note(reason)
             self._keep(kind)
