@@ -216,7 +216,8 @@ class Recorded:
     def __reduce__(self) -> Any:
         function = self._function
         whole = Recorded, (function, self._changing, self._if_changed, self._most)
-        if "cloudpickle" in sys._getframe(1).f_globals.get("__name__", ""):  # it takes functions of notebooks along
+        # no pickler says which it is: pickle needs a function by name, where this object is; cloudpickle takes it along
+        if "cloudpickle" in sys._getframe(1).f_globals.get("__name__", ""):
             return whole
         try:  # by name, if this object has it in place of the function
             if pkgutil.resolve_name(f"{function.__module__}:{function.__qualname__}") is self:
