@@ -61,7 +61,7 @@ def test_tensors_of_a_gpu_where_all_arguments_are_on_a_cpu():
     """Their values are compared, since there is no graph that would use the present ones; no kernel is a step."""
     weights = torch.ones(3)
     with replaced_layout("cpu", GPU):
-        fixed = [_Fixed.of(weights, in_graph) for in_graph in (False, True)]
+        fixed = [_Fixed(weights, in_graph) for in_graph in (False, True)]
         weights.add_(1.0)
         assert [each.is_same() for each in fixed] == [False, True]
 

@@ -5,10 +5,11 @@ import pkgutil
 import sys
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -50,25 +51,31 @@ def _place(tensor: torch.Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
 
 
-class _Fixed(NamedTuple):
+class _Fixed:
     """A tensor that a recorded function uses in addition to its arguments, with its values when it was recorded."""
 
-    tensor: torch.Tensor
-    place: Hashable
-    bits: torch.Tensor  # a view of its memory
-    before: torch.Tensor | None  # a copy of the bits; None for a graph, which uses the present values
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, in_graph: bool) -> "_Fixed":
-        bits = _bits(tensor)
-        # a graph has numbers of a CPU as constants
+    def __init__(self, tensor: torch.Tensor, in_graph: bool) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._was_kept = False
+        self._place = _place(tensor)
+        self._bits = _bits(tensor)  # a view of its memory
+        # a graph uses the present values, but has numbers of a CPU as constants
         is_present = in_graph and not layout(tensor.device.type).reads
-        return cls(tensor, _place(tensor), bits, None if is_present else bits.clone())
+        self._before = None if is_present else self._bits.clone()
+
+    def note_end(self) -> None:
+        """Note after the call whether anybody keeps the tensor."""
+        self._was_kept = self._tensor() is not None
+
+    def is_gone(self) -> bool:
+        """Whether nobody keeps the tensor any more, so that the function would use another one."""
+        return self._was_kept and self._tensor() is None
 
     def is_same(self) -> bool:
         """Whether the values are the same. They are compared: NumPy and ``.data`` change them without a new version."""
-        is_there = self.place == _place(self.tensor)
-        return is_there and (self.before is None or torch.equal(self.bits, self.before))
+        tensor = self._tensor()
+        is_there = not self._was_kept if tensor is None else self._place == _place(tensor)
+        return is_there and (self._before is None or torch.equal(self._bits, self._before))
 
 
 class _Recording:
@@ -78,12 +85,16 @@ class _Recording:
         self, plan: Plan, changing: Sequence[torch.Tensor], moving: Sequence[torch.Tensor], form: Any, takes_apart: bool
     ) -> None:
         self.plan, self.form, self.takes_apart = plan, form, takes_apart
-        self._fixed = [_Fixed.of(tensor, plan.place is not None) for tensor in plan.external]
+        self._fixed = [_Fixed(tensor, plan.place is not None) for tensor in plan.external]
         self._changing = changing
         self._places = [_place(tensor) for tensor in changing]
         others = (*plan.external, *changing)
-        self._untracked = [t for t in others if not t.requires_grad]
+        self._untracked = [weakref.ref(t) for t in others if not t.requires_grad]
         self._leaves = _leaves_of(others)
+        plan.external = [t.detach() for t in plan.external]
+        del others
+        for fixed in self._fixed:
+            fixed.note_end()
         self._first: list[torch.Tensor] | None = [_bits(tensor).clone() for tensor in moving]
 
     def is_current(self) -> bool:
@@ -91,9 +102,14 @@ class _Recording:
         places = [_place(tensor) for tensor in self._changing]
         return places == self._places and all([fixed.is_same() for fixed in self._fixed])
 
+    def is_gone(self) -> bool:
+        """Whether a tensor on which the plan depends is not there any more."""
+        return any([fixed.is_gone() for fixed in self._fixed])
+
     def may_have_graph(self) -> bool:
         """Whether results of the function may have a graph, since a tensor that required no gradient requires one."""
-        return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in self._untracked])
+        there = [tensor for reference in self._untracked if (tensor := reference()) is not None]
+        return torch.is_grad_enabled() and any([tensor.requires_grad for tensor in there])
 
     def shares_leaves(self, moving: Sequence[torch.Tensor]) -> bool:
         """Whether arguments have gradients by tensors by which other tensors of the function have gradients, too."""
@@ -181,7 +197,7 @@ class Recorded:
             return self._with_constants(TypeError(text), (args, kwargs), takes_apart, form)
         found = kind.recording
         if found is not None and not found.is_current():
-            if self._if_changed == "raise":
+            if self._if_changed == "raise" and not found.is_gone():
                 raise RecordingError(
                     f"`{self._name}` was recorded with tensors that have changed since: pass them as arguments, or "
                     "list them in `changing`"
