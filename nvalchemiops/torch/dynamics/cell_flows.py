@@ -112,17 +112,10 @@ class Cell(Flow):
         mean = trace(tensor) / self.n_axes
         return mean.expand(-1, 3) if axes is None else mean * axes
 
-    def _trace(self, rate: torch.Tensor) -> torch.Tensor:
-        return trace(diagonal(rate) if self.shape == "full" else rate)
-
     def _square(self, rate: torch.Tensor) -> torch.Tensor:
         """``Σ ε_ij²`` (n_systems, 1)."""
         squares = rate * rate
         return trace(squares[:, 0] + squares[:, 1] + squares[:, 2] if self.shape == "full" else squares)
-
-    def _dilution(self, state: State) -> torch.Tensor:
-        """``Tr ε / f`` (n_systems, 1), which makes the ensemble right (f degrees of freedom)."""
-        return self._trace(state.extra["strain_rate"]) / self._degrees(state).clamp(min=1.0)
 
     def _exponentials(self, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return of_matrices(exponent) if self.shape == "full" else of_numbers(exponent)
@@ -206,7 +199,9 @@ class StretchedKick(Cell):
 
     def _stretched(self, state: State, h: torch.Tensor) -> State:
         """Change the velocities."""
-        rate, dilution = state.extra["strain_rate"], self._dilution(state)
+        rate = state.extra["strain_rate"]
+        # Tr ε / f for f degrees of freedom, which makes the ensemble right
+        dilution = trace(diagonal(rate) if self.shape == "full" else rate) / self._degrees(state).clamp(min=1.0)
         if self.shape == "full":
             one = torch.eye(3, dtype=rate.dtype, device=rate.device)
             h, dilution = h.unsqueeze(-1), dilution.unsqueeze(-1) * one

@@ -287,7 +287,7 @@ class Integrator:
     def _started(self, state: State, model: Model) -> State:
         """The state with its evaluation and the variables of all flows."""
         check_model(model)
-        state = self._followed(state)
+        state = state.followed(self.per_atom)
         found = _results(model, state)
         if found.stress is None and any(flow.needs_stress for flow in self._distinct):
             raise ValueError("`model` gave no stress, which this integrator needs")
@@ -325,12 +325,8 @@ class Integrator:
 
     def evaluated(self, state: State, model: Model) -> State:
         """The state with energies, forces and stress at its positions. On ranks atoms first go to their new owners."""
-        state = self._followed(state)
+        state = state.followed(self.per_atom)
         return state._replace(evaluation=_results(model, state))
-
-    def _followed(self, state: State) -> State:
-        """The state with atoms on the ranks that own them now."""
-        return state.followed(self.per_atom)
 
     def second_half(self, state: State) -> State:
         """The flows after FORCES, which end the step."""
