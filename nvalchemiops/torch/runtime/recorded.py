@@ -187,7 +187,8 @@ class Recorded:
         # a mode of torch says where the function makes tensors
         elsewhere = torch.get_default_device() if has_function_modes() else None
         beside = elsewhere is not None
-        key: Hashable = (form, grad, torch.get_default_dtype(), elsewhere, how, place, *map(_form_of, moving))
+        forms = [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in moving]
+        key: Hashable = (form, grad, torch.get_default_dtype(), elsewhere, how, place, *forms)
         try:
             kind = self._kinds.get(key) or _Kind(key)
         except TypeError as error:
@@ -569,7 +570,3 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[int]:
     """Identities of the leaves by which these tensors have gradients."""
     return set(map(id, leaves_of(tensors)))
-
-
-def _form_of(tensor: torch.Tensor) -> Hashable:
-    return tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad
