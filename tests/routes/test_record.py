@@ -166,22 +166,6 @@ def test_tensors_that_are_no_arguments_may_change(system, change):
         strict(system.positions)
 
 
-@pytest.mark.parametrize("if_changed", ["record", "raise"])
-def test_tensors_that_others_take_the_place_of(if_changed):
-    """As buffers of a module do in ``double()``; none is in the place of those that the function makes unseen."""
-    model, numbers = torch.nn.BatchNorm1d(2).eval(), np.ones(2, dtype=np.float32)
-
-    def step(x):
-        return x * model.running_mean + torch.from_numpy(numbers)
-
-    again = record(step, if_changed=if_changed)
-    for change in (lambda: None, lambda: model.register_buffer("running_mean", torch.ones(2)), model.double):
-        change()
-        for k in range(3):
-            assert torch.equal(again(x := torch.ones(2) + k), step(x))
-    assert "Calls: 3 recorded, 3 replayed, 3 ordinary" in again.explain()
-
-
 @pytest.mark.parametrize("changing", (lambda weight: weight, lambda weight: iter([weight]), lambda weight: {weight}))
 def test_tensors_that_change_are_one_or_are_given_once(changing):
     """As ``parameters()`` of a module, which can be looked through once; the rows of one tensor are not meant."""

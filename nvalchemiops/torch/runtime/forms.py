@@ -49,7 +49,14 @@ def _form(values: Any, numbers: dict[torch.Tensor, int], takes_apart: bool) -> A
         if not all(map(_is_constant, forms)):
             return (type(values), tuple(parts), forms)
     is_zero = isinstance(values, (float, complex, np.generic)) and not values
-    return (None, type(values), values, str(values) if is_zero else "")  # zero and minus zero are equal
+    mark = str(values) if is_zero else mode_of(values)  # zero and minus zero are equal
+    return (None, type(values), values, mark)
+
+
+def mode_of(values: Any) -> bool | None:
+    """Whether a module, or that of a bound method, is in training; None for everything else."""
+    owner = values.__self__ if isinstance(values, types.MethodType) else values
+    return owner.training if isinstance(owner, torch.nn.Module) else None
 
 
 def _kind_of_dict(values: dict[Any, Any]) -> type:

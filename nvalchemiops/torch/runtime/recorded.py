@@ -18,7 +18,14 @@ from nvalchemiops.locks import fork_safe, hold_if_free
 from nvalchemiops.torch.runtime import acts, graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
 from nvalchemiops.torch.runtime.context import is_capturing, is_eager
-from nvalchemiops.torch.runtime.forms import has_hashable, is_hashable, put_together, refuse_hidden, taken_apart
+from nvalchemiops.torch.runtime.forms import (
+    has_hashable,
+    is_hashable,
+    mode_of,
+    put_together,
+    refuse_hidden,
+    taken_apart,
+)
 from nvalchemiops.torch.runtime.history import leaves_of
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import NO_MEMORY, Plan, follow, why_not
@@ -188,7 +195,8 @@ class Recorded:
         elsewhere = torch.get_default_device() if has_function_modes() else None
         beside = elsewhere is not None
         forms = [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in moving]
-        key: Hashable = (form, grad, torch.get_default_dtype(), elsewhere, how, place, *forms)
+        mode = mode_of(self._function)
+        key: Hashable = (form, mode, grad, torch.get_default_dtype(), elsewhere, how, place, *forms)
         try:
             kind = self._kinds.get(key) or _Kind(key)
         except TypeError as error:
