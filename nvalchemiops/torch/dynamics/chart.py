@@ -128,9 +128,7 @@ class Rows(NamedTuple):
         """The largest norm (n_systems,) of a row (3,): zero without rows, not finite if a row is not."""
         squares = (x * x).unbind(1)
         norms = (squares[0] + squares[1] + squares[2]).sqrt()
-        places = (
-            torch.zeros(norms.shape, dtype=torch.int64, device=x.device) if self.system_of is None else self.system_of
-        )
+        places = torch.zeros_like(norms) if self.system_of is None else self.system_of
         found = norms.new_zeros(self.n_systems).scatter_reduce(0, places.to(torch.int64), norms, "amax")
         if self.domain is None:
             return found

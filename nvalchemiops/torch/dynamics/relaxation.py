@@ -297,15 +297,8 @@ def relax(
     missing = n - int(results.converged.sum()) - len(failed)
     if missing:
         notify(f"{missing} of {n} systems did not converge in {max_steps} steps", ConvergenceWarning, "relax")
-    return Relaxation(
-        whole.at(results.x),
-        results.evaluation,
-        results.converged,
-        results.steps,
-        results.evaluations,
-        results.fmax,
-        results.fault,
-    )
+    of_systems = results.converged, results.steps, results.evaluations, results.fmax, results.fault
+    return Relaxation(whole.at(results.x), results.evaluation, *of_systems)
 
 
 def _check_transforms(system: System, cell: bool | str | CellFilter) -> None:
