@@ -9,14 +9,21 @@ from nvalchemiops.torch import RecordingError, record
 
 @pytest.mark.parametrize("if_changed", ["record", "raise"])
 def test_tensors_that_others_take_the_place_of(if_changed):
-    """As buffers of a module do in ``double()``; none is in the place of those that the function makes unseen."""
+    """As parameters and buffers of a module do; none is in the place of those that the function makes unseen."""
     model, numbers = torch.nn.BatchNorm1d(2).eval(), np.ones(2, dtype=np.float32)
 
     def step(x):
-        return x * model.running_mean + torch.from_numpy(numbers)
+        y = x.detach().requires_grad_()
+        return torch.autograd.grad((y**2 * model.weight).sum(), y)[0] * model.running_mean + torch.from_numpy(numbers)
+
+    def change_weight():
+        model.weight = torch.nn.Parameter(torch.full((2,), 3.0))
+
+    def change_mean():
+        model.running_mean = torch.ones(2)
 
     again = record(step, if_changed=if_changed)
-    for change in (lambda: None, lambda: model.register_buffer("running_mean", torch.ones(2)), model.double):
+    for change in (lambda: None, change_weight, change_mean):
         change()
         for k in range(3):
             assert torch.equal(again(x := torch.ones(2) + k), step(x))

@@ -84,8 +84,9 @@ class Plan:
         self.addresses = recorder.addresses  # of arguments used in place, then their length; the steps read them
         self.external = [part for parts in recorder.external.values() for part in parts]
         self.acts, self._conditions, self._open = recorder.acts, recorder.conditions, recorder.open
-        self.kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
-        self.n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
+        kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
+        self.kept = [tensor.untyped_storage() for tensor in kept.values()]  # tensors would keep the graphs of the call
+        self.n_bytes = sum(storage.nbytes() for storage in self.kept)
         self._lock = threading.Lock()  # if held at a fork it stays held in the child, where calls then run without it
 
     def _steps(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> list[Step]:

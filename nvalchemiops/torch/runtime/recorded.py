@@ -98,7 +98,7 @@ class _Recording:
         others = (*plan.external, *changing)
         self._untracked = [weakref.ref(t) for t in others if not t.requires_grad]
         self._leaves = _leaves_of(others)
-        plan.external = [t.detach() for t in plan.external]
+        plan.external = [fixed._bits for fixed in self._fixed]  # a detached tensor would keep the other one
         del others
         for fixed in self._fixed:
             fixed.note_end()
