@@ -174,6 +174,24 @@ def test_fixed_atoms_may_be_an_array_or_a_list() -> None:
     assert chart.fixed.all()
     empty = System.from_ase(crystal(1)[:0])
     assert Chart(empty, fixed=[]).fixed.shape == (0,)
-    for wrong in ([1, 2], np.zeros(n), [[True], [True, False]], np.array([None] * n), ["Ar"] * n):
+    of_others = (np.zeros(n), [[1, 2]], np.zeros(0, dtype=bool), np.array([None] * n), ["Ar"] * n)
+    for wrong in (*of_others, [[True], [True, False]]):
         with pytest.raises((TypeError, ValueError), match="`fixed` must be"):
             Chart(system, fixed=wrong)
+
+
+def test_fixed_atoms_may_be_indices() -> None:
+    """As in ASE's FixAtoms. A mask of 0 and 1 holds an index twice, unless there are one or two atoms."""
+    system = System.from_ase([crystal(1), crystal(2)])
+    n = len(system.positions)
+    expected = torch.arange(n) % (n - 1) == 0
+    index = np.array([n - 1, 0])
+    for form in (index, torch.as_tensor(index), torch.as_tensor(index, dtype=torch.int32), [0, -1], range(0, n, n - 1)):
+        assert torch.equal(Chart(system, fixed=form).fixed, expected)
+    for nothing in ([], np.array([]), index[:0]):
+        assert not Chart(system, fixed=nothing).fixed.any()
+    for wrong, text in (([0, n], f"index {n}, but"), ([1, 1 - n], "1 twice.*mask must be bool"), ([1, 0] * 3, "twice")):
+        with pytest.raises(ValueError, match=text):
+            Chart(system, fixed=wrong)
+    with pytest.raises(ValueError, match="index 0, but there are 0 atoms"):
+        Chart(System.from_ase(crystal(1)[:0]), fixed=[0])

@@ -144,8 +144,9 @@ class Chart:
         The systems at the start. One that has no atoms or no periodic axis keeps its cell.
     cell : bool, str or CellFilter, optional
         Whether, or how, cells relax: a name is that of `CellFilter.of`. By default only positions do.
-    fixed : (n_atoms,) or (n_atoms, 3) bool tensor, array or sequence, optional
-        Atoms, or components, that stay. In a cell that relaxes they keep their fractional coordinates.
+    fixed : (n_atoms,) or (n_atoms, 3) bool, or (n_fixed,) int tensor, array or sequence, optional
+        Atoms, or components, that stay; integers are indices of atoms. In a cell that relaxes they keep their
+        fractional coordinates.
 
     Attributes
     ----------
@@ -423,20 +424,40 @@ class Chart:
 
 def _free(fixed: Any, positions: torch.Tensor) -> torch.Tensor:
     """Which components may move, (n_atoms, 1) or (n_atoms, 3)."""
-    if isinstance(fixed, (np.ndarray, list, tuple)):
+    n = positions.shape[0]
+    if isinstance(fixed, (np.ndarray, Sequence)):
+        as_mask = n == 0 or (isinstance(fixed, np.ndarray) and fixed.dtype == np.bool_)
+        empty = np.bool_ if as_mask else np.int64  # NumPy makes floats of an empty list
         try:
             # a copy, since an array may be read-only; and whatever the default device is
-            fixed = torch.as_tensor(np.array(fixed, dtype=None if len(fixed) else bool), device="cpu")
+            fixed = torch.as_tensor(np.array(fixed, dtype=None if len(fixed) else empty), device="cpu")
         except (TypeError, ValueError) as error:  # rows of several lengths, or objects
-            raise TypeError(f"`fixed` must be an array of bools: {error}") from None
+            raise TypeError(f"`fixed` must be an array of bools, or of indices: {error}") from None
     checks.check_tensor("fixed", fixed)
-    n = positions.shape[0]
+    if fixed.dtype in (torch.int32, torch.int64) and fixed.ndim == 1:
+        fixed = _mask_of(fixed.to(positions.device, torch.int64), n)
     if fixed.dtype != torch.bool or fixed.shape not in ((n,), (n, 3)):
         raise ValueError(
-            f"`fixed` must be bool of shape (n_atoms,) = ({n},) or (n_atoms, 3), got {fixed.dtype} of "
-            f"{tuple(fixed.shape)}"
+            f"`fixed` must be bool of shape (n_atoms,) = ({n},) or (n_atoms, 3), or indices of atoms as integers of "
+            f"shape (n_fixed,), got {fixed.dtype} of {tuple(fixed.shape)}"
         )
     return ~fixed.to(positions.device).reshape(n, -1) if n else ~fixed.reshape(0, 1)
+
+
+def _mask_of(index: torch.Tensor, n_atoms: int) -> torch.Tensor:
+    """Whether each atom (n_atoms,) is among those of an index, whose entries count from the end if negative."""
+    if may_read(index, wait=True):
+        out = index[(index < -n_atoms) | (index >= n_atoms)]
+        if len(out):
+            raise checks.ValuesError(f"`fixed` has the index {int(out[0])}, but there are {n_atoms} atoms")
+        found, counts = torch.unique(index % max(n_atoms, 1), return_counts=True)
+        if len(found) < len(index):
+            raise checks.ValuesError(
+                f"`fixed` has the index {int(found[counts.argmax()])} twice: integers are indices of atoms, and a mask "
+                "must be bool"
+            )
+    mask = torch.zeros(n_atoms, dtype=torch.bool, device=index.device)
+    return mask.index_fill(0, index % max(n_atoms, 1), True)
 
 
 def _mask(options: CellFilter, n_systems: int, device: torch.device) -> torch.Tensor:

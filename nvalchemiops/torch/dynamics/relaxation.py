@@ -132,9 +132,9 @@ def relax(
         pressure; components that do not relax are left out.
     cell : bool, {"isotropic", "axes", "full"} or CellFilter, optional
         Whether cells relax, and how: the names are those of `npt`. True lets all lengths and angles relax.
-    fixed : (n_atoms,) or (n_atoms, 3) bool tensor, array or sequence, optional
-        Atoms, or components of their positions, that stay. In a cell that relaxes they keep their fractional
-        coordinates.
+    fixed : (n_atoms,) or (n_atoms, 3) bool, or (n_fixed,) int tensor, array or sequence, optional
+        Atoms, or components of their positions, that stay: bools are a mask, integers are indices of atoms, such as
+        ``[0, 3]``. In a cell that relaxes they keep their fractional coordinates.
     max_steps : int, optional
         Steps after which a system stops, converged or not.
     compact_every : int, optional
