@@ -115,9 +115,18 @@ def test_zero_damping_as_printed(functional):
     )
 
 
-@pytest.mark.parametrize("spelling", ["CAM-B3LYP", "camb3lyp", "Cam_B3LYP", "cam b3lyp"])
-def test_spelling_does_not_matter(spelling):
-    assert dispersion.damping_parameters(spelling) == dispersion.damping_parameters("camb3lyp")
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        *[(spelling, "camb3lyp") for spelling in ("CAM-B3LYP", "camb3lyp", "Cam_B3LYP", "cam b3lyp")],
+        ("r²SCAN", "r2scan"),  # rSCAN, B97M and PBE are other functionals
+        ("ωB97M", "wb97m"),
+        ("LC-ωPBE", "lcwpbe"),
+        ("τ-HCTH", "tauhcth"),
+    ],
+)
+def test_spelling_does_not_matter(spelling, name):
+    assert dispersion.damping_parameters(spelling) == dispersion.damping_parameters(name)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +134,7 @@ def test_spelling_does_not_matter(spelling):
     [
         (("b3lpy",), ValueError, "`functional`.*did you mean b3lyp"),
         (("xyz",), ValueError, "`functional`.*'xyz'"),
+        (("ωPBE",), ValueError, "`functional`.*'ωPBE'"),  # not PBE
         (("m06l",), ValueError, "`damping`.*'m06l'.*'bj'.*'zero'"),
         (("pbe", "rational"), ValueError, "`damping` must be one of bj, zero, bjm, zerom"),
         ((None,), TypeError, "`functional` must be a string"),

@@ -8,7 +8,7 @@ import csv
 import difflib
 import functools
 import importlib.resources
-import re
+import unicodedata
 from typing import Any, NamedTuple
 
 KINDS = ("bj", "zero", "bjm", "zerom")
@@ -96,7 +96,9 @@ _ALIASES = {"bp86": "bp", "bhandhlyp": "bhlyp"}
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    """The letters and digits of a name: those of r²SCAN and ωB97X count, as they are printed."""
+    plain = unicodedata.normalize("NFKC", name).lower().replace("ω", "w").replace("τ", "tau")
+    return "".join(letter for letter in plain if letter.isalnum())
 
 
 @functools.cache
