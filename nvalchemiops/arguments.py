@@ -3,7 +3,8 @@
 import difflib
 import math
 import operator
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,24 @@ def hint(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name."""
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def plain(name: str) -> str:
+    """The letters and digits of a name in lower case, by which names are compared: r²SCAN is r2scan, ωB97X is wb97x."""
+    if not name.isascii():  # torch.compile cannot trace what follows
+        name = unicodedata.normalize("NFKC", name).lower().replace("ω", "w").replace("τ", "tau")
+    return "".join([letter for letter in name.lower() if letter.isalnum()])
+
+
+def as_choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """The one of these names that is meant, whatever its case, spaces and punctuation; raises if none is."""
+    if isinstance(value, str):
+        if value in choices:
+            return value
+        for choice in choices:
+            if plain(choice) == plain(value):
+                return choice
+    raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def as_float(name: str, value: Any) -> float:

@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     md = commands.add_parser("md", help="molecular dynamics of the structures in a file", epilog=_MD_EXAMPLE)
     _add_structures_and_terms(md)
     ensembles = ["nve", "langevin", "nvt", "csvr", "nph", "npt", "stochastic_cell"]
-    md.add_argument("--ensemble", choices=ensembles, default="nve", help="(nve)")
+    md.add_argument("--ensemble", type=str.lower, choices=ensembles, default="nve", help="(nve)")
     md.add_argument(
         "--temperature",
         action=_Numbers,
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         help="largest force at the end (0.01 eV/Å); with --cell also that on the cell: rows of the virial, with the "
         "pressure added, over the number of atoms",
     )
-    relax.add_argument("--optimizer", choices=["fire", "fire2", "lbfgs"], default="fire", help="(fire)")
+    relax.add_argument("--optimizer", type=str.lower, choices=["fire", "fire2", "lbfgs"], default="fire", help="(fire)")
     relax.add_argument("--max-steps", type=int, default=1000, help="of the optimizer (1000)")
     relax.add_argument(
         "--cell",

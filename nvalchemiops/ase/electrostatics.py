@@ -9,8 +9,9 @@ import ase
 import numpy as np
 import torch
 
+from nvalchemiops.arguments import as_choice
 from nvalchemiops.ase.elements import atom_values, of_array
-from nvalchemiops.ase.pair import Parameters, from_library, names, shown
+from nvalchemiops.ase.pair import Parameters, from_library, shown
 from nvalchemiops.ase.system import Contribution, InBatches, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.electrostatics.error_models import COSTS, order_of_least_cost, reciprocal_cutoff
@@ -138,8 +139,7 @@ class Electrostatics:
         widths: float | Mapping[str, float] | np.ndarray | None = None,
         **parameters: Any,
     ) -> None:
-        if not isinstance(method, str) or method not in (*LATTICE_SUMS, *WITHIN_CUTOFF):
-            raise ValueError(f"`method` must be one of {names((*LATTICE_SUMS, *WITHIN_CUTOFF))}, got {method!r}")
+        method = as_choice("method", method, (*LATTICE_SUMS, *WITHIN_CUTOFF))
         for name in parameters.keys() & {"exclusions", "exclusion_factors"}:
             raise TypeError(f"`{name}` belong to the sums of nvalchemiops.torch: call one in a `Term` of your own")
         self.method = method

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from ase.data import atomic_numbers
 
+from nvalchemiops.arguments import as_choice
 from nvalchemiops.ase.elements import OTHERS, atom_values, is_by_pair, number, of_pairs, pair_table
 from nvalchemiops.ase.system import Contribution, InBatches, System
 from nvalchemiops.torch.interactions import pair
@@ -69,11 +70,11 @@ class Pair:
                 raise ValueError(f"`cutoff` is part of the potential (it has {potential.cutoff})")
             self.potential, values = potential, parameters
         else:
-            if not isinstance(potential, str) or potential not in LIBRARY:
-                raise ValueError(
-                    f"`potential` must be a PairPotential or one of {names(LIBRARY)}, got {potential!r} (those "
-                    "between charges are methods of Electrostatics)"
-                )
+            try:
+                self.name = potential = as_choice("potential", potential, LIBRARY)
+            except ValueError as error:
+                advice = "or a PairPotential; potentials between charges are methods of Electrostatics"
+                raise ValueError(f"{error} ({advice})") from None
             if potential == "ziegler_biersack_littmark":
                 parameters = {"z": atomic_numbers, **parameters}
             self.potential, values = from_library(potential, LIBRARY[potential], cutoff, parameters)

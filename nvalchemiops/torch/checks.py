@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.arguments import ValuesError, as_int
+from nvalchemiops.arguments import as_choice as as_choice
 from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
@@ -100,7 +101,7 @@ def as_hooks(value: Any) -> Sequence[Any]:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise unless this is one of the given strings."""
+    """Raise unless this is one of the given strings; `as_choice` is for names, which have several spellings."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"`{name}` must be {' or '.join(map(repr, choices))}, got {value!r}")
 

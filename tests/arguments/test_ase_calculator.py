@@ -5,6 +5,7 @@ import pytest
 from ase.build import molecule
 
 from nvalchemiops.ase import Calculator, Electrostatics, Pair
+from nvalchemiops.torch.dynamics import CellFilter
 from nvalchemiops.torch.interactions.pair import PairPotential
 from tests.support.calculators import NACL, rigid_ions, salt
 from tests.support.processes import run_python
@@ -30,7 +31,7 @@ MISTAKES = {
     ),
     "set": (lambda: rigid_ions().set(skin=1.0), TypeError, "`skin` cannot be set"),
     "potential": (lambda: Pair("lennard", cutoff=3.0), ValueError, "one of 'lennard_jones'"),
-    "list": (lambda: Pair(["lennard_jones"], cutoff=3.0), ValueError, "`potential` must be a PairPotential or one of"),
+    "list": (lambda: Pair(["lennard_jones"], cutoff=3.0), ValueError, "`potential` must be one of .*PairPotential"),
     "charged": (lambda: Pair("yukawa", cutoff=3.0), ValueError, "Electrostatics"),
     "two cutoffs": (
         lambda: Pair(PairPotential("k/r", global_parameters=["k"], cutoff=3.0), cutoff=4.0, k=1.0),
@@ -174,3 +175,13 @@ def test_ase_is_optional():
     assert "pip install 'nvalchemiops[ase]', or in a checkout '.[ase]'" in finished.stdout
     assert finished.stdout.endswith(" ase 2\n")
     assert finished.stderr.startswith("nvalchemiops energy: nvalchemiops.ase needs ASE")
+
+
+def test_case_and_punctuation_of_names_do_not_matter():
+    """Each name is then the one that the documentation has, so that no later comparison sees another."""
+    assert Electrostatics("PME").method == "pme" and Electrostatics("Coulomb").method == "coulomb"
+    values = {"cutoff": 3.0, "sigma": 1.0, "epsilon": 1.0}
+    named = Pair("lennard_jones", mixing="geometric", **values)
+    spelled = Pair("Lennard-Jones", mixing="Geometric", **values)
+    assert named.name == spelled.name and repr(named.potential) == repr(spelled.potential)
+    assert CellFilter.of("Isotropic") == CellFilter.of("isotropic") != CellFilter.of("Axes")

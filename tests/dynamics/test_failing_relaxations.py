@@ -183,9 +183,9 @@ def test_values_of_atoms_in_a_sum_of_terms_keep_all_systems(bound: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "newton"}, "`optimizer` must be 'fire' or 'fire2' or 'lbfgs'"),
+        ({"optimizer": "newton"}, "`optimizer` must be one of 'fire', 'fire2', 'lbfgs'"),
         ({"optimizer": FIRE}, "`optimizer` must be a name or an Optimizer"),
-        ({"cell": "cubic"}, "`cell` must be 'isotropic' or 'axes' or 'full'"),
+        ({"cell": "cubic"}, "`cell` must be one of 'isotropic', 'axes', 'full'"),
         ({"cell": 1.0}, "`cell` must be True, False, a name or a CellFilter, got float"),
         ({"cell": CellFilter(mask=[1, 1])}, r"`mask` must have shape \(3,\), \(6,\)"),
         ({"cell": CellFilter(mask=[1, 1, 1, 1, 1, 0], constant_volume=True)}, "`constant_volume` needs a `mask`"),

@@ -246,7 +246,7 @@ def test_fixed_atoms_stay(cell: bool) -> None:
     system, model = System.from_ase(atoms), lennard_jones_model()
     fixed = torch.zeros((7, 3), dtype=torch.bool)
     fixed[:2], fixed[5, 2] = True, True
-    result = relax(system, model, "lbfgs", fmax=0.01, cell=cell, fixed=fixed)
+    result = relax(system, model, "L-BFGS", fmax=0.01, cell=cell, fixed=fixed)
     assert result.converged.all()
     if cell:
         of_atoms = torch.linalg.inv(result.system.cell) @ system.cell

@@ -311,6 +311,7 @@ def test_settings_are_saved():
     other = Electrostatics()
     other.load_state_dict(module.state_dict())
     assert repr(other) == repr(module) == "Electrostatics(accuracy=0.0001, method='pme', cutoff=7.0)"
+    assert repr(Electrostatics(1e-4, "PME", cutoff=7.0)) == repr(module)
     # the name that ASE's calculator and the command have for the default
     assert repr(Electrostatics(method="auto")) == repr(Electrostatics())
     fixed = ParticleMeshEwald(torch.tensor([0.3, 0.35]), (8, 9, 10), 6, 7.0)
@@ -319,7 +320,7 @@ def test_settings_are_saved():
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="`method` must be 'auto' or 'ewald' or 'pme', got 'fmm'"):
+    with pytest.raises(ValueError, match="`method` must be one of 'auto', 'ewald', 'pme', got 'fmm'"):
         Electrostatics(method="fmm")
     with pytest.raises(ValueError, match="`accuracy`"):
         Electrostatics(2.0)

@@ -130,13 +130,22 @@ def test_spelling_does_not_matter(spelling, name):
 
 
 @pytest.mark.parametrize(
+    ("spelling", "kind"),
+    [("BJ", "bj"), ("d3bj", "bj"), ("D3(BJ)", "bj"), ("D3(0)", "zero"), ("D3M(BJ)", "bjm"), ("d3-zerom", "zerom")],
+)
+def test_spelling_of_damping_does_not_matter(spelling, kind):
+    assert dispersion.damping_parameters("pbe", spelling) == dispersion.damping_parameters("pbe", kind)
+
+
+@pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         (("b3lpy",), ValueError, "`functional`.*did you mean b3lyp"),
         (("xyz",), ValueError, "`functional`.*'xyz'"),
         (("ωPBE",), ValueError, "`functional`.*'ωPBE'"),  # not PBE
         (("m06l",), ValueError, "`damping`.*'m06l'.*'bj'.*'zero'"),
-        (("pbe", "rational"), ValueError, "`damping` must be one of bj, zero, bjm, zerom"),
+        (("pbe", "rational"), ValueError, "`damping` must be one of 'bj', 'zero', 'bjm', 'zerom'"),
+        (("pbe", "d3"), ValueError, "`damping` must be one of .* got 'd3'"),
         ((None,), TypeError, "`functional` must be a string"),
     ],
 )

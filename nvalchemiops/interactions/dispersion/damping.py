@@ -8,8 +8,9 @@ import csv
 import difflib
 import functools
 import importlib.resources
-import unicodedata
 from typing import Any, NamedTuple
+
+from nvalchemiops.arguments import as_choice, plain
 
 KINDS = ("bj", "zero", "bjm", "zerom")
 """Damping functions: Becke-Johnson (rational) and zero damping, and the modified forms of both."""
@@ -60,7 +61,7 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
     functional : str
         Name such as "pbe", "b3lyp" or "r2scan"; case, hyphens and other punctuation are ignored.
     damping : {"bj", "zero", "bjm", "zerom"}, optional
-        Becke-Johnson or zero damping, or the modified form of either.
+        Becke-Johnson or zero damping, or the modified form of either; names such as "D3(BJ)" are known, too.
 
     Raises
     ------
@@ -74,12 +75,14 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
     >>> damping_parameters("PBE")
     RationalDamping(a1=0.4289, a2=4.4407, s8=0.7875, s6=1.0)
     """
-    if damping not in KINDS:
-        raise ValueError(f"`damping` must be one of {', '.join(KINDS)}, got {damping!r}")
+    if isinstance(damping, str):
+        letters = plain(damping).removeprefix("d3")
+        damping = _SPELLINGS.get(letters, letters if letters in KINDS else damping)
+    damping = as_choice("damping", damping, KINDS)
     if not isinstance(functional, str):
         raise TypeError(f"`functional` must be a string, got {type(functional).__name__}")
     table = _table()
-    name = _plain(functional)
+    name = plain(functional)
     name = _ALIASES.get(name, name)
     if (name, damping) not in table:
         known = sorted({f for f, kind in table if kind == damping})
@@ -92,13 +95,10 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
     return table[name, damping]
 
 
+_SPELLINGS = {"0": "zero", "mbj": "bjm", "m0": "zerom", "mzero": "zerom"}
+"""Other names of damping functions, as in D3(0) or D3M(BJ)."""
+
 _ALIASES = {"bp86": "bp", "bhandhlyp": "bhlyp"}
-
-
-def _plain(name: str) -> str:
-    """The letters and digits of a name: those of r²SCAN and ωB97X count, as they are printed."""
-    plain = unicodedata.normalize("NFKC", name).lower().replace("ω", "w").replace("τ", "tau")
-    return "".join(letter for letter in plain if letter.isalnum())
 
 
 @functools.cache
@@ -108,5 +108,5 @@ def _table() -> dict[tuple[str, str], RationalDamping | ZeroDamping]:
     for row in csv.DictReader(text.splitlines()):
         kind = ZeroDamping if row["damping"].startswith("zero") else RationalDamping
         values = {name: float(row[name]) for name in kind._fields if row[name]}
-        table[_plain(row["functional"]), row["damping"]] = kind(**values)
+        table[plain(row["functional"]), row["damping"]] = kind(**values)
     return table

@@ -6,6 +6,7 @@ belong to pairs of species, the same expression is used with tables; see `with_t
 
 import math
 
+from nvalchemiops.arguments import as_choice
 from nvalchemiops.interactions.pair.expression import MAX_EXPONENT, Formula
 
 MIXING = {
@@ -53,9 +54,8 @@ def _mixed(energy: str, mixing: str | None, global_parameters: tuple[str, ...] =
         return Formula(energy, (), global_parameters, ("sigma", "epsilon"))
     if not isinstance(mixing, str):
         raise TypeError(f"`mixing` must be the name of a rule or None, got {type(mixing).__name__}")
-    if mixing not in MIXING:
-        raise ValueError(f"`mixing` must be one of {', '.join(map(repr, MIXING))} or None, got {mixing!r}")
-    return Formula(f"{energy}; {MIXING[mixing]}", ("sigma", "epsilon"), global_parameters)
+    rule = MIXING[as_choice("mixing", mixing, MIXING)]
+    return Formula(f"{energy}; {rule}", ("sigma", "epsilon"), global_parameters)
 
 
 COULOMB = Formula("q1*q2/r", ("q",))

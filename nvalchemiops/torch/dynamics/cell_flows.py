@@ -15,7 +15,7 @@ from nvalchemiops.torch.dynamics.velocities import square_root
 
 def cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bool, bool]]:
     """The arguments that say how cells may change, in dynamics and in relaxation, after a check; see `npt`."""
-    checks.check_choice("cell", cell, ("isotropic", "axes", "full"))
+    cell = checks.as_choice("cell", cell, ("isotropic", "axes", "full"))
     if len(mask) != 3:
         raise ValueError(f"`mask` must have a bool for each of the axes x, y and z, got {len(mask)}")
     x, y, z = (checks.check_flag("mask", axis) for axis in mask)

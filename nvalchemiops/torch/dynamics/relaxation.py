@@ -193,8 +193,7 @@ def relax(
     True
     """
     if isinstance(optimizer, str):
-        checks.check_choice("optimizer", optimizer, OPTIMIZERS)
-        optimizer = OPTIMIZERS[optimizer]()
+        optimizer = OPTIMIZERS[checks.as_choice("optimizer", optimizer, OPTIMIZERS)]()
     elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
         raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
     check_model(model)

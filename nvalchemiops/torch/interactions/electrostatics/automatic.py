@@ -74,7 +74,7 @@ class Electrostatics(ConfiguredSum):
     def __init__(self, accuracy: float = 1e-6, method: str | None = None, *, cutoff: float | None = None) -> None:
         super().__init__(None, cutoff, check_accuracy(accuracy), COULOMB)
         if method is not None:
-            checks.check_choice("method", method, ("auto", *methods.METHODS))
+            method = checks.as_choice("method", method, ("auto", *methods.METHODS))
         self.method = None if method == "auto" else method
 
     def _settings(self) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def electrostatic_potential(
     """
     if derivatives not in (0, 1, 2):
         raise ValueError(f"`derivatives` must be 0, 1 or 2, got {derivatives!r}")
-    checks.check_choice("method", method, ("ewald", "pme"))
+    method = checks.as_choice("method", method, ("ewald", "pme"))
     if miller_indices is not None and method == "pme":
         raise ValueError("`miller_indices` are for `method='ewald'`: a mesh has none")
     neighbors = given_neighbors(

@@ -406,8 +406,7 @@ _MODES = ("multipoles", "receiver", "none")
 def _mode(name: str, value: Any) -> int:
     """The number (0, 1 or 2) of a normalization that is given as a number or a name."""
     if isinstance(value, str):
-        checks.check_choice(name, value.lower(), _MODES)
-        return _MODES.index(value.lower())
+        return _MODES.index(checks.as_choice(name, value, _MODES))
     if value not in (0, 1, 2):
         raise ValueError(f"`{name}` must be 0, 1 or 2, got {value!r}")
     return int(value)
