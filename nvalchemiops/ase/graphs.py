@@ -11,6 +11,7 @@ import torch
 from nvalchemiops.progress import on_terminal, progress_bar
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.systems import printed_in_short
 
 ATOMS_PER_SEARCH = 50_000
 """Number of atoms searched at once: enough for the speed of a batch, and few compared with the whole graph."""
@@ -19,6 +20,7 @@ MANY = 1000
 """Least number of structures for which progress is shown by default."""
 
 
+@printed_in_short
 class Graph(NamedTuple):
     """The graph of a batch of structures; the atoms of each structure are contiguous.
 

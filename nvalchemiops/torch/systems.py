@@ -25,13 +25,36 @@ from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import volumes_of
 from nvalchemiops.torch.runtime.context import may_read
-from nvalchemiops.torch.runtime.releases import replaceable
+from nvalchemiops.torch.runtime.releases import Class, replaceable
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
 
 
+def printed_in_short(named_tuple: Class) -> Class:
+    """Let a class of named tuples print on one line what is given: of tensors the dtype and shape, not the values."""
+    named_tuple.__repr__ = _in_short  # type: ignore[assignment]
+    return named_tuple
+
+
+def _in_short(value: Any) -> str:
+    """The text of a named tuple, with the device of its tensors at the end."""
+    parts = [f"{name}={_told(part)}" for name, part in value._asdict().items() if part is not None]
+    devices = [part.device for part in value if isinstance(part, torch.Tensor)]
+    parts += [f"device={device}" for device in devices[:1]]
+    return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def _told(part: Any) -> str:
+    if hasattr(part, "dtype") and hasattr(part, "shape") and not isinstance(part, np.generic):  # an array of JAX, too
+        return f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
+    if isinstance(part, dict):
+        return f"{{{', '.join(f'{key!r}: {_told(value)}' for key, value in part.items())}}}"
+    return repr(part)
+
+
 @replaceable
+@printed_in_short
 class System(NamedTuple):
     """Atoms of one system or of a batch of systems.
 
@@ -72,10 +95,6 @@ class System(NamedTuple):
     dipoles: torch.Tensor | None = None
     quadrupoles: torch.Tensor | None = None
     widths: float | torch.Tensor | None = None
-
-    def __repr__(self) -> str:
-        """Shapes and dtypes in place of the values of tensors."""
-        return _in_short(self)
 
     @classmethod
     def from_ase(
@@ -259,20 +278,6 @@ def several(name: str, values: Iterable[Any], kind: type) -> list[Any]:
     return found
 
 
-def _in_short(value: Any) -> str:
-    """What is given of a named tuple, on one line: of tensors the dtype and the shape, and at the end their device."""
-    parts, device = [], None
-    for name, part in value._asdict().items():
-        if isinstance(part, torch.Tensor):
-            device = part.device if device is None else device
-            part = f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
-        elif part is not None:
-            part = repr(part)
-        parts += [f"{name}={part}"] if part is not None else []
-    parts += [f"device={device}"] if device is not None else []
-    return f"{type(value).__name__}({', '.join(parts)})"
-
-
 def _moved(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
     """A `System` or `Neighbors` whose tensors are elsewhere; see `System.to`."""
     device, dtype = (None, device) if isinstance(device, torch.dtype) else (device, dtype)
@@ -304,6 +309,7 @@ def has_rows(value: Any) -> bool:
 
 
 @replaceable
+@printed_in_short
 class Neighbors(NamedTuple):
     """Neighbors of all atoms, as pairs or as a matrix: from `System.neighbors`, `from_list` or `from_matrix`.
 
@@ -401,10 +407,6 @@ class Neighbors(NamedTuple):
     def to(self, device: torch.device | str | None = None) -> "Neighbors":
         """The neighbors on another device."""
         return _moved(self, device, None)
-
-    def __repr__(self) -> str:
-        """Shapes and dtypes in place of the values of tensors."""
-        return _in_short(self)
 
     def given(self) -> GivenNeighbors:
         """The neighbors as arguments of a function that takes tensors one by one."""

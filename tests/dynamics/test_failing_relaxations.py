@@ -17,6 +17,7 @@ from nvalchemiops.torch.dynamics import (
     Evaluation,
     SumOfTerms,
     relax,
+    to_ase,
 )
 from nvalchemiops.torch.interactions.electrostatics import EwaldSummation
 from nvalchemiops.torch.interactions.pair import lennard_jones
@@ -58,6 +59,7 @@ def test_a_system_that_fails_stops_and_others_go_on(optimizer: str, of: str, bef
     assert result.failed.tolist() == [False, True, False] and result.converged.tolist() == [True, False, True]
     assert equal(result.system.positions[2:4], path[-1])
     assert len(path) <= int(result.evaluations[1]) <= len(path) + 1  # the one in which it failed, if it has results
+    assert [atoms.info["failed"] for atoms in to_ase(result)] == [False, True, False]
     assert result.evaluation.energies.isfinite().all() and abs(float(result.fmax[1]) - 0.1 * 3**0.5) < 1e-12
     others = THREE._replace(positions=THREE.positions[[0, 1, 4, 5]], numbers=THREE.numbers[[0, 1, 4, 5]])
     others = others._replace(batch_idx=torch.tensor([0, 0, 1, 1], dtype=torch.int32))

@@ -196,7 +196,7 @@ def test_a_calculator_of_ase_relaxes_and_moves_a_batch():
     assert result.converged.all()
     for atoms, of_result in zip(to_ase(result.system), to_ase(result)):
         atoms.calc = EMT()
-        assert of_result == atoms and of_result.info == {"converged": True}
+        assert of_result == atoms and of_result.info == {"converged": True, "failed": False}
         for name in ("energy", "forces", "stress"):
             np.testing.assert_allclose(of_result.calc.results[name], atoms.calc.get_property(name, atoms), atol=1e-10)
         assert np.linalg.norm(atoms.get_forces(), axis=1).max() < 0.01 and abs(atoms.get_stress()).max() < 1e-3

@@ -8,8 +8,9 @@ import torch
 from ase import Atoms
 from ase.build import bulk, molecule
 
+from nvalchemiops.ase import atoms_to_graph
 from nvalchemiops.torch import Neighbors, System
-from nvalchemiops.torch.dynamics import to_ase
+from nvalchemiops.torch.dynamics import Evaluation, Relaxation, Simulation, State, to_ase
 from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.interactions.electrostatics import (
     Electrostatics,
@@ -284,6 +285,17 @@ def test_systems_and_neighbors_are_printed_on_one_line():
     assert str(Neighbors.from_list(pairs, half=True)) == "Neighbors(pairs=int32 (2, 2), half=True, device=cpu)"
     matrix = Neighbors.from_matrix(torch.zeros((3, 4)).int(), padding=-1, cutoff=4.0).to("meta")
     assert repr(matrix) == "Neighbors(matrix=int32 (3, 4), padding=-1, cutoff=4.0, half=False, device=meta)"
+    found = Evaluation(x.sum(1), -x)
+    told = "Evaluation(energies=float32 (3,), forces=float32 (3, 3), device=cpu)"
+    run = Simulation(State(system, x, x[0], found, torch.tensor(2), {"dt": x[:1]}), {"kinetic": x}, [0], x[0] < 0.0)
+    assert repr(found) == told and repr(run) == (
+        f"Simulation(state=State(system={system!r}, velocities=float32 (3, 3), masses=float32 (3,), evaluation={told}, "
+        "step=int64 (), extra={'dt': float32 (1, 3)}, device=cpu), records={'kinetic': float32 (3, 3)}, steps=[0], "
+        "failed=bool (3,), device=cpu)"
+    )
+    assert "float32 (3, 3)" in repr(Relaxation(system, found, *[x[0]] * 5))
+    graph = atoms_to_graph(Atoms("H2", [[0.0, 0.0, 0.0], [0.0, 0.0, 0.7]]), 1.0, dtype=torch.float64)
+    assert "pbc=bool (1, 3)" in repr(graph) and "distances=float64 (2,)" in repr(graph)
 
 
 def test_systems_are_saved_by_torch_as_documented(tmp_path):

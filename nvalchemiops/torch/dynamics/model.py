@@ -27,13 +27,14 @@ from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import derivative_asked, transforms_active
 from nvalchemiops.torch.runtime.context import may_read, ordinary
 from nvalchemiops.torch.runtime.releases import replaceable
-from nvalchemiops.torch.systems import Neighbors, System
+from nvalchemiops.torch.systems import Neighbors, System, printed_in_short
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
 
 
 @replaceable
+@printed_in_short
 class Evaluation(NamedTuple):
     """What a model returns.
 

@@ -28,12 +28,13 @@ from nvalchemiops.torch.dynamics.model import (
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
-from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.systems import System, printed_in_short
 
 ASK_EVERY = 10
 """Evaluations between two questions whether all systems are done, where reading the answer waits for a GPU."""
 
 
+@printed_in_short
 class Relaxation(NamedTuple):
     """Result of `relax`.
 

@@ -28,7 +28,7 @@ from nvalchemiops.torch.runtime._torch_internals import (
     transforms_active,
 )
 from nvalchemiops.torch.runtime.context import on_host, ordinary
-from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.systems import System, printed_in_short
 
 Hook = Callable[[State], State | None]
 AnyPath = str | PathLike[str]
@@ -45,6 +45,7 @@ RECORDS: dict[str, Callable[[Integrator, State], torch.Tensor]] = {
 """What `simulate` can record by name."""
 
 
+@printed_in_short
 class Simulation(NamedTuple):
     """What `simulate` returns.
 
@@ -447,8 +448,9 @@ def to_ase(state: State | System | Relaxation) -> list[Any]:
 
     Those of a `State` have momenta, energies, forces and stress as results, and the step in ``info``; units must be eV,
     angstrom and u. Frozen atoms have the mass of their element, and a constraint that fixes them. Those of a
-    `Relaxation` have its results, and in ``info`` whether they converged. Charges are initial charges. With a
-    ``domain`` this is a collective call: the first rank gets all atoms, the others get the systems without atoms.
+    `Relaxation` have its results, and in ``info`` whether they converged or failed; it does not know which atoms were
+    fixed, so they have no constraint. Charges are initial charges. With a ``domain`` this is a collective call: the
+    first rank gets all atoms, the others get the systems without atoms.
     """
     if not isinstance(state, State | System | Relaxation):
         raise TypeError(f"`state` must be a State, a System or a Relaxation, got {type(state).__name__}")
@@ -476,7 +478,7 @@ def to_ase(state: State | System | Relaxation) -> list[Any]:
                 atoms.set_constraint(FixAtoms(mask=frozen))
             atoms.info["step"] = int(state.step)
         else:
-            atoms.info["converged"] = bool(state.converged[n])
+            atoms.info |= {"converged": bool(state.converged[n]), "failed": bool(state.failed[n])}
         energy = on_host(evaluation.energies[n].double())  # NumPy has no bfloat16
         results = {"energy": float(energy), "forces": forces[of]}
         if evaluation.stress is not None and (isinstance(state, State) or atoms.cell.rank == 3):

@@ -12,7 +12,7 @@ from nvalchemiops.torch.dynamics.velocities import of_each, temperature_of
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
 from nvalchemiops.torch.runtime.releases import replaceable
-from nvalchemiops.torch.systems import PER_ATOM, System, has_rows
+from nvalchemiops.torch.systems import PER_ATOM, System, has_rows, printed_in_short
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -22,6 +22,7 @@ OF_ATOMS = ("inertia", "inverse_masses", "place")
 
 
 @replaceable
+@printed_in_short
 class State(NamedTuple):
     """Positions, velocities and everything else that changes in a step: a value, which is never changed in place.
 
