@@ -144,6 +144,10 @@ def test_what_is_missing_is_named():
                 interaction(SYSTEM, **{name: value})
     with pytest.raises(ValueError, match="`neighbors` must have either pairs or a matrix"):
         EwaldSummation()(SYSTEM, Neighbors(cutoff=4.0))
+    for kind, name in ((EwaldSummation, "k_cutoff"), (EwaldSummation, "alpha"), (ParticleMeshEwald, "spline_order")):
+        for given in ([SYSTEM], SYSTEM[:3]):
+            with pytest.raises(TypeError, match=f"`{name}` is a parameter of this {kind.__name__}"):
+                kind()(*given, **{name: 2})
     with pytest.raises(ValueError, match="`prepare` needs `alpha`"):
         ParticleMeshEwald().prepare(SYSTEM.cell)
 

@@ -150,6 +150,13 @@ class ConfiguredSum(ExactModule):
         """Call the function that the module configures."""
         raise NotImplementedError
 
+    def _with(self, options: dict[str, Any], **own: Any) -> dict[str, Any]:
+        """The options of a call with arguments that the module gives; raise for those that are in both."""
+        for name in own:
+            if name in options:
+                raise TypeError(f"`{name}` is a parameter of this {type(self).__name__}: give it when it is made")
+        return own | options
+
     @engine.with_own_plans
     def forward(
         self,
@@ -318,7 +325,7 @@ class EwaldSummation(ConfiguredSum):
             assert self.k_cutoff is not None
             _unchanged("k_cutoff", self.k_cutoff, self._prepared.k_cutoff)
             chosen = {"miller_indices": self._prepared}
-        return ewald_summation(positions, charges, cell, self.alpha, **chosen, **options)
+        return ewald_summation(positions, charges, cell, **self._with(options, alpha=self.alpha, **chosen))
 
 
 class ParticleMeshEwald(ConfiguredSum):
@@ -436,7 +443,7 @@ class ParticleMeshEwald(ConfiguredSum):
         mesh: Any = {"mesh_dimensions": self.mesh_dimensions, "spline_order": self.spline_order}
         prepared = self._prepared
         if prepared is None:
-            return particle_mesh_ewald(positions, charges, cell, self.alpha, **mesh, **options)
+            return particle_mesh_ewald(positions, charges, cell, **self._with(options, alpha=self.alpha, **mesh))
         if (prepared.mesh_dimensions, prepared.spline_order) != (self.mesh_dimensions, self.spline_order):
             raise ValueError("the mesh has changed since `prepare`: call it again")
         # compared by value, not identity: torch.export puts copies of tuples into a module
@@ -445,4 +452,4 @@ class ParticleMeshEwald(ConfiguredSum):
         assert self.alpha is not None
         alpha = _unchanged("alpha", self.alpha, prepared.alpha)
         prepared = prepared._replace(alpha=alpha, potential=self.potential)
-        return particle_mesh_ewald(positions, charges, cell, prepared=prepared, **options)
+        return particle_mesh_ewald(positions, charges, cell, **self._with(options, prepared=prepared))
