@@ -206,6 +206,15 @@ def test_a_run_goes_on_and_constraints_can_be_removed():
     assert fewer.extra["degrees_of_freedom"].item() == 14.0
 
 
+def test_states_without_what_an_integrator_needs_are_refused_with_advice():
+    """A hook may return the state of another integrator after `resume`."""
+    integrator, state = started(nve(0.1), kinds=("two",))
+    other = nve(0.1).resume(state, wells())
+    with pytest.raises(ValueError, match=r"`hooks`: .* without 'constraint \w+'.*integrator.resume"):
+        simulate(state, wells(), integrator, 2, hooks=lambda state: other)
+    simulate(state, wells(), integrator, 2, hooks=lambda state: integrator.resume(other, wells()))
+
+
 def test_molecules_that_the_boundary_cuts_are_made_whole():
     system, masses, velocities, pairs = molecules(*MIXED)
     images = torch.randint(-2, 3, system.positions.shape, generator=torch.Generator().manual_seed(2)).to(float64)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,7 +166,8 @@ def simulate(
     steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
     trajectory_every = every if trajectory_every is None else trajectory_every
     appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_hooks(hooks)
-    hooks = [functools.partial(_hooked, hook, integrator, model) for hook in hooks]
+    lost: set[str] = set()
+    hooks = [functools.partial(_hooked, hook, integrator, model, lost) for hook in hooks]
     writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends, integrator)
     measures = _measures(record, integrator)
     measured: Any = functools.partial(_measured, measures)
@@ -213,7 +214,7 @@ def simulate(
         must_be_same(domain, checkpoint_every=checkpoint_every, gradients=gradients, record=list(measures))
     shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
     grad = torch.enable_grad() if gradients else torch.no_grad()
-    with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer:
+    with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer, _needed(lost):
         if gradients:
             start, options = _tracked(start), {name: ordinary(value) for name, value in options.items()}
         if isinstance(start, State):
@@ -272,9 +273,28 @@ def _tracked(start: System | State) -> System | State:
     return State(system, velocities, masses, evaluation, step, {k: ordinary(value) for k, value in start.extra.items()})
 
 
-def _hooked(hook: Hook, integrator: Integrator, model: Model, state: State) -> State | None:
-    """What the hook returns; if it has changed the system alone, the model is called for the new one."""
+@contextlib.contextmanager
+def _needed(lost: set[str]) -> Iterator[None]:
+    """Raise with a reason where a variable is missing that states of hooks have lost."""
+    try:
+        yield
+    except KeyError as error:
+        if not lost.intersection(error.args):
+            raise
+        raise ValueError(
+            f"`hooks`: a State was returned without '{error.args[0]}', which the integrator needs: return "
+            "`integrator.resume(state, model)` of it"
+        ) from error
+
+
+def _hooked(hook: Hook, integrator: Integrator, model: Model, lost: set[str], state: State) -> State | None:
+    """What the hook returns; if it has changed the system alone, the model is called for the new one.
+
+    Names of variables that its state lacks are added to ``lost``.
+    """
     found, domain = hook(state), state.system.domain
+    if isinstance(found, State):
+        lost |= state.extra.keys() - found.extra.keys()
     new: Any = found if isinstance(found, State) else state
     same_evaluation = new.evaluation is state.evaluation
     if same_evaluation and new.system.domain is None and any(a is not b for a, b in zip(new.system, state.system)):
