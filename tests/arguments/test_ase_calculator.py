@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from ase.build import molecule
 
-from nvalchemiops.ase import Calculator, Electrostatics, Pair
+from nvalchemiops.ase import Calculator, Electrostatics, FromASE, Pair
+from nvalchemiops.torch import System
 from nvalchemiops.torch.dynamics import CellFilter
 from nvalchemiops.torch.interactions.pair import PairPotential
 from tests.support.calculators import NACL, rigid_ions, salt
@@ -144,6 +145,9 @@ def test_atoms_without_values():
         atoms.calc = Calculator(term)
         with pytest.raises(ValueError, match=message):
             atoms.get_potential_energy()
+    sum_of_batch = FromASE(Calculator(Electrostatics("coulomb", NACL)))
+    with pytest.raises(ValueError, match="`cutoff`.* is needed: .*'ewald' and 'pme'"):
+        sum_of_batch(System.from_ase([salt(), salt()]))
 
 
 def test_a_failed_call_leaves_no_results():

@@ -105,7 +105,8 @@ def pair_system(
             may_look = may_read(cell, wait=True)  # otherwise a search for all images refuses a cell that is periodic
             if cell is not None and may_look and bool(values_of(cell).any()):
                 raise ValueError(
-                    "`cutoff`, `neighbor_list` or `neighbor_matrix` is needed: without one a periodic system has no end"
+                    "`cutoff`, `neighbor_list` or `neighbor_matrix` is needed: without one a periodic system has no "
+                    "end (for charges use the Ewald sums 'ewald' and 'pme')"
                 )
             cutoff = reach_of_all_pairs(positions) if may_look else FARTHEST
         rows = build_rows(positions, cutoff, cell, searched, pbc if fits else _periodic_axes(cell, pbc))
