@@ -146,7 +146,7 @@ def test_atoms_without_values():
         with pytest.raises(ValueError, match=message):
             atoms.get_potential_energy()
     sum_of_batch = FromASE(Calculator(Electrostatics("coulomb", NACL)))
-    with pytest.raises(ValueError, match="`cutoff`.* is needed: .*'ewald' and 'pme'"):
+    with pytest.raises(ValueError, match=r"`cutoff`.* is needed: .*'ewald' and 'pme'"):
         sum_of_batch(System.from_ase([salt(), salt()]))
 
 
