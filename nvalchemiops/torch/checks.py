@@ -11,6 +11,7 @@ from nvalchemiops.arguments import as_choice as as_choice
 from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
+from nvalchemiops.torch.runtime.calls import int32_of
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_capturing, may_read
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
@@ -273,7 +274,7 @@ def check_batch(
             )
         elif high >= n_systems:
             raise ValuesError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
-    return as_int32(batch_idx).contiguous(), n_systems
+    return int32_of(batch_idx).contiguous(), n_systems
 
 
 def made_on(device: torch.device, values: np.ndarray) -> torch.Tensor:
@@ -362,13 +363,6 @@ def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
     if number not in (1, n_systems):
         raise ValueError(f"`{name}` is for {number} systems, but there are {n_systems}")
     return n_systems
-
-
-def as_int32(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers as int32. Values that do not fit are clamped, so that they stay out of range."""
-    if tensor.dtype == torch.int32:
-        return tensor
-    return tensor.clamp(-(2**31) + 1, 2**31 - 1).to(torch.int32)
 
 
 def check_index(

@@ -148,7 +148,7 @@ def test_what_names_no_atom_is_an_error_and_a_lost_atom_is_not(as_list):
 
     assert bool(torch.isfinite(call()[0]).all())
     far = 2**31
-    for j in (-1, 5, far, -far):
+    for j in (-1, 5, far, -far - 1, 1 - far):
         with pytest.raises(IndexError, match="index"):
             call(j=j)
     for place in (-1, 4):
@@ -158,6 +158,9 @@ def test_what_names_no_atom_is_an_error_and_a_lost_atom_is_not(as_list):
         with pytest.raises(IndexError, match="index"):
             call(batch_idx=torch.tensor([number, 0, 1, 1]))
     if as_list:
+        near, room = torch.tensor([[0, 1, 0], [1, 0, -far]]), torch.zeros(3, 3).int()  # room at the end of a list
+        of_both = [list_geometry(x, near.to(kind), room, cell[0])[0] for kind in (torch.int32, torch.int64)]
+        assert torch.equal(*of_both) and of_both[0][2] == 0.0 < of_both[0][0]
         for row in (-1, 4, far):
             with pytest.raises(IndexError, match="index"):
                 call(row=row)

@@ -418,7 +418,7 @@ def _rows(system: System) -> tuple[System, int]:
     if pbc is not None:
         pbc = checks.pbc_tensor(pbc, system.positions.device).expand(n_systems, 3)
     if batch_idx is not None:
-        batch_idx = None if n_systems == 1 else checks.as_int32(batch_idx)
+        batch_idx = None if n_systems == 1 else checks.int32_of(batch_idx)
     return system._replace(cell=cell, pbc=pbc, batch_idx=batch_idx), n_systems
 
 

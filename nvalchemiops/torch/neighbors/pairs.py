@@ -58,7 +58,7 @@ class Pairs(NamedTuple):
 
     def as_int32(self) -> "Pairs":
         """The pairs in the form that kernels take: all indices in int32, and slots in one dimension."""
-        indices = [None if t is None else checks.as_int32(t) for t in self[1:7]]
+        indices = [None if t is None else checks.int32_of(t) for t in self[1:7]]
         system, target, first, second, shifts, counts = indices
         assert second is not None
         shifts = None if shifts is None else shifts.reshape(-1, 3)

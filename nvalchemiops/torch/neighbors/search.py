@@ -130,16 +130,16 @@ class _CellList:
         positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.search
         n_atoms = positions.shape[0]
         if batch_ptr is not None:
-            first_atom = checks.as_int32(batch_ptr).contiguous()
+            first_atom = checks.int32_of(batch_ptr).contiguous()
             if batch_idx is None:
                 batch_idx = batch_idx_of(first_atom, n_atoms)
-            return checks.as_int32(batch_idx).contiguous(), first_atom
+            return checks.int32_of(batch_idx).contiguous(), first_atom
         if batch_idx is None:
             return None, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
         n_systems = checks.systems_in_shapes((cell, 3), (pbc, 2), (self.rebuild_flags, 1))
         if n_systems is None and may_wait:
             n_systems = count_systems(batch_idx)
-        system = checks.as_int32(batch_idx).contiguous()
+        system = checks.int32_of(batch_idx).contiguous()
         if n_systems is None:
             # renumber: no more systems can have atoms than there are atoms. Negative numbers stay and are detected
             n_systems = max(n_atoms, 1)

@@ -186,7 +186,7 @@ class Kind(NamedTuple):
 
 
 def int32_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers of a list as int32. Those that do not fit become the largest one, which is no atom and no place."""
+    """Integers as int32. Those that do not fit become the largest one, which is no atom, no place and no system."""
     if tensor.dtype is torch.int32:
         return tensor
     # one less than the smallest int32 wraps around to the largest one; the smallest one itself marks room

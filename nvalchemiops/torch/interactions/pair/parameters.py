@@ -40,7 +40,7 @@ def parameter_arrays(
         if species is None:
             raise ValueError("`species` is needed: it holds the row of each atom in the tables (per_pair)")
         checks.check_index("species", species, positions, (n_atoms,))
-        species = checks.as_int32(species)
+        species = checks.int32_of(species)
         tables = [parameters[name] for name in formula.per_pair]
         sizes = (max([1, *table.shape]) for table in tables if isinstance(table, torch.Tensor) and table.ndim)
         n_species = next(sizes, 1)

@@ -163,7 +163,7 @@ def _batch(
             raise ValueError("`batch_idx` is needed: `cell`, `pbc` or `num_systems` describe several systems")
         return cell, None, 1
     checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
-    of_caller, batch_idx = batch_idx, checks.as_int32(batch_idx)
+    of_caller, batch_idx = batch_idx, checks.int32_of(batch_idx)
     if num_systems is None:
         if cell is not None and cell.shape[0] != 1:
             num_systems = cell.shape[0]
