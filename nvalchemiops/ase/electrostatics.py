@@ -15,6 +15,7 @@ from nvalchemiops.ase.pair import Parameters, from_library, shown
 from nvalchemiops.ase.system import Contribution, InBatches, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.electrostatics.error_models import COSTS, order_of_least_cost, reciprocal_cutoff
+from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch.checks import check_place, check_positive
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.electrostatics import Electrostatics as AnyElectrostatics
@@ -171,7 +172,7 @@ class Electrostatics:
         self._of_atoms: dict[str, Callable[[ase.Atoms], np.ndarray]] = {}
         for name, values in {"charges": charges, **others}.items():
             if values is None:
-                self._of_atoms[name] = _initial_charges
+                self._of_atoms[name] = functools.partial(_initial_charges, alone=not others)
             elif callable(values):
                 self._functions[name] = values
             else:
@@ -456,13 +457,17 @@ def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
             raise TypeError(f"`{name}` does not belong to this method: {reason}")
 
 
-def _initial_charges(atoms: ase.Atoms) -> np.ndarray:
+def _initial_charges(atoms: ase.Atoms, alone: bool) -> np.ndarray:
+    """Of the atoms; warn if all are zero, as those of many files are, and there are no other sources."""
     if len(atoms) and not atoms.has("initial_charges"):
         raise ValueError(
             "`charges` are needed: none are given (in the command by --charges Mg=2,O=-2), and the atoms have no "
             "initial charges"
         )
-    return of_array("initial_charges", atoms.get_initial_charges(), atoms)
+    found = of_array("initial_charges", atoms.get_initial_charges(), atoms)
+    if alone and len(atoms) and not found.any():
+        notify("`charges` are not given, and the initial charges of all atoms are zero", NvalchemiopsWarning)
+    return found
 
 
 def _returned(name: str, values: Any, system: System) -> torch.Tensor:

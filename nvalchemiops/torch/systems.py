@@ -113,7 +113,7 @@ class System(NamedTuple):
         charges : mapping from element to float, sequence of float, or tensor (n_atoms,), optional
             By element, as ``{"Na": 1.0, "Cl": -1.0}``, or of all atoms, structure by structure, in one sequence or in
             one for each structure. By default the initial charges of the atoms, unless all are zero and a structure has
-            none.
+            none. Those of a file may all be zero, as in data of LAMMPS whose input sets charges.
         dtype : torch.dtype, optional
         device : torch.device or str, optional
 

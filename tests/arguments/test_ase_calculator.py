@@ -1,9 +1,12 @@
 """What a calculator refuses, and how it says so."""
 
+import warnings
+
 import numpy as np
 import pytest
 from ase.build import molecule
 
+from nvalchemiops import NvalchemiopsWarning
 from nvalchemiops.ase import Calculator, Electrostatics, FromASE, Pair
 from nvalchemiops.torch import System
 from nvalchemiops.torch.dynamics import CellFilter
@@ -189,3 +192,16 @@ def test_case_and_punctuation_of_names_do_not_matter():
     spelled = Pair("Lennard-Jones", mixing="Geometric", **values)
     assert named.name == spelled.name and repr(named.potential) == repr(spelled.potential)
     assert CellFilter.of("Isotropic") == CellFilter.of("isotropic") != CellFilter.of("Axes")
+
+
+def test_initial_charges_that_are_all_zero_are_told():
+    """As those that ASE reads from data of LAMMPS; beside dipoles there may be none."""
+    atoms = salt()
+    atoms.set_initial_charges(np.zeros(len(atoms)))
+    atoms.calc = Calculator(Electrostatics("ewald"))
+    with pytest.warns(NvalchemiopsWarning, match="the initial charges of all atoms are zero"):
+        assert atoms.get_potential_energy() == 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for term in (Electrostatics("ewald", 0.0), Electrostatics("ewald", dipoles=np.ones((len(atoms), 3)))):
+            Calculator(term).get_potential_energy(atoms)
