@@ -129,12 +129,12 @@ def decay_length(r: np.ndarray, order: np.ndarray) -> float:
 # -- report ---------------------------------------------------------------------------------------
 
 
-def draw(path: Path, structure: Structure, g: dict[str, np.ndarray]) -> None:
+def draw(path: Path, structure: Structure, g: dict[str, np.ndarray], temperature: float) -> None:
     figure, (radial, order) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for pair, color in zip(Structure.pairs, ("#d98c1f", "black", "#5a9e4b")):
         radial.plot(structure.r, g[pair], color=color, label=pair)
     radial.axhline(1.0, color="#b0b0b0", lw=0.8)
-    radial.set(xlabel="distance (Å)", ylabel="g(r)", title=f"NaCl at {TEMPERATURE:.0f} K", ylim=(0, None))
+    radial.set(xlabel="distance (Å)", ylabel="g(r)", title=f"NaCl at {temperature:.0f} K", ylim=(0, None))
     radial.legend(frameon=False)
     order.plot(structure.r, structure.r * charge_order(g), color="#1f6fb4")
     order.axhline(0.0, color="#b0b0b0", lw=0.8)
@@ -157,10 +157,10 @@ def main() -> None:
     if options.quick:
         steps = {"melting": 400, "cooling": 400, "sampling": 600}
     structure, temperatures = run(atoms, steps, np.random.default_rng(0))
-    g = structure.g(len(atoms) / atoms.get_volume())
+    g, temperature = structure.g(len(atoms) / atoms.get_volume()), float(np.mean(temperatures))
 
     print(f"{len(atoms)} ions in a cube of {atoms.cell[0, 0]:.2f} Å, {1e-3 * STEP * steps['sampling']:.1f} ps")
-    print(f"temperature                       {np.mean(temperatures):6.0f} K")
+    print(f"temperature                       {temperature:6.0f} K")
     print(f"searches for neighbors            {atoms.calc.searches:6d}   in {sum(steps.values())} steps")
     peaks = {pair: first_peak(structure.r, g[pair]) for pair in Structure.pairs}
     for pair, (where, height) in peaks.items():
@@ -172,7 +172,7 @@ def main() -> None:
     print(f"like ions are farther apart by    {like / unlike:6.2f}   (X-rays: 1.4 to 1.5, and 2.7 Å for Na-Cl)")
     print(f"neighbors of opposite charge      {around:6.1f}   up to {structure.r[minimum]:.1f} Å (6 in the crystal)")
     print(f"order of charges decays over      {length:6.1f}   Å, {length / unlike:.1f} distances (Zeidler et al.: 2.5)")
-    draw(options.output, structure, g)
+    draw(options.output, structure, g, temperature)
     print(f"\npicture: {options.output}")
 
 

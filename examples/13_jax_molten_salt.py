@@ -184,12 +184,18 @@ def first_peak(r: np.ndarray, g: np.ndarray) -> tuple[float, float]:
 
 
 def draw(
-    path: Path, r: np.ndarray, g: np.ndarray, times: np.ndarray, slope: np.ndarray, differences: np.ndarray
+    path: Path,
+    r: np.ndarray,
+    g: np.ndarray,
+    temperature: float,
+    times: np.ndarray,
+    slope: np.ndarray,
+    differences: np.ndarray,
 ) -> None:
     figure, (radial, derivative) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for values, pair, color in zip(g, ("Na-Na", "Na-Cl", "Cl-Cl"), ("#d98c1f", "black", "#5a9e4b")):
         radial.plot(r, values, color=color, label=pair)
-    radial.set(xlabel="distance (Å)", ylabel="g(r)", xlim=(1.5, r[-1]), title=f"NaCl at {TEMPERATURE:.0f} K")
+    radial.set(xlabel="distance (Å)", ylabel="g(r)", xlim=(1.5, r[-1]), title=f"NaCl at {temperature:.0f} K")
     derivative.plot(times, slope, color="#1f6fb4", label="jax.jvp of the trajectory")
     derivative.plot(times, differences, "o", color="black", ms=3.5, label="finite differences")
     derivative.set(xlabel="time (fs)", ylabel="Å²/e", title="Mean square displacement, by the charge of ions")
@@ -218,10 +224,11 @@ def main() -> None:
     ions, (trajectory, measured) = langevin(start, jnp.asarray(temperatures), jax.random.key(1), parameters, salt)
     check_neighbor_list_state(ions.neighbors)
     r, g = map(np.asarray, radial_distributions(trajectory[melting + cooling :: 10], salt, bins=100))
+    temperature = float(measured[melting + cooling :].mean())
     room, widest = neighbors.neighbor_matrix.shape[1], int(ions.neighbors.largest[0])
 
     print(f"{n} ions in a cube of {length:.2f} Å, {len(temperatures)} steps of {STEP:.0f} fs in one jax.lax.scan")
-    print(f"temperature                       {measured[melting + cooling :].mean():6.0f} K")
+    print(f"temperature                       {temperature:6.0f} K")
     print(f"neighbors of an ion, at most      {widest:6d}   where the matrix has room for {room}")
     for pair, values in zip(("Na-Na", "Na-Cl", "Cl-Cl"), g):
         where, height = first_peak(r, values)
@@ -253,7 +260,7 @@ def main() -> None:
         print(f"{name:7s} {unit:10s} {by_grad:16.6f} {by_difference:13.6f} {abs(by_grad / by_difference - 1):16.1e}")
     print(f"jax.jvp and jax.grad differ by    {abs(slope[-1] / gradient['charge'] - 1):.0e}")
     times = STEP * np.arange(1, steps + 1)
-    draw(options.output, r, g, times, np.asarray(slope), charge_differences)
+    draw(options.output, r, g, temperature, times, np.asarray(slope), charge_differences)
     print(f"\npicture: {options.output}")
 
 
