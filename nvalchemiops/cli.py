@@ -143,9 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(run=_tune)
 
     energy = commands.add_parser(
-        "energy", help="energies and forces of the structures in a file", epilog=_ENERGY_EXAMPLE
+        "energy", help="energies and forces of the structures in files", epilog=_ENERGY_EXAMPLE
     )
-    _add_structures_and_terms(energy)
+    _add_structures_and_terms(energy, several=True)
     energy.add_argument("--forces", action="store_true", help="print the force on each atom, too")
     energy.set_defaults(run=functools.partial(_of_ase, "command", "energy"))
 
@@ -237,9 +237,10 @@ class _Numbers(argparse.Action):
         setattr(namespace, self.dest, numbers)
 
 
-def _add_structures_and_terms(parser: argparse.ArgumentParser) -> None:
-    """The arguments of commands that compute something of the structures in a file."""
-    parser.add_argument("file", help="any file with atoms that ASE reads, or - for standard input with --format")
+def _add_structures_and_terms(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """The arguments of commands that compute something of the structures in a file, or in several."""
+    text = f"any file{'s' * several} with atoms that ASE reads, or - for standard input with --format"
+    parser.add_argument("file", nargs="+" if several else None, help=text)
     parser.add_argument("--format", metavar="NAME", help="of the file, as ASE calls it: extxyz, vasp, cif ...")
     parser.add_argument("--index", default=":", help="which frames, as 0, -1, 10:20 or, with =, -5:; by default all")
     parser.add_argument("--pbc", metavar="AXES", help="periodic axes, as xyz, xy or none; by default those in the file")

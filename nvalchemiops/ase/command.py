@@ -35,17 +35,23 @@ UNITS = {
 
 def energy(options: argparse.Namespace) -> int:
     """Print energies according to the options of the command; returns the exit status: 1 if one is not finite."""
-    frames, calculator = read(options)
-    results = [_evaluate(options, number, atoms, calculator) for number, atoms in frames]
+    files, given, results, errors = options.file, [], [], []
+    for options.file in files:  # messages name it
+        frames, calculator = read(options)
+        given.append((options.file, frames))
+    for options.file, frames in given:
+        found = [_evaluate(options, number, atoms, calculator) for number, atoms in frames]
+        errors += [f"{_frame(options, one['frame'])}: {one['error']}" for one in found if "error" in one]
+        results += found if len(files) == 1 else [{"file": options.file} | one for one in found]
+    options.file = files[0] if len(files) == 1 else files
     finite = [result for result in results if "error" not in result]
     if options.json:
         print(as_json(options, calculator, UNITS, frames=results))
     elif finite:
         print_results(finite)
-    for result in results:
-        if "error" in result:
-            fail("energy", f"{_frame(options, result['frame'])}: {result['error']}")
-    return 0 if len(finite) == len(results) else 1
+    for error in errors:
+        fail("energy", error)
+    return 1 if errors else 0
 
 
 def read(options: argparse.Namespace) -> tuple[list[tuple[int, ase.Atoms]], Calculator]:
@@ -241,16 +247,19 @@ def print_results(results: list[dict[str, Any]]) -> None:
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:
-    """A row for each frame; with two columns more if the frames were relaxed."""
+    """A row for each frame; with a column more if there are several files, and two if the frames were relaxed."""
     width = max(len("formula"), *(len(result["formula"]) for result in results))
+    longest = max(len(result.get("file", "")) for result in results)
+    files = f"{'file':<{max(longest, 4)}}  " if longest else ""
     relaxed = f"  {'steps':>6}  {'converged':>9}" if "steps" in results[0] else ""
     print(
-        f"{'frame':>5}  {'formula':<{width}}  {'atoms':>7}  {'energy (eV)':>18}  {'per atom (eV)':>14}  "
+        f"{files}{'frame':>5}  {'formula':<{width}}  {'atoms':>7}  {'energy (eV)':>18}  {'per atom (eV)':>14}  "
         f"{'max force (eV/Å)':>16}  {'pressure (GPa)':>14}{relaxed}"
     )
     for result in results:
         pressure = f"{EV_PER_ANGSTROM3_IN_GPA * result['pressure']:14.6f}" if "pressure" in result else f"{'-':>14}"
-        row = (
+        row = f"{result['file']:<{len(files) - 2}}  " if files else ""
+        row += (
             f"{result['frame']:5d}  {result['formula']:<{width}}  {result['n_atoms']:7d}  {result['energy']:18.8f}  "
             f"{result['energy_per_atom']:14.8f}  {result['largest_force']:16.8f}  {pressure}"
         )
@@ -260,6 +269,6 @@ def _print_table(results: list[dict[str, Any]]) -> None:
 
 
 def _print_forces(result: dict[str, Any]) -> None:
-    print(f"\nforces of frame {result['frame']} (eV/Å)")
+    print(f"\nforces of frame {result['frame']}{' of ' + result['file'] if 'file' in result else ''} (eV/Å)")
     for number, (symbol, force) in enumerate(zip(result["symbols"], result["forces"])):
         print(f"{number:7d} {symbol:<3}" + "".join(f" {component:15.8f}" for component in force))

@@ -78,6 +78,25 @@ def test_energies_of_a_trajectory(files, capsys):
     assert len(columns) == 1, "the table is aligned"
 
 
+def test_energies_of_several_files(files, capsys):
+    """As those of each, with the name of the file."""
+    paths = [files / "salt.extxyz", files / "water.xyz"]
+    options = ["--potential", "lennard_jones", "--parameters", "cutoff=3", "sigma=2", "epsilon=0.1", "--index", 0]
+    alone = [json.loads(energy(capsys, path, *options, "--json")) for path in paths]
+    report = json.loads(energy(capsys, *options, *paths, "--json"))
+    assert report["file"] == list(map(str, paths)) and report["units"] == alone[0]["units"]
+    assert report["frames"] == [{"file": one["file"]} | one["frames"][0] for one in alone]
+    lines = energy(capsys, *paths, *options, "--forces").splitlines()
+    assert [line.split()[:3] for line in lines[:3]] == [
+        ["file", "frame", "formula"],
+        [str(paths[0]), "0", "Cl4Na4"],
+        [str(paths[1]), "0", "H2O"],
+    ]
+    assert f"forces of frame 0 of {paths[1]} (eV/Å)" in lines
+    printed = energy(capsys, *paths, files / "words.txt", *options, status=2)
+    assert f"cannot read {files / 'words.txt'}" in printed
+
+
 def test_energies_of_chosen_frames(files, capsys):
     arguments = [files / "salt.extxyz", "--electrostatics", "ewald", *SALT, "--json"]
     every = json.loads(energy(capsys, *arguments))["frames"]
