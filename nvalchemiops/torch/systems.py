@@ -131,6 +131,9 @@ class System(NamedTuple):
             if not hasattr(one, "get_initial_charges"):
                 raise TypeError(f"`atoms` must be ase.Atoms, or a sequence of them, got {type(one).__name__}")
 
+        if not isinstance(dtype, torch.dtype | None):
+            raise TypeError(f"`dtype` must be a torch.dtype, such as torch.float32, got {dtype!r}")
+
         # made on a CPU, whatever the default device is
         place = torch.get_default_device() if device is None else torch.device(device)
 

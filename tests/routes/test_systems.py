@@ -206,6 +206,9 @@ def test_a_batch_of_ase():
     for wrong in ("atoms.traj", [torch.zeros(3, 3)]):
         with pytest.raises(TypeError, match=f"`atoms` must be .*, got {type(wrong[0]).__name__}"):
             System.from_ase(wrong)
+    for wrong in ("float32", np.float32):
+        with pytest.raises(TypeError, match=r"`dtype` must be a torch.dtype"):
+            System.from_ase(free, dtype=wrong)
     with pytest.raises(ValueError, match="`atoms` holds no system"):
         System.from_ase([])
 

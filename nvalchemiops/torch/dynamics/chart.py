@@ -433,6 +433,9 @@ def _free(fixed: Any, positions: torch.Tensor) -> torch.Tensor:
             fixed = torch.as_tensor(np.array(fixed, dtype=None if len(fixed) else empty), device="cpu")
         except (TypeError, ValueError) as error:  # rows of several lengths, or objects
             raise TypeError(f"`fixed` must be an array of bools, or of indices: {error}") from None
+    if not isinstance(fixed, torch.Tensor):
+        kind = type(fixed).__name__
+        raise TypeError(f"`fixed` must be a mask or indices of atoms in a tensor, array or sequence, got {kind}")
     checks.check_tensor("fixed", fixed)
     if fixed.dtype in (torch.int32, torch.int64) and fixed.ndim == 1:
         fixed = _mask_of(fixed.to(positions.device, torch.int64), n)
