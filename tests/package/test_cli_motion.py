@@ -206,7 +206,7 @@ def test_atoms_that_move_in_some_directions_go_where_they_go_in_ase(crystals, ca
     planes = [FixedPlane([k], (0.0, 2.0, 0.0)) for k in (3, 4)]
     atoms.set_constraint([FixAtoms([0]), *sliding, *planes, FixedLine([4], (0.0, -1.0, 0.0))])
     ase.io.write("mixed.traj", atoms)
-    said(capsys, "relax", "mixed.traj", *ARGON, "--optimizer", "LBFGS", "--fmax", 1e-3, "--output", "relaxed.traj")
+    said(capsys, "relax", "mixed.traj", *ARGON, "--optimizer", "L-BFGS", "--fmax", 1e-3, "--output", "relaxed.traj")
     found, start = ase.io.read("relaxed.traj"), atoms.positions.copy()
     atoms.calc = argon()
     LBFGS(atoms, logfile=None).run(fmax=1e-3)
