@@ -12,6 +12,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.layout import GPU, replaced_layout
+from nvalchemiops.notices import NvalchemiopsWarning
 from nvalchemiops.torch import RecordingError, record
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.interactions.pair import lennard_jones
@@ -87,8 +88,6 @@ REFUSED = {
     "`new`": lambda x: x.new([x[0], 1.0]),
     "`__float__`": lambda x: torch.Tensor([x[0], 1.0]),
     "`__index__`": lambda x: torch.LongTensor([x[0].long(), 1]),
-    "`__repr__`": lambda x: x * len(str(x)),
-    "`__format__`": lambda x: x * len(f"{x}"),
     "`apply_`": lambda x: x.sin().apply_(abs),
     "`map_`": lambda x: torch.ones(3).map_(x, max),
     "shapes depend on values": lambda x: x[x > 0.5],
@@ -122,6 +121,17 @@ def test_what_cannot_be_done_again_is_refused_by_name(reason):
         again(torch.rand(3))
     assert len(calls) == 1
     OUTSIDE.zero_()
+
+
+@pytest.mark.parametrize("text", [str, repr, "{}".format])
+def test_texts_of_tensors_are_made_with_a_warning(text):
+    step = record(lambda x: (text(2.0 * x), 3.0 * x)[1])
+    with pytest.warns(NvalchemiopsWarning, match="makes text of a tensor"):
+        step(torch.rand(3))
+    for _ in range(3):
+        x = torch.rand(3)
+        assert torch.equal(step(x), 3.0 * x)
+    assert "last call: replayed" in step.explain()
 
 
 @pytest.mark.parametrize("reason", ["reads values", "`numpy`", "layout", "weighted_square.default cannot be replayed"])

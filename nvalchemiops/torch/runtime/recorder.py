@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.layout import layout
-from nvalchemiops.notices import line_of_caller
+from nvalchemiops.notices import NvalchemiopsWarning, line_of_caller, notify
 from nvalchemiops.torch.runtime._torch_internals import CHECK_OF_LINALG, followed_by, places_written
 from nvalchemiops.torch.runtime.operations import (
     COLLECTIVES,
@@ -47,11 +47,14 @@ ORDER = -1
 """In the place of a storage that all acts write, so that a plan has all of them, in their order."""
 
 
+_TEXTS = ("__repr__", "__format__")
+
 _WATCHED = {
     getattr(torch.Tensor, name)
     for name in (
         *("numpy", "tolist", "__array__", "__dlpack__", "storage", "data_ptr"),
-        *("__repr__", "__format__", "apply_", "map_", "map2_"),
+        *_TEXTS,
+        *("apply_", "map_", "map2_"),
         *("__float__", "__int__", "__index__", "__complex__", "__bool__"),  # unseen below autograd by `torch.Tensor`
     )
 }
@@ -501,6 +504,8 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
         recorder._note_external(tensors)
         is_read = name != _ADDRESS.__name__ and recorder._is_captured(given)
         if is_read or recorder._varies(given) or not recorder.uninitialised.isdisjoint(given):
+            if name in _TEXTS:  # to be printed, in most functions
+                return notify("a recorded function makes text of a tensor, which replays do not", NvalchemiopsWarning)
             raise NoPlan(f"`{name}` gives values of a tensor to code that is not followed")
 
 
