@@ -196,11 +196,24 @@ def of_rows(x):
     return total + x
 
 
-@pytest.mark.parametrize("step", [of_factors, of_rows])
+@torch.library.custom_op("tests::positive_trace", mutates_args=())
+def positive_trace(x: torch.Tensor) -> torch.Tensor:
+    if x.trace() < 0.0:
+        raise ValueError("the trace is negative")
+    return x.trace()
+
+
+def of_ones_own(x):
+    with contextlib.suppress(ValueError):
+        return positive_trace(x)
+    return -x.sum()
+
+
+@pytest.mark.parametrize("step", [of_factors, of_rows, of_ones_own])
 def test_what_follows_an_error_is_no_step(step):
     """For other values there may be none."""
     again = record(step)
-    for factor in (-1.0, -2.0, 1.0, 2.0, 3.0):
+    for factor in (-1.0, -2.0, 1.0, 2.0, 3.0, -3.0):
         x = factor * torch.eye(2)
         assert torch.equal(again(x), step(x))
     with pytest.raises(RecordingError, match="with a graph"):
@@ -210,8 +223,11 @@ def test_what_follows_an_error_is_no_step(step):
 def test_an_error_of_a_signal_handler_in_a_replay_is_raised():
     """It is none of the function, which could catch it."""
 
+    late = [RuntimeError("it is late")]
+
     def handler():
-        raise RuntimeError("it is late")
+        if late:
+            raise late.pop()
 
     again, x = record(torch.sin), torch.ones(3)
     for k in range(2):

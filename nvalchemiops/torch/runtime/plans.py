@@ -11,7 +11,6 @@ values are not read, a CUDA graph is captured, and all tensors that differ betwe
 
 import math
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from nvalchemiops.locks import hold_if_free
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all, is_zero_tensor
+from nvalchemiops.torch.runtime.operations import UntaggedOp
 from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, refuse
 from nvalchemiops.torch.runtime.storage import storage_of
 
@@ -34,15 +34,16 @@ NO_MEMORY = "there is not enough memory for a plan"
 """Why a call on a GPU has not been made: it has to be made again without a plan."""
 
 
-_OF_TORCH = {IndexError, RuntimeError, torch.linalg.LinAlgError}
-"""Errors of torch's operations for some values."""
-
-
-def _is_of_torch(error: Exception) -> bool:
-    """Whether an operation of torch has raised this error, not Python code of others, such as a signal handler."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_inside = frame.f_globals.get("__name__", "").startswith(("torch._", "nvalchemiops."))
-    return is_inside and type(error) in _OF_TORCH
+def _comes_again(error: Exception, step: Step | None) -> bool:
+    """Whether a step raises this error for its values, unlike a signal handler, which has come between two steps."""
+    if step is None or type(error) is UntaggedOp:
+        return False
+    try:
+        with torch.no_grad():
+            step()
+    except Exception as another:
+        return type(another) is type(error)
+    return False
 
 
 class Plan:
@@ -119,13 +120,14 @@ class Plan:
             if not all([holds() for holds in self._conditions]) or not hold_if_free(self._lock, held):
                 return None
             self.is_exceeded = False
+            step = None
             try:
                 with torch.no_grad():
                     self._take(copied, used, length)
                     for step in self.steps:
                         step()
             except Exception as error:
-                if self.acts or self.place is not None or not _is_of_torch(error):
+                if self.acts or self.place is not None or not _comes_again(error, step):
                     raise
                 return None  # the normal call raises it, too, or goes on after it
             self.is_exceeded = any(map(int, self.limits))
