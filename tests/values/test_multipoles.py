@@ -169,8 +169,13 @@ def test_no_atoms(channels):
             (0, *channels), (0, 3), (0, *channels), (0, *channels, 3), (0, *channels, 3, 3), (1, 3, 3)
         ]  # fmt: skip
     for lattice in (cell, None):
-        found = electrostatic_potential(x, cell=lattice, derivatives=2, **values)
-        assert found.second.shape == (0, 1, *channels, 3, 3)
+
+        def second(x, lattice=lattice, **options):
+            return electrostatic_potential(x, cell=lattice, derivatives=2, **values, **options).second
+
+        assert second(x).shape == (0, 1, *channels, 3, 3)
+        slices = torch.func.vmap(functools.partial(second, alpha=0.8, receiver_widths=[0.4]))(torch.stack([x, x]))
+        assert slices.shape == (2, 0, 1, *channels, 3, 3)
     assert coulomb_energy(x, cell=None, cutoff=5.0, **values).shape == (0, *channels)
 
 

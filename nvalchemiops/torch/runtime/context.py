@@ -159,11 +159,11 @@ def all_values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def slices_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The values (n_slices, ...) of a tensor with at least one axis: all slices under vmap, otherwise a single one."""
+    """The values (n_slices, ...) of a tensor: all slices under vmap, otherwise a single one."""
     if not is_mapped(tensor):
         return values_of(tensor).unsqueeze(0)
-    # a concatenation has the dimensions of slices in front
-    return all_values_of(torch.cat([tensor])).flatten(0, -1 - tensor.ndim)
+    # a stack of one has the dimensions of slices in front
+    return all_values_of(torch.stack([tensor])).flatten(0, -1 - tensor.ndim)
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray:
