@@ -179,6 +179,21 @@ def test_no_atoms(channels):
     assert coulomb_energy(x, cell=None, cutoff=5.0, **values).shape == (0, *channels)
 
 
+def test_no_slices():
+    """Of vmap, as for a batch of data that is empty."""
+    positions, cell = geometry()
+    values = random_sources(5, seed=3) | {"cell": cell, "alpha": 0.8, "accuracy": 1e-4}
+
+    def potential(x):
+        return electrostatic_potential(x, receiver_widths=[0.4], **values).gradient
+
+    for method in (ewald_summation, functools.partial(particle_mesh_ewald, spline_order=6)):
+        of_slice = functools.partial(method, **values, **ALL)
+        found = torch.func.vmap(of_slice)(positions[None][:0])
+        assert [x.shape for x in found] == [(0, *x.shape) for x in of_slice(positions)]
+    assert torch.func.vmap(potential)(positions[None][:0]).shape == (0, 5, 1, 3)
+
+
 def test_coulomb_energies_with_channels():
     """Each channel is a sum of its own; of charges alone, with sources, damped."""
     positions, _ = geometry()

@@ -187,8 +187,11 @@ def magnitudes_of(system: ChargedSystem) -> ChargedSystem:
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """The values; under ``vmap``, the largest of all slices."""
-    return slices_of(values).amax(0) if may_read() and is_mapped(values) else values
+    """The values; under ``vmap``, the largest of all slices; zeros if there are none."""
+    if not may_read() or not is_mapped(values):
+        return values
+    slices = slices_of(values)
+    return slices.amax(0) if len(slices) else slices.new_zeros(slices.shape[1:])
 
 
 def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:

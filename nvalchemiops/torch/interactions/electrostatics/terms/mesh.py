@@ -399,7 +399,7 @@ class MeshTerm(NamedTuple):
             return contribution
         sums = of_rows.flatten(1) @ dyads
         energy = totals(contribution.energies.to(torch.float64).sum(1), batch_idx, n_systems)
-        virial = lattice.dyadic(sums.view(-1, 3, 3)) + energy[:, None, None] * identity
+        virial = lattice.dyadic(sums.unflatten(-1, (3, 3))) + energy[:, None, None] * identity
         of_frames = contribution.virial  # not None for a system with moments
         return contribution._replace(virial=virial if of_frames is None else virial + of_frames)
 

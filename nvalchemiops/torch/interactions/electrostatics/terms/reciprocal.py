@@ -342,7 +342,7 @@ class ReciprocalTerm(NamedTuple):
         columns = [even * xx, of_xy * xy, of_zx * zx, even * yy, of_yz * yz, even * zz, energies]
         at_point = None if n_systems == 1 else k_vectors.point_system
         xx, xy, zx, yy, yz, zz, energy = totals(torch.stack(columns, 1), at_point, n_systems).unbind(1)
-        sums = torch.stack([xx, xy, zx, xy, yy, yz, zx, yz, zz], 1).view(-1, 3, 3)
+        sums = torch.stack([xx, xy, zx, xy, yy, yz, zx, yz, zz], 1).unflatten(1, (3, 3))
         identity = torch.eye(3, dtype=torch.float64, device=alpha.device)
         virial = lattice.dyadic(sums) + energy[:, None, None] * identity
         of_frames = contribution.virial  # not None for a system with moments
