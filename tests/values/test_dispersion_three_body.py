@@ -10,6 +10,7 @@ from dftd3.interface import DispersionModel, RationalDampingParam, ZeroDampingPa
 
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, d3_dispersion, damping_parameters
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives
 from nvalchemiops.torch.neighbors import neighbor_list
 
 BOHR = 0.529177210903
@@ -213,8 +214,27 @@ def test_all_shapes_of_lists():
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-16)
 
 
-def test_more_elements_than_there_is_room_for():
-    numbers = torch.arange(1, 95)
-    x = 20.0 * torch.arange(94, dtype=torch.float64).unsqueeze(1) * torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+def test_coefficients_of_all_published_elements():
+    """As in a model for the whole periodic table: coefficients of elements that do not occur are zero."""
+    generator = torch.Generator().manual_seed(0)
+    x, c = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (3, 8))
+    pairs = torch.cartesian_prod(torch.arange(5), torch.arange(5))
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]].int()
+    species, radii = torch.zeros(5, dtype=torch.int32), torch.ones(1, 1, dtype=torch.float64)
+
+    def triples(positive, negative):
+        """What the op returns with this many coefficients of either sign, five and three of which are not zero."""
+        pad = torch.nn.functional.pad
+        wide = torch.cat([pad(c[:, :5], (0, positive - 5)), pad(c[:, 5:], (0, negative - 3))], 1)
+        given = (species, radii, None, 1, torch.arange(0, 21, 4).int(), pairs[:, 1].contiguous(), None, 0, -1)
+        energies, forces, by_c, *_ = three_body_derivatives(x, None, wide, *given, positive, 9.0, 9.0)
+        return energies, forces, torch.cat([by_c[:, :5], by_c[:, positive : positive + 3]], 1)
+
+    elements = PARAMETERS.states(range(1, 104))
+    positive = elements.n_positive
+    found = triples(positive, elements.vectors.shape[1] - positive)
+    assert found[0].abs().min() > 0.0
+    for a, b in zip(found, triples(5, 3), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
     with pytest.raises(ValueError, match="s9"):
-        d3_dispersion(x, numbers, PBE, PARAMETERS, cutoff=30.0, s9=1.0)
+        triples(500, 13)

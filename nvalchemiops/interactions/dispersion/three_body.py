@@ -25,8 +25,8 @@ from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import kernel_variants
 
-MOST_COEFFICIENTS = 256
-"""Largest number of coefficients ``c_iq``: enough for about seventy elements."""
+MOST_COEFFICIENTS = 512
+"""Largest number of coefficients ``c_iq``: all 103 published elements at once have 338."""
 
 TILE = 64
 """Number of neighbors that are collected at once on a CPU."""
