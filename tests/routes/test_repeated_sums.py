@@ -41,6 +41,22 @@ def test_bits_are_those_of_the_ordinary_way(name, request_, dtype, as_matrix):
     assert plan_of().steps
 
 
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald, ewald_real_space])
+def test_the_layout_of_results_is_the_same_in_each_call(function):
+    x, q, cell, near = arguments()
+    asked = {"compute_charge_gradients": True, "compute_dipole_gradients": True, "compute_quadrupole_gradients": True}
+
+    def call():
+        dyads = x.unsqueeze(2) * x.unsqueeze(1)
+        dyads = dyads - dyads.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(3)
+        return function(x, q, cell, 0.9, **near, dipoles=0.1 * x, quadrupoles=0.01 * dyads, **asked)
+
+    for results in (ordinary(call), call(), call(), call()):
+        assert all(result.is_contiguous() for result in results)
+        assert len({result.untyped_storage().data_ptr() for result in results}) == 4
+    assert plan_of().steps
+
+
 @pytest.mark.parametrize("inputs", ["positions", "charges", "both"])
 @pytest.mark.parametrize("name", SUMS)
 def test_gradients_are_those_of_the_ordinary_way(name, inputs):

@@ -127,9 +127,13 @@ def quadrupole_gradients(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def by_source(gradients: torch.Tensor, of_sources: Sequence[bool]) -> list[torch.Tensor]:
-    """The requested gradients for charges, dipoles and quadrupoles, from gradients for moments."""
+    """The requested gradients for charges, dipoles and quadrupoles, from gradients for moments.
+
+    They are contiguous, as results of plans and compiled graphs are.
+    """
     by_charges, by_dipoles, by_quadrupoles = of_sources
     found = [gradients[..., 0]] * by_charges + [gradients[..., 1:4]] * by_dipoles
+    found = [gradient.contiguous() for gradient in found]
     return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found
 
 
