@@ -216,6 +216,20 @@ def test_a_cutoff_may_be_traced_and_has_no_part_in_derivatives():
     assert jax.jit(jax.grad(total))(jnp.float32(3.0), X) == 0
 
 
+MEMORY = {"neighbor_matrix_shifts": torch.int32, "neighbor_distances": torch.float32, "neighbor_vectors": torch.float32}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_for_one_result_alone_says_what_it_says_in_torch(name):
+    memory = torch.zeros(20, 70, *(() if name == "neighbor_distances" else (3,)), dtype=MEMORY[name])
+    expected = in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **{name: memory.clone()})
+    memory = jnp.asarray(memory.numpy())
+    same(neighbors.neighbor_list(X, 3.0, CELL, PBC, **{name: memory}), expected)
+    same(jax.jit(lambda memory: neighbors.neighbor_list(X, 3.0, CELL, PBC, **{name: memory}))(memory), expected)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        neighbors.neighbor_list(X, 3.0, CELL, PBC, **{name: memory.ravel()})
+
+
 @pytest.mark.parametrize("search", [neighbors.neighbor_list, neighbors.cell_list, neighbors.naive_neighbor_list])
 def test_room_grows_outside_of_jit_and_inside_counts_tell(search):
     exact = [torch.as_tensor(np.array(a)) for a in search(X, 3.0, CELL, PBC)]

@@ -61,8 +61,9 @@ def neighbor_list(
         ``max_neighbors`` (``max_neighbors1``, ``max_neighbors2``): width of the matrix, static. ``coo_capacity``:
         capacity of a list of pairs, static. ``return_distances``, ``return_vectors``: differentiable to any order.
         ``target_indices``: rows for these atoms only. ``rebuild_flags`` (n_systems,) bool: search only these systems,
-        and copy the rows of the others from ``neighbor_matrix``, ``num_neighbors``, ``neighbor_matrix_shifts``. Options
-        without effect in torch have none here.
+        and copy the rows of the others from ``neighbor_matrix``, ``num_neighbors``, ``neighbor_matrix_shifts``. Without
+        it memory is not written to, but has the width of the matrix unless that is given, and ``neighbor_distances``
+        and ``neighbor_vectors`` request these results. Options without effect in torch have none here.
 
     Returns
     -------

@@ -115,15 +115,31 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
         return tuple(from_torch_values(_search(**{key: to_torch(value) for key, value in arguments.items()})))
 
 
+def _columns(name: str, memory: Any) -> int:
+    if memory.ndim < 2:
+        raise ValueError(f"`{name}` must have a row for each atom and a column for each neighbor, got {memory.shape}")
+    return int(memory.shape[1])
+
+
 def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with widths taken from earlier matrices. The matrices are kept only if some rows are reused."""
+    """The arguments with what memory for results asks for: widths, distances and vectors.
+
+    The memory is kept only if some rows are reused.
+    """
     found = dict(arguments)
     if "cutoff1" in found:
         found["cutoff"] = found.pop("cutoff1")
     for suffix in ("", "1", "2"):
-        before = found.get(f"neighbor_matrix{suffix}")
-        if before is not None:
-            found.setdefault(f"max_neighbors{suffix}", before.shape[1])
+        for name in ("neighbor_matrix", "neighbor_matrix_shifts"):
+            before = found.get(f"{name}{suffix}")
+            if before is not None:
+                found.setdefault(f"max_neighbors{suffix}", _columns(f"{name}{suffix}", before))
+    for kind in ("distances", "vectors"):
+        memory = found.get(f"neighbor_{kind}")
+        if memory is not None:
+            found[f"return_{kind}"] = True
+            if not (found.get("return_neighbor_list") or "cutoff2" in found):
+                found.setdefault("max_neighbors", _columns(f"neighbor_{kind}", memory))
     if "rebuild_flags" not in found:
         found = {key: value for key, value in found.items() if key.rstrip("12") not in _OUTPUTS}
     return found
