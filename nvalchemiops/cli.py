@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 import nvalchemiops
-from nvalchemiops.arguments import plain
 from nvalchemiops.compat.stand_in import RELEASE, write_stand_in
 
 OPTIONAL_PACKAGES = ("torch", "jax", "ase")
@@ -195,7 +194,13 @@ def _parser() -> argparse.ArgumentParser:
         help="largest force at the end (0.01 eV/Å); with --cell also that on the cell: rows of the virial, with the "
         "pressure added, over the number of atoms",
     )
-    relax.add_argument("--optimizer", type=plain, choices=["fire", "fire2", "lbfgs"], default="fire", help="(fire)")
+    relax.add_argument(
+        "--optimizer",
+        type=lambda name: name.lower().replace("-", ""),
+        choices=["fire", "fire2", "lbfgs"],
+        default="fire",
+        help="(fire)",
+    )
     relax.add_argument("--max-steps", type=int, default=1000, help="of the optimizer (1000)")
     relax.add_argument(
         "--cell",
