@@ -352,6 +352,8 @@ class LatticeSum:
         if "domain" in near:
             near["cutoff"] = chosen.cutoff
             options |= of_moments
+            if not pbc.all():
+                options |= {"pbc": torch.tensor(pbc, device=positions.device), "slab_correction": True}
             results: Sums = chosen.on_ranks(positions, cell=cell, alpha=chosen.alpha, **sources, **near, **options)
             return Found.of(results, names, system.wants_virial)
         asked = EwaldSum(

@@ -49,8 +49,7 @@ def on_ranks(
     Raises
     ------
     ValueError, TypeError
-        As for `Calculator`; when atoms are evaluated, also for terms without a cutoff, charges given by a function, and
-        slabs.
+        As for `Calculator`; when atoms are evaluated, also for terms without a cutoff, and charges given by a function.
     RuntimeError
         torch.distributed has not been initialised.
     OtherRankError
@@ -192,9 +191,11 @@ class _Share(System):
     def neighbors(self, cutoff: float | None, pbc: Periodicity | None = None) -> dict[str, Any]:
         if cutoff is None:
             raise ValueError("`cutoff` is needed on several ranks")
-        if pbc is not None and pbc != periodicity(self.atoms.pbc):
-            raise ValueError("`pbc`: on several ranks all terms have the periodicity of the atoms, without slabs")
-        return {"domain": self.domain}
+        if pbc is None or pbc == periodicity(self.atoms.pbc):
+            return {"domain": self.domain}
+        if pbc != (True, True, True):
+            raise ValueError("`pbc`: on several ranks all terms have the periodicity of the atoms")
+        return {"domain": self.domain._of_lattice()}
 
     def pairs(self, cutoff: float | None) -> NoReturn:
         raise ValueError("`charges`: a function of the geometry is for one process")

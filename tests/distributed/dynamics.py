@@ -190,6 +190,21 @@ def charges_move_with_their_atoms(group: Any) -> None:
     bound = partial(electrostatics, charges=torch.linspace(-0.1, 0.1, 64, dtype=F64))
     _, domains = held.run(SumOfTerms(repulsion, electrostatics, bound), barostat, 20, seed=1)
     assert 1 < len(domains) < 12, len(domains)
+    # a slab in a vacuum that is narrower than the cutoff: only the mesh sum has pairs across it
+    vacuum, axes = torch.diag(torch.tensor([0.0, 0.0, 3.0], dtype=F64)), torch.tensor([True, True, False])
+    slab = Held(group, whole._replace(cell=whole.cell + vacuum, pbc=axes), cutoff=5.5, skin=0.2)
+    flat = {"cell": "axes", "mask": (True, True, False), "barostat_time": 200.0 * FEMTOSECOND}
+    barostat = npt(3.0 * FEMTOSECOND, 1200.0 * KELVIN, 0.0, **flat)
+    _, domains = slab.run(SumOfTerms(repulsion, electrostatics), barostat, 12, seed=1)
+    assert len(domains) > 1
+    wide, own = slab.whole._replace(cell=slab.whole.cell + 0.3 * vacuum), slab.own
+    assert electrostatics(own).energies.shape == own.charges.shape
+    assert own.domain.displacement(own.positions, wide.cell) > 0.1
+    domain, x, q = own.domain.follow(own.positions, own.charges, cell=wide.cell)
+    found = electrostatics(System(x, q, wide.cell, domain=domain), compute_forces=True)
+    assert_equal(
+        domain.gather(found.forces), electrostatics(wide, compute_forces=True).forces[slab.mine], "more vacuum"
+    )
 
     model = SumOfTerms(DFTD3("pbe", [11, 17], d3_parameters(), cutoff=10.0, coordination_cutoff=9.0, smoothing=None))
     strained = [s._replace(cell=1.005 * s.cell, positions=1.005 * s.positions) for s in (whole, held.own)]

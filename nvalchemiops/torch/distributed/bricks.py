@@ -11,6 +11,7 @@ in these coordinates: only the work in all systems together is balanced. The out
 Source of the method: M. J. Berger and S. H. Bokhari, IEEE Trans. Comput. C-36, 570 (1987), doi:10.1109/TC.1987.1676942.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.kernels.lattice import unit_vectors
 
 COARSE, FINE = 32, 64
@@ -81,6 +83,20 @@ class Frames(NamedTuple):
         inverse = of_atoms(np.linalg.inv(self.vectors), batch_idx, positions)
         x, y, z = positions.double().split(1, dim=1)
         return x * inverse[:, 0] + y * inverse[:, 1] + z * inverse[:, 2]
+
+
+def closed(lattice: np.ndarray | None, pbc: np.ndarray) -> np.ndarray:
+    """Axes (n_systems, 3) of frames: those of ``pbc``, and the open axis of slabs, if the cells have a volume.
+
+    Lattice sums of slabs are periodic along it, too. Atoms that are close without its images are close with them.
+    """
+    found = pbc.copy()
+    if lattice is not None:
+        for system in np.flatnonzero(pbc.sum(1) == 2):
+            with contextlib.suppress(ValuesError):
+                unit_vectors(lattice[system : system + 1], np.ones((1, 3), dtype=bool))
+                found[system] = True
+    return found
 
 
 def of_atoms(values: np.ndarray, batch_idx: torch.Tensor | None, atoms: torch.Tensor) -> torch.Tensor:

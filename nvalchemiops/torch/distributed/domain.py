@@ -28,6 +28,7 @@ from nvalchemiops.torch.distributed.bricks import (
     check_cuts,
     check_grid,
     check_weights,
+    closed,
     make_bricks,
     shape_of,
     sums_of_work,
@@ -177,7 +178,7 @@ class Domain(Owners):
             if lattice is not None:
                 periodic[:] = True if pbc is None else pbc.cpu().numpy()
                 lattice = np.broadcast_to(lattice, (self.n_systems, 3, 3))
-            self._frames = Frames.of(lattice, periodic)
+            self._axes, self._frames = periodic, Frames.of(lattice, closed(lattice, periodic))
             agreement.must_be_same(cell=lattice, pbc=periodic, cutoff=self.cutoff, skin=self.skin)
             agreement.must_be_same(grid=grid, positions=positions.dtype)
             check_cuts(cuts, self.n_ranks)
@@ -268,7 +269,7 @@ class Domain(Owners):
         first = self._known_positions[: self.n_owned]
         self._reference = Reference(first, self.cell, self.pbc, self.batch_idx, self.reach)
         self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
-        self._rows: dict[float, OwnedRows] = {}
+        self._rows: dict[tuple[float, bool], OwnedRows] = {}  # by cutoff, and whether of all axes
         self._to_first: Exchange | None = None  # for `collect`
         self.kept: dict[Any, Any] = {}
 
@@ -314,9 +315,10 @@ class Domain(Owners):
                 agreement.same[f"`{name}`"] = of_atoms(value)
             agreement.note_cell(self._reference, cell)
             if not agreement.is_deferred:
-                agreement.note_moved(self._reference, positions, cell)
+                agreement.largest[0] = max(known.moved(positions, cell) for known in self._references())
         if self._ledger is not None and agreement.is_deferred:
-            is_far = self._ledger.must_divide(self._reference.moved_on_device(positions, cell))
+            moved = torch.stack([known.moved_on_device(positions, cell) for known in self._references()]).amax()
+            is_far = self._ledger.must_divide(moved)
         else:
             is_far = not 2.0 * agreement.largest[0] <= self.skin
         if not is_far:
@@ -361,6 +363,23 @@ class Domain(Owners):
             other._rows, other.kept, other._agreement = {}, {}, None
             self.kept["units", length] = other
         return self.kept["units", length]
+
+    def _of_lattice(self) -> "Domain":
+        """The same division for lattice sums, in which slabs are periodic along their open axis, too."""
+        if self._is_periodic or not self._frames.pbc.all():
+            return self
+        if "lattice" not in self.kept:
+            other, known = copy.copy(self), self._reference
+            with torch.inference_mode(False), outside_of_transforms(), unrecorded():
+                other.pbc = torch.ones_like(self.pbc)
+                other._reference = Reference(known.positions, self.cell, other.pbc, self.batch_idx, self.reach)
+            other._is_periodic, other.kept, other._agreement = True, {}, None
+            self.kept["lattice"] = other
+        return self.kept["lattice"]
+
+    def _references(self) -> list[Reference]:
+        """That of this domain and, once there were lattice sums of slabs, the one for them."""
+        return [self._reference, *([self.kept["lattice"]._reference] if "lattice" in self.kept else ())]
 
     # -- arguments of calls -----------------------------------------------------------------------
 
@@ -425,7 +444,7 @@ class Domain(Owners):
         if not self._is_periodic:
             raise ValueError(
                 "`domain` has open axes, but this sum is periodic along all three: make it without `pbc`; for a slab "
-                "give `pbc` to the sum"
+                "use a sum that takes `pbc`, and a cell with a volume"
             )
         return atoms._replace(batch_idx=self.batch_idx, domain=None)
 
@@ -459,8 +478,8 @@ class Domain(Owners):
         float
             Infinite if a position is NaN.
         """
-        most = torch.tensor(self._reference.moved(positions, cell), dtype=torch.float64, device=self.device)
-        return float(maximum(most, self.group))
+        most = max(known.moved(positions, cell) for known in self._references())
+        return float(maximum(torch.tensor(most, dtype=torch.float64, device=self.device), self.group))
 
     def neighbors(self, positions: torch.Tensor, cutoff: float, cell: torch.Tensor | None = None) -> Rows:
         """Return the neighbors of owned atoms, and the owned neighbors of ghosts, up to ``cutoff`` plus the skin.
@@ -494,9 +513,9 @@ class Domain(Owners):
             self._must_be_near(positions, cell)
             if cutoff > self.cutoff:
                 raise ValueError(f"`cutoff` = {cutoff} is larger than that of the `domain`, {self.cutoff}")
-            if cutoff not in self._rows:
+            if (cutoff, self._is_periodic) not in self._rows:
                 with torch.inference_mode(False), outside_of_transforms(), unrecorded():
-                    self._rows[cutoff] = self._search(cutoff + self.skin)
+                    self._rows[cutoff, self._is_periodic] = self._search(cutoff + self.skin)
                     self._count_work()
         return self._found_rows(cutoff)
 
@@ -510,8 +529,9 @@ class Domain(Owners):
 
     def _found_rows(self, cutoff: float) -> OwnedRows:
         """The result of `_owned_rows`, which was called before for these positions and this cutoff."""
-        never_change(*self._rows[cutoff].alone[:3])
-        return self._rows[cutoff]
+        found = self._rows[cutoff, self._is_periodic]
+        never_change(*found.alone[:3])
+        return found
 
     def _must_be_near(self, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
         """Note how far atoms have moved. At the end of the part in `_together`, all ranks raise if that is too far."""

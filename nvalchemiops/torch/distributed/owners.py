@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, TypeVar, cast
 
+import numpy as np
 import torch
 
 from nvalchemiops.torch.distributed.agreement import Agreement
@@ -29,6 +30,7 @@ class Owners(Ranks):
     batch_idx: torch.Tensor | None
     cell: torch.Tensor | None
     pbc: torch.Tensor
+    _axes: np.ndarray  # the same as an array
     _frames: Frames
     _reference: Reference
     _to_owners: Exchange
@@ -129,7 +131,7 @@ class Owners(Ranks):
         """The periodicity of atoms without a domain; (3,) beside one cell, if it is that of all systems."""
         if atoms.cell is None:
             return None
-        of_systems = self._frames.pbc
+        of_systems = self._axes
         is_one = atoms.cell.ndim == 2 and len(of_systems) > 0 and bool((of_systems == of_systems[:1]).all())
         return self.pbc[0] if is_one else self.pbc
 

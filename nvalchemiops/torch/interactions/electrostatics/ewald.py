@@ -130,7 +130,7 @@ def ewald_summation(
         the error models hold only for the Coulomb potential.
     domain : Domain, optional
         The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank owns,
-        and results per system are complete on all ranks.
+        and results per system are complete on all ranks. By default ``pbc`` is that of the domain.
     dipoles : (n_atoms, 3) or (n_atoms, n_channels, 3) tensor, charge length, optional
         With channels if the charges have channels.
     quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional

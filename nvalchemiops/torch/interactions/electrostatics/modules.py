@@ -197,7 +197,10 @@ class ConfiguredSum(ExactModule):
             self._move_to(positions)
             given = {"cutoff": self.cutoff, "accuracy": self.accuracy, "potential": self.potential} | options
             if "slab_correction" not in given and is_coulomb(given["potential"]):
-                given["slab_correction"] = has_slabs(given.get("pbc"), if_unknown=True)
+                pbc = given.get("pbc")
+                if pbc is None and not getattr(given.get("domain"), "_is_periodic", True):
+                    pbc = given["domain"]._axes
+                given["slab_correction"] = has_slabs(pbc, if_unknown=True)
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
         system, beside = positions, (charges, cell, neighbors)
         if system.cell is None and system.pbc is None:

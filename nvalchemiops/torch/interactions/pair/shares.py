@@ -103,6 +103,14 @@ def check_atoms(domain: Domain | None, atoms: System) -> None:
         domain._check(atoms)
 
 
+def of_lattice(atoms: System) -> System:
+    """The atoms for a lattice sum; those of a slab with its ``pbc``, and a domain that is periodic along all axes."""
+    domain: Any = atoms.domain
+    if not isinstance(domain, Domain) or (lattice := domain._of_lattice()) is domain:
+        return atoms
+    return atoms._replace(domain=lattice, pbc=domain.pbc if atoms.pbc is None else atoms.pbc)
+
+
 def must_be_near(domain: Domain | None, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
     """Raise on all ranks if an atom has moved too far since the domain was made, in a part of a call `together`."""
     if domain is not None:
