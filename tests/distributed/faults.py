@@ -15,7 +15,17 @@ import torch.distributed as dist
 
 from nvalchemiops.ase import Calculator, Electrostatics, Pair, on_ranks
 from nvalchemiops.torch import System
-from nvalchemiops.torch.distributed import Domain, OtherRankError, communication, exchange, fail_together
+from nvalchemiops.torch.distributed import (
+    Domain,
+    OtherRankError,
+    communication,
+    divide,
+    division,
+    exchange,
+    fail_together,
+    ranks,
+)
+from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.dynamics import SumOfTerms, kinetic_energy, nve, relax, remove_momentum, simulate, sums
 from nvalchemiops.torch.interactions.electrostatics import coulomb, dsf_coulomb
 from nvalchemiops.torch.interactions.pair import lennard_jones, shares
@@ -54,7 +64,18 @@ def no_memory_in_the_middle_of_a_call(group: Any) -> None:
         x = steps.positions(1)[steps.domain.global_index]
         return function(x, x[:, 0] + 9.0, domain=steps.domain)
 
+    def divided(steps: Steps) -> Any:
+        return divide(System(steps.atoms.positions, cell=steps.atoms.cell), cutoff=3.0, group=steps.domain.group)
+
+    def later(steps: Steps) -> Any:
+        x = steps.positions(1)[steps.domain.global_index]
+        made = Domain(x, steps.atoms.cell, cutoff=3.0, group=steps.domain.group, check="never")
+        return made.follow(made.distribute(x))
+
     calls: tuple[tuple[Any, str, Callable[[Steps], Any]], ...] = (
+        (division, "Domain", divided),
+        (ranks, "number_of", later),
+        (Reference, "moved_on_device", later),
         (shares, "swap_rows", lambda steps: steps(1)),
         (coulomb, "sum_pairs", dsf),
         (exchange, "sort_rows", follow),
@@ -67,6 +88,7 @@ def no_memory_in_the_middle_of_a_call(group: Any) -> None:
                 call(steps)
         else:
             soon(partial(call, steps), "rank 1 failed in call", "OutOfMemoryError: no memory left")
+        dist.barrier(group)  # what a rank sends next could be taken for what others wait for
         soon(partial(steps, 2), "out of step", "new_group")
 
 

@@ -217,11 +217,12 @@ def what_all_ranks_have_is_divided(group: Any) -> None:
     for call, words in (
         (lambda: divide(other, cutoff=3.0, group=group), "`positions` must be the same on all ranks"),
         (lambda: divide(own, cutoff=3.0, group=group), "have a `domain` already"),
+        (lambda: divide(None if rank else whole, cutoff=3.0, group=group), "`atoms` must be a System"),  # type: ignore[type-var]
         (lambda: divide(whole, cutoff=-3.0, group=group), "`cutoff` must be positive"),
         (lambda: divide(whole, cutoff=3.0, group=group, check="soon"), "`check`"),
         (lambda: divide(whole, cutoff=3.0, group=group, grid=(size, size, 1)), "`grid`"),
         (lambda: divide(whole, cutoff=3.0, group=group, weights=weights + rank), "`weights` must be the same on all"),
         (lambda: divide(whole, cutoff=3.0, group=group, weights=weights.repeat(2)), "`weights` must be a tensor of"),
     ):
-        with pytest.raises((ValueError, OtherRankError), match=words):
+        with pytest.raises((ValueError, TypeError, OtherRankError), match=words):
             call()

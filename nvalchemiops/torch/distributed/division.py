@@ -11,6 +11,7 @@ from nvalchemiops.torch.distributed.agreement import Agreement, kind_of
 from nvalchemiops.torch.distributed.bricks import check_weights
 from nvalchemiops.torch.distributed.communication import check_backend
 from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.distributed.faults import as_call
 from nvalchemiops.torch.dynamics.relaxation_state import RelaxationState
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.systems import System, of_each_atom
@@ -66,18 +67,31 @@ def divide(
     >>> own = divide(System(positions, charges, cell), cutoff=5.0)
     >>> forces = ParticleMeshEwald(accuracy=1e-4, cutoff=5.0)(own, compute_forces=True).forces
     """
-    if not isinstance(atoms, System) and not hasattr(atoms, "system"):
-        raise TypeError(f"`atoms` must be a System, a State or a RelaxationState, got {type(atoms).__name__}")
-    system = atoms if isinstance(atoms, System) else atoms.system
+    system: Any = getattr(atoms, "system", atoms)
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
+            _check_kind(atoms)
             return atoms
-        dist.init_process_group("nccl" if system.positions.is_cuda else "gloo")
-    group = dist.group.WORLD if group is None else group
+        dist.init_process_group("nccl" if getattr(system, "positions", torch.empty(0)).is_cuda else "gloo")
+    options = {"cutoff": cutoff, "skin": skin, "group": dist.group.WORLD if group is None else group, "grid": grid}
+    return _divided(atoms, system, weights, per_atom, **options, check=check)
+
+
+def _check_kind(atoms: Any) -> None:
+    if not isinstance(atoms, System) and not hasattr(atoms, "system"):
+        raise TypeError(f"`atoms` must be a System, a State or a RelaxationState, got {type(atoms).__name__}")
+
+
+@as_call
+def _divided(
+    atoms: Any, system: Any, weights: torch.Tensor | None, per_atom: Iterable[str], *, group: Any, **options: Any
+) -> Any:
+    """See `divide`, among the ranks of a group."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    check_backend(group, system.positions.device)
-    n_atoms = len(system.positions)
-    with Agreement(group, system.positions.device) as agreement:
+    device = getattr(system, "positions", torch.empty(0)).device
+    check_backend(group, device)
+    with Agreement(group, device) as agreement:
+        _check_kind(atoms)
         if system.domain is not None:
             raise ValueError("`atoms` have a `domain` already")
         for name, value in (system._asdict() | {"weights": weights}).items():
@@ -89,19 +103,16 @@ def divide(
             agreement.must_be_same(evaluations=atoms.evaluations, x=atoms.record.x.cpu())
         if weights is not None:
             check_weights(weights, system.positions)
-        n_systems = count_systems(system)
+        n_systems, n_atoms = count_systems(system), len(system.positions)
     held = slice(n_atoms * rank // size, n_atoms * (rank + 1) // size)
     batch_idx = None if system.batch_idx is None else system.batch_idx[held]
     share = of_each_atom(system, lambda value: value[held])
     domain = Domain(
         *(share.positions, system.cell, system.pbc, batch_idx),
-        cutoff=cutoff,
-        skin=skin,
         num_systems=None if batch_idx is None else n_systems,
         group=group,
-        grid=grid,
         weights=None if weights is None else weights[held],
-        check=check,
+        **options,
     )
 
     def bring(value: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from nvalchemiops.torch.distributed.bricks import (
 from nvalchemiops.torch.distributed.collectives import refuse_slices
 from nvalchemiops.torch.distributed.communication import add, maximum, messages_of
 from nvalchemiops.torch.distributed.exchange import Exchange, carried, inverse
-from nvalchemiops.torch.distributed.faults import in_call
+from nvalchemiops.torch.distributed.faults import as_call, in_call
 from nvalchemiops.torch.distributed.ledger import Ledger, interval_of
 from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.distributed.neighbors import OwnedRows
@@ -115,6 +115,7 @@ class Domain(Owners):
         A bad argument, named in the message, on the rank that has it. Other ranks raise `OtherRankError`.
     """
 
+    @as_call
     def __init__(
         self,
         positions: torch.Tensor,
@@ -189,7 +190,7 @@ class Domain(Owners):
             here = torch.zeros(len(positions), device=self.device) if batch_idx is None else batch_idx.detach()
             here = here.to(self.device, torch.int32)
         # tensors made in inference mode could not be used outside of it later
-        with in_call(self.group), torch.inference_mode(False):
+        with torch.inference_mode(False):
             self.pbc, self._is_periodic = torch.as_tensor(periodic, device=self.device), bool(periodic.all())
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
             work = None
@@ -301,8 +302,9 @@ class Domain(Owners):
         positions, *values : tensors
             Positions and values of the atoms that this rank now owns.
         """
-        new, move = self._followed(positions, values, cell)
-        return new, *(move(value) for value in (positions, *values))
+        with in_call(self.group):
+            new, move = self._followed(positions, values, cell)
+            return new, *(move(value) for value in (positions, *values))
 
     def _followed(
         self, positions: torch.Tensor, values: Sequence[torch.Tensor], cell: torch.Tensor | None

@@ -9,8 +9,9 @@ in the same scope for a message that the first one has not begun finds this note
 import contextlib
 import functools
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,17 @@ import torch.distributed as dist
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.runtime.acts import enter_block, leave_block
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class fail_together(contextlib.ContextDecorator):  # it reads as a statement
     """If one rank leaves this block by an error, ranks that wait in it raise `OtherRankError` within seconds.
 
-    A context manager or decorator, which all ranks enter the same number of times. It sends no message. The functions
-    of this library that take a ``domain`` contain such a block, `simulate` and `relax` around all of their steps. Put
-    one around a loop of your own: then an error in your code, or an interrupt between two calls, reaches all ranks.
+    A context manager or decorator, which all ranks enter the same number of times. It sends no message. `Domain`,
+    `divide` and the functions of this library that take a ``domain`` contain such a block, `simulate` and `relax`
+    around all of their steps. Put one around a loop of your own: then an error in your code, or an interrupt between
+    two calls, reaches all ranks.
 
     Ranks that have raised while they waited must go on with a new group (`torch.distributed.new_group`). If all ranks
     raise by themselves, and none has waited, they may go on with the same group. Blocks may be nested: only the
@@ -63,5 +68,17 @@ class fail_together(contextlib.ContextDecorator):  # it reads as a statement
 
 
 def in_call(group: Any) -> contextlib.AbstractContextManager[None]:
-    """The block in a function of this library; in compiled code there is none."""
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else fail_together(group)
+    """The block in a function of this library; in compiled code, and outside of the group, there is none."""
+    has_none = torch.compiler.is_compiling() or group is dist.GroupMember.NON_GROUP_MEMBER
+    return contextlib.nullcontext() if has_none else fail_together(group)
+
+
+def as_call(function: Callable[P, R]) -> Callable[P, R]:
+    """The decorator of a function that takes a ``group`` by name: all of it is the block."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        with in_call(options.get("group")):
+            return function(*args, **options)
+
+    return call
