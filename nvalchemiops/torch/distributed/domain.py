@@ -354,10 +354,8 @@ class Domain(Owners):
             other = copy.copy(self)
             with torch.inference_mode(False), outside_of_transforms():
                 other.cell = None if self.cell is None else self.cell / length
-                other._known_positions, other._reference = (
-                    self._known_positions / length,
-                    self._reference.in_units(length),
-                )
+                other._known_positions = self._known_positions / length
+                other._reference = self._reference.in_units(length)
             other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
             other._frames = self._frames._replace(vectors=self._frames.vectors / length)
             other.bricks = self.bricks._replace(frames=other._frames)

@@ -65,17 +65,14 @@ class Exchange(NamedTuple):
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
         """The received rows (n_received, ...), in ``order``, or else those of the first partner first, as sent."""
-        rows = self._swapped(values.index_select(0, self.rows), self.send, self.receive)
+        rows = rows_from_partners(values.index_select(0, self.rows), self.partners, self.send, self.receive, self.group)
         return rows if self.order is None else rows.index_select(0, self.order)
 
     def transpose(self, values: torch.Tensor, n_rows: int) -> torch.Tensor:
         """The transpose of `apply`: rows go back to the ranks that sent them, and are summed there (n_rows, ...)."""
         values = values if self.places is None else values.index_select(0, self.places)
-        rows = self._swapped(values, self.receive, self.send)
+        rows = rows_from_partners(values, self.partners, self.receive, self.send, self.group)
         return values.new_zeros((n_rows, *values.shape[1:])).index_add(0, self.rows, rows)
-
-    def _swapped(self, values: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
-        return rows_from_partners(values, self.partners, send, receive, self.group)
 
 
 def counts_for_this_rank(counts: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """How far the atoms of a rank have moved since they were divided, beyond the strain of their cells."""
 
-import math
-
 import torch
 
 from nvalchemiops.torch.neighbors.verlet import displacements, inverse_of_periodic, strain_between, taken_by_strain
@@ -55,18 +53,14 @@ class Reference:
 
     def moved(self, positions: torch.Tensor, cell: torch.Tensor | None) -> float:
         """The largest displacement of an atom of this rank, as for `Domain.displacement`; infinite if one is NaN."""
-        now = self.changed(cell)
-        if now is None:
-            x, y, z = (positions.detach() - self.positions).double().square_().unbind(1)
-            # a sum along rows of three takes four times as long
-            return math.sqrt(float((x + y + z).amax().nan_to_num(nan=torch.inf))) if len(x) else 0.0
-        return float(self._strained(positions, now))
+        return float(self.moved_on_device(positions, self.changed(cell)))
 
     def moved_on_device(self, positions: torch.Tensor, cell: torch.Tensor | None) -> torch.Tensor:
         """The same as a tensor () in float64, without a look at values."""
         if cell is None or self.cell is None:
-            square = (positions.detach() - self.positions).double().square_().sum(1)
-            return torch.cat([square, square.new_zeros(1)]).amax().sqrt_().nan_to_num_(nan=torch.inf)
+            x, y, z = (positions.detach() - self.positions).double().square_().unbind(1)
+            # a sum along rows of three takes four times as long
+            return torch.cat([x + y + z, x.new_zeros(1)]).amax().sqrt_().nan_to_num_(nan=torch.inf)
         return self._strained(positions, self.expanded(cell))
 
     def _strained(self, positions: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
