@@ -321,7 +321,10 @@ def mistakes_of_one_rank_are_errors_on_all(group: Any) -> None:
             lambda: pairs("open", None, batch_idx=wrong(None, torch.zeros(len(own["open"])).int()))
         ],
         "`cell` must be given with this `domain`": [lambda: pairs("open", wrong(None, atoms.cell))],
-        "`cell` must have shape": [lambda: pairs("slab", wrong(atoms.cell, cells))],
+        "`cell` must have shape": [
+            lambda: pairs("slab", wrong(atoms.cell, cells)),
+            lambda: domains["slab"].displacement(own["slab"], wrong(atoms.cell, cells)),
+        ],
         "has open axes": [
             lambda: ewald_summation(own["slab"], charges, atoms.cell, 0.7, k_cutoff=2.0, domain=domains["slab"])
         ],

@@ -478,8 +478,9 @@ class Domain(Owners):
         float
             Infinite if a position is NaN.
         """
-        most = max(known.moved(positions, cell) for known in self._references())
-        return float(maximum(torch.tensor(most, dtype=torch.float64, device=self.device), self.group))
+        with Agreement(self.group, self.device) as agreement:
+            agreement.largest[0] = max(known.moved(positions, cell) for known in self._references())
+        return agreement.largest[0]
 
     def neighbors(self, positions: torch.Tensor, cutoff: float, cell: torch.Tensor | None = None) -> Rows:
         """Return the neighbors of owned atoms, and the owned neighbors of ghosts, up to ``cutoff`` plus the skin.
