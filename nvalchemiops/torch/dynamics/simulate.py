@@ -209,9 +209,14 @@ def simulate(
         return state, found
 
     domain = (start.system if isinstance(start, State) else start).domain
-    with together(domain, now=True):
+    with together(domain, now=True) as agreement:
         must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
         must_be_same(domain, checkpoint_every=checkpoint_every, gradients=gradients, record=list(measures))
+        if domain is not None:
+            agreement.largest[1] = len(hooks)
+    if domain is not None and integrator.constraints is not None:  # of which each takes part in a message
+        idle = functools.partial(_hooked, lambda _: None, integrator, model)
+        hooks += [idle] * (int(agreement.largest[1]) - len(hooks))
     shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
     grad = torch.enable_grad() if gradients else torch.no_grad()
     with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer, _needed(lost):
