@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from nvalchemiops.interactions.pair.derivatives import Request, derivatives
-from nvalchemiops.interactions.pair.derivatives import _in_range as in_range
+from nvalchemiops.interactions.pair.exponentials import in_range
 from nvalchemiops.interactions.pair.expression import Formula, symbols_of
 from nvalchemiops.torch.interactions.pair import PairPotential
 
