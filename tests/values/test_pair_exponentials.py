@@ -8,7 +8,7 @@ import pytest
 import sympy
 import torch
 
-from nvalchemiops.interactions.pair.derivatives import Request, derivatives
+from nvalchemiops.interactions.pair.derivatives import Request, derivatives, printed
 from nvalchemiops.interactions.pair.exponentials import in_range
 from nvalchemiops.interactions.pair.expression import Formula, symbols_of
 from nvalchemiops.torch.interactions.pair import PairPotential
@@ -115,3 +115,10 @@ def test_a_parameter_that_is_nan_is_seen_beyond_a_step():
         energies, forces = potential(x, neighbor_list=torch.tensor([[0, 1], [1, 0]]), a=a, k=k, compute_forces=True)
         for found in (energies, forces[:, 0]):
             assert found.eq(0.0).all() if a == k else found.isnan().all()
+
+
+def test_products_of_powers_of_hyperbolic_functions_stay_short():
+    """Each is one exponential and a factor; as sums, products of them had products of their numbers of terms."""
+    formula = Formula("1/(1 + cosh(0.3*x)^6*cosh(x^2)^2); x = 2*(r - 5)")
+    program = printed(derivatives(Request(formula, ("r",), "r")))
+    assert len(program.of_pair) < 150  # 357

@@ -24,13 +24,19 @@ def in_range(expression: Any) -> Any:
         factors = (f.as_base_exp() for term in sympy.Add.make_args(x) for f in sympy.Mul.make_args(term))
         return any(grows(e) if base == sympy.E else base.has(*lengths) and e.is_positive for base, e in factors)
 
+    def with_signs(x: Any) -> Any:
+        """``x`` with a symbol of known sign for what sympy does not know to be positive."""
+
+        def is_positive(e: Any) -> bool:
+            if type(e).__name__ == "Largest":
+                return any(a.is_nonnegative or -a in e.args for a in e.args)
+            return type(e).__name__ == "Select" and all(part.is_nonnegative for part in e.args[1:])
+
+        return x.replace(is_positive, lambda e: sympy.Dummy(positive=True) * lengths[0])
+
     def may_be_infinite(x: Any) -> bool:
         """Whether this exponent grows, unlike that of ``exp(-a^2 r^2)``, which error functions have."""
-        known = x.replace(
-            lambda e: type(e).__name__ == "Select" and all(part.is_nonnegative for part in e.args[1:]),
-            lambda e: sympy.Dummy(positive=True),
-        )
-        return not known.is_nonpositive and grows(x.expand())
+        return not with_signs(x).is_nonpositive and grows(x.expand())
 
     def multiple(y: Any, x: Any) -> int:
         """How often x is in y, rounded for each term: without it y is smaller."""
@@ -69,7 +75,8 @@ def in_range(expression: Any) -> Any:
             outer.expand() == 0 or any(y.has(sympy.exp) or may_be_infinite(y) for y in exponents)
         ):
             product = times(rest, outer)  # one exponential: exp(y) exp(-exp(y)) is infinity times zero
-        found = without_infinities(with_scaled_sums(product))
+        found = with_scaled_sums(product)
+        found = without_infinities(product) if found == product else found
         # a step where its factors may be infinite: zero times infinity
         factors = sympy.Mul.make_args(found)
         steps = [f for f in factors if type(f).__name__ == "Step"]
@@ -80,25 +87,35 @@ def in_range(expression: Any) -> Any:
             return Select(condition, others, condition * Step(sympy.Add(*symbols)))
         return found
 
-    def terms_of(x: Any) -> list[Any]:
-        """The terms of a sum, with exponentials for powers of hyperbolic functions; none if there is one term."""
-        found, left = [], list(sympy.Add.make_args(x))
-        while left:
-            term = left.pop()
-            powers = [f.as_base_exp() for f in sympy.Mul.make_args(term)]
-            powers = [(b, n) for b, n in powers if b.func in (sympy.sinh, sympy.cosh) and n.is_Integer and n > 0]
-            base, n = next((p for p in powers if grows(p[0].args[0].expand())), (sympy.S.One, 0))
-            if n:  # n + 1 terms: each factor by itself would have 2^n
-                (y,), sign = base.args, 1 if base.func == sympy.cosh else -1
-                rest = term / (2 * base) ** n
-                left += [rest * sympy.binomial(n, k) * sign**k * sympy.exp((n - 2 * k) * y) for k in range(n + 1)]
-            else:
-                found.append(term)
-        return found if len(found) > 1 else []
+    def taken_out(x: Any) -> tuple[Any, Any]:
+        """A factor that stays finite, and the exponent by which it is ``x``; zero for all but hyperbolic functions."""
+        if x.is_Mul:
+            return parts_of(x)
+        if x.func not in (sympy.sinh, sympy.cosh) or not grows(x.args[0].expand()):
+            return x, sympy.S.Zero
+        (y,) = x.args
+        size = (
+            y if y.is_nonnegative else -y if y.is_nonpositive else Largest(*sorted((y, -y), key=sympy.default_sort_key))
+        )
+        half = (1 + sympy.exp(-2 * size)) / 2
+        return half if x.func == sympy.cosh else sympy.tanh(y) * half, size  # tanh has all digits near zero
+
+    def parts_of(product: Any) -> tuple[Any, Any]:
+        """A product without exponentials, of hyperbolic functions neither, and the exponent of what is missing."""
+        found, outer = split(product)
+        rest = sympy.S.One
+        for base, e in (f.as_base_exp() for f in sympy.Mul.make_args(found)):
+            smaller, exponent = taken_out(base) if e.is_number else (base, sympy.S.Zero)
+            rest, outer = rest * smaller**e, outer + e * exponent
+        return rest, outer
+
+    def terms_of(x: Any) -> list[tuple[Any, Any]]:
+        """The `parts_of` the terms of a sum."""
+        return [parts_of(term) for term in x.args] if x.is_Add else []
 
     def exponents_of(x: Any) -> list[Any]:
         """Exponents of the terms of a sum that may be large, or all of them if the whole sum may fall off."""
-        found = {split(term)[1] for term in terms_of(x)}
+        found = {y for _, y in terms_of(x)} or {taken_out(x)[1]}
         found = found if falls_off(found) else {y for y in found if may_be_infinite(y)}
         return sorted(found, key=sympy.default_sort_key)
 
@@ -108,13 +125,13 @@ def in_range(expression: Any) -> Any:
 
     def scaled(x: Any) -> tuple[Any, Any]:
         """A sum with exponentials, of which the largest is taken out where it is large, and the exponent of that."""
-        exponents = exponents_of(x)
+        exponents = exponents_of(x) if x.is_Add else []
         if not exponents:
-            return x, sympy.S.Zero
+            return taken_out(x)
         largest = exponents[0] if len(exponents) == 1 else Largest(*exponents)
-        size = Largest(largest, -largest) if falls_off(split(term)[1] for term in terms_of(x)) else largest
+        size = Largest(largest, -largest) if falls_off(y for _, y in terms_of(x)) else largest
         is_large = Step(size - LARGE_EXPONENT)
-        divided = sympy.Add(*(times(rest, y - largest) for rest, y in map(split, terms_of(x))))
+        divided = sympy.Add(*(times(rest, y - largest) for rest, y in terms_of(x)))
         return Select(is_large, divided, x), Select(is_large, largest, sympy.S.Zero)
 
     def with_scaled_factors(rest: Any, outer: Any) -> tuple[Any, Any]:
@@ -124,6 +141,14 @@ def in_range(expression: Any) -> Any:
             smaller, exponent = scaled(base) if e.is_number else (base, sympy.S.Zero)
             found, outer = found * smaller**e, outer + e * exponent
         return found, outer
+
+    def directions(x: Any) -> set[int]:
+        """Signs that an exponent may have where it is large: 1, -1 or both."""
+        found = set()
+        for term in map(with_signs, sympy.Add.make_args(x.expand())):
+            if term.has(*lengths) or not term.is_number or abs(term) > LARGE_EXPONENT:
+                found |= {1} if term.is_nonnegative else {-1} if term.is_nonpositive else {1, -1}
+        return found
 
     def grow_together(x: Any, y: Any) -> bool:
         there, here = (z.expand().as_coefficients_dict() for z in (x, y))
@@ -136,9 +161,12 @@ def in_range(expression: Any) -> Any:
         above, below = (
             [x for base, e in powers if e.is_number and e * sign > 0 for x in exponents_of(base)] for sign in (1, -1)
         )
+        pairs = [(x, y) for x in above for y in (*below, -outer)]
         if any(base.has(sympy.sinh, sympy.cosh) for base, _ in powers):  # others are left to `without_infinities`
-            above.append(outer)
-        if not any(grow_together(x, y) for x in above for y in (*below, -outer)):
+            pairs += [(outer, y) for y in below]
+            if not any(directions(x) & directions(y) for x, y in pairs):
+                return product
+        elif not any(grow_together(x, y) for x, y in pairs):
             return product
         return times(*with_scaled_factors(rest, outer))
 
