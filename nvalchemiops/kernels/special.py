@@ -12,6 +12,8 @@ pairs), and a function ``<name>_lanes`` for each requested name.
 and positive integers and half-integers a. It is a series of positive terms up to x = 80, and ``x^-a Γ(a)`` beyond,
 where the difference is less than rounding.
 
+``scaled_erfc(x)`` is ``erfcx(x) = exp(x^2) erfc(x)`` for x >= 0.
+
 Relative accuracy on the CPU, in units of 1e-16 (float32: 6e-8): exp 3.5; erfcx 4.5. ``erfc(x)`` is ``exp(-x^2)
 erfcx(x)``, in which the relative rounding error of x^2 is multiplied by x^2. The force needs the same exponential, so
 `erfc_from` and `erf_from` take it as an argument.
@@ -160,6 +162,14 @@ _ERF_FROM = """
     };
 """
 
+_SCALED_ERFC = """
+    const auto scaled_erfc_lanes = erfcx_lanes;
+    const auto scaled_erfc_one = [=](one x) {
+        const lanes values = erfcx_lanes(lanes(x));
+        return static_cast<one>(values[0]);
+    };
+"""
+
 _BY_LIBRARY = ("log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh")
 
 _VECTOR_TYPES = """
@@ -196,8 +206,9 @@ _LOWER_GAMMA = """
     const auto lower_gamma_one = [=](one a, one x) { return lower_gamma_number(a, x); };
 """
 
-_NEEDS = {"erfc_from": ("exp", "erfcx"), "erf_from": ("exp", "erfcx")}
+_NEEDS = {"erfc_from": ("exp", "erfcx"), "erf_from": ("exp", "erfcx"), "scaled_erfc": ("erfcx",)}
 _VECTOR = {"exp": _EXP, "erfcx": _ERFCX, "erfc_from": _ERFC_FROM, "erf_from": _ERF_FROM, "sqrt": ""}
+_VECTOR["scaled_erfc"] = _SCALED_ERFC
 
 
 def _one_by_one(name: str, function: str, *arguments: str) -> str:
@@ -268,8 +279,9 @@ def scalar_functions(names: Iterable[str]) -> str:
     if "lower_gamma" in names:
         text += f"{_LOWER_GAMMA}    const auto lower_gamma_lanes = lower_gamma_one;\n"
     for name in names:
-        if name in _BY_LIBRARY:
-            text += f"    const auto {name}_one = [](one x) {{ return ::{name}(x); }};\n"
+        if name in _BY_LIBRARY or name == "scaled_erfc":
+            function = "erfcx" if name == "scaled_erfc" else name
+            text += f"    const auto {name}_one = [](one x) {{ return ::{function}(x); }};\n"
             text += f"    const auto {name}_lanes = {name}_one;\n"
     return text
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import sympy
 import torch
+from scipy.special import erfc, erfcx
 
 from nvalchemiops.interactions.pair.derivatives import Request, derivatives, printed
-from nvalchemiops.interactions.pair.exponentials import in_range
+from nvalchemiops.interactions.pair.exponentials import in_range, prepared, with_shared_exponential
 from nvalchemiops.interactions.pair.expression import Formula, symbols_of
 from nvalchemiops.torch.interactions.pair import PairPotential
 
@@ -57,6 +58,16 @@ def test_no_exponential_multiplies_what_falls_off(text):
         assert not any(f.has(symbols.squared) for f in factors)
 
 
+def scaled(x):
+    """erfc(x) exp(x^2) for x > 0, erfc(x) below."""
+    return torch.where(x > 0.0, torch.special.erfcx(x.clamp(min=0.0)), torch.special.erfc(x.clamp(max=0.0)))
+
+
+def gaussian(x, width=1.0):
+    """exp(-width r^2)."""
+    return torch.exp(-width * (0.5 * x + 5.0) ** 2)
+
+
 SUMS_OF_EXPONENTIALS = {
     "exp(x)*exp(-x)/(exp(x) + exp(-x) + 2)": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
     "log(1 + exp(x))": torch.nn.functional.softplus,
@@ -77,6 +88,24 @@ SUMS_OF_EXPONENTIALS = {
     "1/(2 + sinh(x))": lambda x: 2.0 / (4.0 + torch.exp(x.clamp(max=700.0)) - torch.exp(-x)),
     "exp(x)/(3 + sinh(x)^2)": lambda x: 4.0 * torch.exp(-x) / (10.0 * torch.exp(-2.0 * x) + 1.0 + torch.exp(-4.0 * x)),
     "1/(3 + cosh(x)^24)": lambda x: 1.0 / (3.0 + torch.cosh(x.clamp(max=28.0)) ** 24),
+    "exp(-x^2)*sinh(x)": lambda x: -0.5 * torch.exp(x - x**2) * torch.expm1(-2.0 * x),
+    "exp(-r^2)*(1 + exp(2*r))": lambda x: gaussian(x) * (1.0 + torch.exp((x + 10.0).clamp(max=700.0))),
+    "exp(-x)*erfc(-x - 20)": lambda x: torch.exp(-x) * torch.special.erfc(-x - 20.0),
+    "exp(x)*erfc(x)": lambda x: scaled(x) * torch.exp(x - x.clamp(min=0.0) ** 2),
+    "exp(x^2/2)*erfc(x)": lambda x: torch.exp(-(x**2) / 2.0) * torch.special.erfcx(x),
+    "erfc(x)*sinh(x)^2": lambda x: (
+        scaled(x) * 0.25 * torch.expm1(-2.0 * x) ** 2 * torch.exp(2.0 * x - x.clamp(min=0.0) ** 2)
+    ),
+    "erfc(r)*(exp(r^2/2) + cosh(2*r^2/3))": lambda x: (
+        torch.special.erfcx(0.5 * x + 5.0) * (gaussian(x, 0.5) + 0.5 * gaussian(x, 1 / 3) + 0.5 * gaussian(x, 5 / 3))
+    ),
+    "exp(-x)/erfc(x)^2*exp(-3*x^2)": lambda x: (
+        torch.exp(-x - 3.0 * x**2 + 2.0 * x.clamp(min=0.0) ** 2) / scaled(x) ** 2
+    ),
+    "log(erfc(x)/exp(-x))": lambda x: torch.log(scaled(x)) - x.clamp(min=0.0) ** 2 + x,
+    "log(erfc(x) + exp(-r^2))": lambda x: torch.logaddexp(
+        torch.log(scaled(x)) - x.clamp(min=0.0) ** 2, -((0.5 * x + 5.0) ** 2)
+    ),
     "step(6 - r)*sinh(x)": lambda x: torch.sinh(x.clamp(max=2.0)) * (x < 2.0),
 }
 
@@ -89,8 +118,9 @@ def test_sums_of_exponentials_are_finite_at_any_distance(text):
     r = torch.tensor([0.5, 4.7, 5.05, 5.3, 30.0, 600.0], dtype=torch.float64, requires_grad=True)
     expected = SUMS_OF_EXPONENTIALS[text](2.0 * (r - 5.0))
     (slope,) = torch.autograd.grad(expected.sum(), r)
-    results = {name: in_range(e) for name, e in derivatives(Request(formula, (), "wr")).items()}
+    results = {name: prepared(e) for name, e in derivatives(Request(formula, (), "wr")).items()}
     functions = [{"Step": lambda x: np.heaviside(x, 1.0), "Select": lambda c, a, b: np.where(c != 0, a, b)}, "numpy"]
+    functions[0] |= {"erfc_from": lambda x, _: erfc(x), "scaled_erfc": erfcx}
     functions[0]["Largest"] = lambda *numbers: functools.reduce(np.maximum, numbers)
     with np.errstate(all="ignore"):
         found = [sympy.lambdify([squared], results[name], functions) for name in ("energy", "derivative")]
@@ -101,10 +131,14 @@ def test_sums_of_exponentials_are_finite_at_any_distance(text):
 
 def test_exponentials_that_are_always_finite_are_left_as_they_are():
     """Those of Gaussians are multiplied by a step, in many pairs of all: there is nothing to select."""
-    texts = ["step(3 - r)*erfc(a*r)/r", "step(3 - r)*erfc(r/select(step(3 - r), 2 + a^2, 1))"]
+    texts = [
+        "erfc(a*r)*exp(-a^2*r^2)",
+        "step(3 - r)*erfc(a*r)/r",
+        "step(3 - r)*erfc(r/select(step(3 - r), 2 + a^2, 1))",
+    ]
     for text in [*texts, "log(a + exp(-r) + exp(-a^2*r))", "1/(a + exp(-r) + exp(-2*r))"]:
         for expression in derivatives(Request(Formula(text, (), ("a",)), (), "wrg")).values():
-            assert in_range(expression) == expression
+            assert prepared(expression) == with_shared_exponential(expression)
 
 
 def test_a_parameter_that_is_nan_is_seen_beyond_a_step():

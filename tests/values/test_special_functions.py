@@ -174,6 +174,16 @@ def test_erfc(low, high, dtype):
     assert (found <= bound).all(), (found / bound).max()
 
 
+@pytest.mark.parametrize("text", ["exp((x*r)^2)*erfc(x*r)"])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 3.0), (3.0, 1e9), (-4.0, 0.0)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_scaled_erfc(low, high, dtype, text):
+    """Where erfc is zero, too, and the exponential infinite; below zero the exponential is that of a rounded square."""
+    x = spread(low, high, 300, dtype)
+    found = errors(text, lambda v: mpmath.exp(v * v) * mpmath.erfc(v), x)
+    assert (found <= 6.0 + 3.0 * x.clamp(max=0.0) ** 2).all(), found.max()
+
+
 @pytest.mark.parametrize(("low", "high"), [(-1e-3, 1e-3), (0.0, 1.0), (0.9, 1.1), (1.0, 6.0), (-6.0, 0.0)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_erf(low, high, dtype):

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nvalchemiops.interactions.pair.exponentials import in_range
+from nvalchemiops.interactions.pair.exponentials import prepared
 from nvalchemiops.interactions.pair.expression import (
     Formula,
     pair_energy,
@@ -92,7 +92,7 @@ class Program(NamedTuple):
     functions: list[str]
 
 
-FILES = (__file__, *(str(sys.modules[f.__module__].__file__) for f in (Formula, in_range)))
+FILES = (__file__, *(str(sys.modules[f.__module__].__file__) for f in (Formula, prepared)))
 """The source files on which programs depend."""
 
 
@@ -187,7 +187,7 @@ class _Printer:
         self.done: dict[Any, _Code] = {}
         self.squared = sympy.Symbol("s", positive=True)
         self.quotients: dict[Any, Any] = {}  # symbols by their expressions
-        expressions = [self.with_quotients(in_range(_with_shared_exponential(e))) for e in results.values()]
+        expressions = [self.with_quotients(prepared(e)) for e in results.values()]
         # replace powers of the distance by symbols, which the search for common subexpressions cannot split
         found = [p for e in (*expressions, *self.quotients) for p in e.atoms(sympy.Pow) if p.base == self.squared]
         powers = {p for p in found if p.exp.is_Rational}
@@ -195,7 +195,7 @@ class _Printer:
         self.powers = {sympy.Symbol(f"power{p.exp}", positive=True): p for p in powers}
         expressions = [e.xreplace({p: symbol for symbol, p in self.powers.items()}) for e in expressions]
         for symbol, expression in definitions.items():
-            self.done[symbol] = self.code(in_range(_with_shared_exponential(expression)))
+            self.done[symbol] = self.code(prepared(expression))
         for quotient, symbol in self.quotients.items():
             self.done[symbol] = self.code(quotient)
         parts, reduced = sympy.cse(expressions, symbols=sympy.numbered_symbols("part", real=True), order="canonical")
@@ -388,12 +388,3 @@ class _Printer:
         if name not in self.functions:
             self.functions.append(name)
         return f"{name}_{'one' if shared else 'lanes'}"
-
-
-def _with_shared_exponential(expression: Any) -> Any:
-    """Replace error functions by functions of x and exp(-x^2), which their derivatives contain as well."""
-    import sympy
-
-    erfc_from, erf_from = sympy.Function("erfc_from"), sympy.Function("erf_from")
-    expression = expression.replace(sympy.erfc, lambda x: erfc_from(x, sympy.exp(-(x**2))))
-    return expression.replace(sympy.erf, lambda x: erf_from(x, sympy.exp(-(x**2))))

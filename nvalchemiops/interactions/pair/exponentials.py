@@ -18,6 +18,7 @@ def in_range(expression: Any) -> Any:
     """
     import sympy
 
+    erfc_from, scaled_erfc = sympy.Function("erfc_from"), sympy.Function("scaled_erfc")
     lengths = sympy.Symbol("s", positive=True), sympy.Symbol("cutoff", positive=True)  # of shifts
 
     def grows(x: Any) -> bool:
@@ -88,12 +89,20 @@ def in_range(expression: Any) -> Any:
         return found
 
     def taken_out(x: Any) -> tuple[Any, Any]:
-        """A factor that stays finite, and the exponent by which it is ``x``; zero for all but hyperbolic functions."""
+        """A factor in range, and the exponent by which it is ``x``: zero but for hyperbolic functions and erfc.
+
+        ``erfc(y)`` is ``exp(-y^2) erfcx(y)``, for y < 0 itself.
+        """
         if x.is_Mul:
             return parts_of(x)
-        if x.func not in (sympy.sinh, sympy.cosh) or not grows(x.args[0].expand()):
+        if x.func not in (sympy.sinh, sympy.cosh, erfc_from) or not grows(x.args[0].expand()):
             return x, sympy.S.Zero
-        (y,) = x.args
+        y = x.args[0]
+        if x.func == erfc_from:
+            falls, scaled = Step(y), scaled_erfc(y)
+            if y.is_nonnegative:
+                return scaled, -(y**2)
+            return Select(falls, scaled, x), -Select(falls, y**2, sympy.S.Zero)
         size = (
             y if y.is_nonnegative else -y if y.is_nonpositive else Largest(*sorted((y, -y), key=sympy.default_sort_key))
         )
@@ -144,7 +153,9 @@ def in_range(expression: Any) -> Any:
 
     def directions(x: Any) -> set[int]:
         """Signs that an exponent may have where it is large: 1, -1 or both."""
-        found = set()
+        found: set[int] = set()
+        if x.has(*lengths) and (with_signs(x).is_nonnegative or with_signs(x).is_nonpositive):
+            return {1 if with_signs(x).is_nonnegative else -1}
         for term in map(with_signs, sympy.Add.make_args(x.expand())):
             if term.has(*lengths) or not term.is_number or abs(term) > LARGE_EXPONENT:
                 found |= {1} if term.is_nonnegative else {-1} if term.is_nonpositive else {1, -1}
@@ -152,22 +163,23 @@ def in_range(expression: Any) -> Any:
 
     def grow_together(x: Any, y: Any) -> bool:
         there, here = (z.expand().as_coefficients_dict() for z in (x, y))
+        if directions(x) in ({1}, {-1}) and directions(x) == directions(y):
+            return True  # such as r and r^2
         return any(there[term] * number > 0 for term, number in here.items() if term.has(*lengths))
 
     def with_scaled_sums(product: Any) -> Any:
         """``exp(x) - exp(-x)`` by sums with exponentials, or times ``exp(-2 x)``, is infinity times zero at large x."""
         rest, outer = split(product)
         powers = [f.as_base_exp() for f in sympy.Mul.make_args(rest)]
-        above, below = (
-            [x for base, e in powers if e.is_number and e * sign > 0 for x in exponents_of(base)] for sign in (1, -1)
-        )
-        pairs = [(x, y) for x in above for y in (*below, -outer)]
-        if any(base.has(sympy.sinh, sympy.cosh) for base, _ in powers):  # others are left to `without_infinities`
-            pairs += [(outer, y) for y in below]
-            if not any(directions(x) & directions(y) for x, y in pairs):
+        exponents = [(exponents_of(base), 1 if e > 0 else -1) for base, e in powers if e.is_number]
+        if any(base.has(sympy.sinh, sympy.cosh, erfc_from) for base, _ in powers):
+            signs = [{sign * d for x in found for d in directions(x)} for found, sign in [*exponents, ([outer], 1)]]
+            if not any(-d in there for n, here in enumerate(signs) for d in here for there in signs[:n]):
                 return product
-        elif not any(grow_together(x, y) for x, y in pairs):
-            return product
+        else:  # exponentials by themselves are left to `without_infinities`
+            above, below = ([x for found, sign in exponents if sign == s for x in found] for s in (1, -1))
+            if not any(grow_together(x, y) for x in above for y in (*below, -outer)):
+                return product
         return times(*with_scaled_factors(rest, outer))
 
     def without_infinities(product: Any) -> Any:
@@ -191,3 +203,17 @@ def in_range(expression: Any) -> Any:
     if not expression.has(sympy.exp, sympy.sinh, sympy.cosh):
         return expression
     return expression.replace(lambda e: e.is_Mul, regrouped).replace(sympy.log, logarithm)
+
+
+def with_shared_exponential(expression: Any) -> Any:
+    """Replace error functions by functions of x and exp(-x^2), which their derivatives contain as well."""
+    import sympy
+
+    erfc_from, erf_from = sympy.Function("erfc_from"), sympy.Function("erf_from")
+    expression = expression.replace(sympy.erfc, lambda x: erfc_from(x, sympy.exp(-(x**2))))
+    return expression.replace(sympy.erf, lambda x: erf_from(x, sympy.exp(-(x**2))))
+
+
+def prepared(expression: Any) -> Any:
+    """``expression`` with the functions that kernels have, in their range."""
+    return in_range(with_shared_exponential(expression))
