@@ -174,6 +174,14 @@ def test_erfc(low, high, dtype):
     assert (found <= bound).all(), (found / bound).max()
 
 
+@pytest.mark.parametrize("text", ["erfc(6 - x*r)", "(erfc(6 - x*r) + erfc(6 - x*r)/2)/1.5"])
+def test_erfc_of_a_falling_argument_keeps_its_digits(text):
+    """sympy makes 2 - erfc(x - 6) of it."""
+    x = spread(0.0, 5.0, 100)
+    found = errors(text, lambda v: mpmath.erfc(6 - v), x)
+    assert (found <= 7.0 + 3.5 * (6.0 - x) ** 2).all(), found.max()
+
+
 @pytest.mark.parametrize("text", ["exp((x*r)^2)*erfc(x*r)"])
 @pytest.mark.parametrize(("low", "high"), [(0.0, 3.0), (3.0, 1e9), (-4.0, 0.0)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
