@@ -167,7 +167,8 @@ def simulate(
     trajectory_every = every if trajectory_every is None else trajectory_every
     appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_hooks(hooks)
     lost: set[str] = set()
-    hooks = [functools.partial(_hooked, hook, integrator, model, lost) for hook in hooks]
+    hooked = functools.partial(_hooked, integrator, model, lost)
+    hooks = [functools.partial(hooked, hook) for hook in hooks]
     writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends, integrator)
     measures = _measures(record, integrator)
     measured: Any = functools.partial(_measured, measures)
@@ -215,8 +216,7 @@ def simulate(
         if domain is not None:
             agreement.largest[1] = len(hooks)
     if domain is not None and integrator.constraints is not None:  # of which each takes part in a message
-        idle = functools.partial(_hooked, lambda _: None, integrator, model)
-        hooks += [idle] * (int(agreement.largest[1]) - len(hooks))
+        hooks += [functools.partial(hooked, lambda _: None)] * (int(agreement.largest[1]) - len(hooks))
     shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
     grad = torch.enable_grad() if gradients else torch.no_grad()
     with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer, _needed(lost):
@@ -292,7 +292,7 @@ def _needed(lost: set[str]) -> Iterator[None]:
         ) from error
 
 
-def _hooked(hook: Hook, integrator: Integrator, model: Model, lost: set[str], state: State) -> State | None:
+def _hooked(integrator: Integrator, model: Model, lost: set[str], hook: Hook, state: State) -> State | None:
     """What the hook returns; if it has changed the system alone, the model is called for the new one.
 
     Names of variables that its state lacks are added to ``lost``.
