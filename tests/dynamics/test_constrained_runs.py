@@ -1,6 +1,7 @@
 """Runs with constraints of distances: ensembles, batches, runs that go on, molecules that a boundary cuts."""
 
 import math
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -213,6 +214,8 @@ def test_states_without_what_an_integrator_needs_are_refused_with_advice():
     with pytest.raises(ValueError, match=r"`hooks`: .* without 'constraint \w+'.*integrator.resume"):
         simulate(state, wells(), integrator, 2, hooks=lambda state: other)
     simulate(state, wells(), integrator, 2, hooks=lambda state: integrator.resume(other, wells()))
+    with pytest.raises(KeyError, match="own"):  # that of a hook is its own
+        simulate(state, wells(), integrator, 2, hooks=Mock(side_effect=KeyError(["own"])))
 
 
 def test_molecules_that_the_boundary_cuts_are_made_whole():

@@ -284,10 +284,11 @@ def _needed(lost: set[str]) -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        if not lost.intersection(error.args):
+        name = str(*error.args[:1])  # a key of others may be unhashable
+        if name not in lost:
             raise
         raise ValueError(
-            f"`hooks`: a State was returned without '{error.args[0]}', which the integrator needs: return "
+            f"`hooks`: a State was returned without '{name}', which the integrator needs: return "
             "`integrator.resume(state, model)` of it"
         ) from error
 
