@@ -146,8 +146,11 @@ def test_what_is_missing_is_named():
         EwaldSummation()(SYSTEM, Neighbors(cutoff=4.0))
     for kind, name in ((EwaldSummation, "k_cutoff"), (EwaldSummation, "alpha"), (ParticleMeshEwald, "spline_order")):
         for given in ([SYSTEM], SYSTEM[:3]):
-            with pytest.raises(TypeError, match=f"`{name}` is a parameter of this {kind.__name__}"):
+            with pytest.raises(TypeError, match=f"`{name}` is set when a {kind.__name__} is made"):
                 kind()(*given, **{name: 2})
+    prepared = EwaldSummation(alpha=0.5, k_cutoff=3.0).prepare(SYSTEM.cell)
+    with pytest.raises(TypeError, match=r"`miller_indices` is set .* by `prepare`"):
+        prepared(SYSTEM, miller_indices=torch.ones(1, 3))
     with pytest.raises(ValueError, match="`prepare` needs `alpha`"):
         ParticleMeshEwald().prepare(SYSTEM.cell)
 

@@ -154,7 +154,8 @@ class ConfiguredSum(ExactModule):
         """The options of a call with arguments that the module gives; raise for those that are in both."""
         for name in own:
             if name in options:
-                raise TypeError(f"`{name}` is a parameter of this {type(self).__name__}: give it when it is made")
+                kind = type(self).__name__
+                raise TypeError(f"`{name}` is set when a {kind} is made, or by `prepare`: leave it out of its calls")
         return own | options
 
     @engine.with_own_plans
