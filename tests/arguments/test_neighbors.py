@@ -210,6 +210,10 @@ def test_systems_that_there_are_not_are_blamed_on_what_is_given(as_list):
                 X, 1.0, CELL.expand(2, 3, 3), batch_idx=torch.tensor(idx), return_neighbor_list=as_list
             )
         assert "batch_ptr" not in str(caught.value)
+    for number in (-1, -(2**40)):  # where the number of systems is not known
+        with pytest.raises(ValueError, match="`batch_idx` must hold numbers of systems"):
+            idx = torch.tensor([number, 0, 0, 1])
+            neighbors.neighbor_list(X, 1.0, batch_idx=idx, max_neighbors=3, return_neighbor_list=as_list)
     with pytest.raises(ValueError, match=r"^`batch_ptr` must rise from 0 to the number of atoms$"):
         neighbors.neighbor_list(X, 1.0, batch_ptr=torch.tensor([0, 3, 5]), return_neighbor_list=as_list)
     with pytest.raises(ValueError, match="`batch_idx` and `batch_ptr`"):

@@ -146,7 +146,7 @@ class _CellList:
             if self.layout.serial or batch_idx.dtype != torch.int32:
                 numbers, order = torch.sort(batch_idx)
                 steps = torch.diff(numbers, prepend=numbers[:1]).sign().cumsum(0, dtype=torch.int32)
-                system = torch.where(system < 0, system, steps.scatter(0, order, steps))
+                system = torch.where(batch_idx < 0, -1, steps.scatter(0, order, steps))
             else:  # on a GPU a sort has more launches than all the rest
                 given, system = system, self._new(n_atoms)
                 falls = (given[1:] < given[:-1]).any(0, keepdim=True)
