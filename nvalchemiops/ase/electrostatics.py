@@ -172,7 +172,7 @@ class Electrostatics:
         self._of_atoms: dict[str, Callable[[ase.Atoms], np.ndarray]] = {}
         for name, values in {"charges": charges, **others}.items():
             if values is None:
-                self._of_atoms[name] = functools.partial(_initial_charges, alone=not others)
+                self._of_atoms[name] = functools.partial(_initial_charges, alone=not others.keys() - {"widths"})
             elif callable(values):
                 self._functions[name] = values
             else:
@@ -467,7 +467,7 @@ def _initial_charges(atoms: ase.Atoms, alone: bool) -> np.ndarray:
             "initial charges"
         )
     found = of_array("initial_charges", atoms.get_initial_charges(), atoms)
-    if alone and len(atoms) and not found.any():
+    if alone and len(atoms) > 1 and not found.any():  # an atom by itself is neutral
         notify("`charges` are not given, and the initial charges of all atoms are zero", NvalchemiopsWarning)
     return found
 

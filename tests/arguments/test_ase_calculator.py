@@ -195,13 +195,15 @@ def test_case_and_punctuation_of_names_do_not_matter():
 
 
 def test_initial_charges_that_are_all_zero_are_told():
-    """As those that ASE reads from data of LAMMPS; beside dipoles there may be none."""
+    """As those that ASE reads from data of LAMMPS; dipoles may have no charges, and an atom by itself is neutral."""
     atoms = salt()
     atoms.set_initial_charges(np.zeros(len(atoms)))
-    atoms.calc = Calculator(Electrostatics("ewald"))
-    with pytest.warns(NvalchemiopsWarning, match="the initial charges of all atoms are zero"):
-        assert atoms.get_potential_energy() == 0.0
+    for widths in (None, 0.3):
+        atoms.calc = Calculator(Electrostatics("ewald", widths=widths))
+        with pytest.warns(NvalchemiopsWarning, match="the initial charges of all atoms are zero"):
+            assert atoms.get_potential_energy() == 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for term in (Electrostatics("ewald", 0.0), Electrostatics("ewald", dipoles=np.ones((len(atoms), 3)))):
             Calculator(term).get_potential_energy(atoms)
+        assert Calculator(Electrostatics("ewald")).get_potential_energy(atoms[:1]) == 0.0
