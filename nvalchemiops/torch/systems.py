@@ -12,6 +12,7 @@ first arguments. It takes `Neighbors` too, or builds them. Its results have name
 """
 
 import itertools
+import reprlib
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -50,7 +51,7 @@ def _told(part: Any) -> str:
         return f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
     if isinstance(part, dict):
         return f"{{{', '.join(f'{key!r}: {_told(value)}' for key, value in part.items())}}}"
-    return repr(part)
+    return reprlib.repr(part) if isinstance(part, list) else repr(part)  # of many steps the first ones
 
 
 @replaceable

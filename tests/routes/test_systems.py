@@ -303,6 +303,7 @@ def test_systems_and_neighbors_are_printed_on_one_line():
         "step=int64 (), extra={'dt': float32 (1, 3)}, device=cpu), records={'kinetic': float32 (3, 3)}, steps=[0], "
         "failed=bool (3,), device=cpu)"
     )
+    assert "steps=[0, 1, 2, 3, 4, 5, ...], failed" in repr(run._replace(steps=[*range(1000)]))
     assert "float32 (3, 3)" in repr(Relaxation(system, found, *[x[0]] * 5))
     graph = atoms_to_graph(Atoms("H2", [[0.0, 0.0, 0.0], [0.0, 0.0, 0.7]]), 1.0, dtype=torch.float64)
     assert "pbc=bool (1, 3)" in repr(graph) and "distances=float64 (2,)" in repr(graph)
