@@ -132,7 +132,7 @@ class System(NamedTuple):
             if not hasattr(one, "get_initial_charges"):
                 raise TypeError(f"`atoms` must be ase.Atoms, or a sequence of them, got {type(one).__name__}")
 
-        if not isinstance(dtype, torch.dtype | None):
+        if not isinstance(dtype, torch.dtype | None) and dtype is not float:  # to torch, float is float64
             raise TypeError(f"`dtype` must be a torch.dtype, such as torch.float32, got {dtype!r}")
 
         # made on a CPU, whatever the default device is

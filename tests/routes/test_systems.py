@@ -212,6 +212,7 @@ def test_a_batch_of_ase():
     for wrong in ("float32", np.float32):
         with pytest.raises(TypeError, match=r"`dtype` must be a torch.dtype"):
             System.from_ase(free, dtype=wrong)
+    assert System.from_ase(free, dtype=float).positions.dtype == torch.float64
     with pytest.raises(ValueError, match="`atoms` holds no system"):
         System.from_ase([])
 
