@@ -6,7 +6,7 @@ For an op that launches several kernels use `nvalchemiops.torch.autograd.warp_cu
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,7 @@ def call_kernel(
     ------
     ValueError
         If an input requires a gradient while gradients are enabled: this function is not differentiable. Use
-        `differentiable_kernel`, or detach the input.
+        `differentiable_kernel`, or detach the input. Also if an output has the name of another one's parameter.
     """
     if torch.is_grad_enabled():
         for position, value in enumerate(inputs):
@@ -84,7 +84,9 @@ def call_kernel(
                     f"call_kernel: input {position} of kernel '{kernel.key}' requires a gradient, but call_kernel "
                     "gives none: use differentiable_kernel(kernel), or pass tensor.detach()"
                 )
-    return _Call(kernel, tuple(outputs), dim).run(inputs)
+    call = _Call(kernel, tuple(outputs), dim)
+    call.check_names(call.last)
+    return call.run(inputs)
 
 
 def get_or_register_torch_op(
@@ -260,22 +262,35 @@ class _Call(NamedTuple):
 
     @property
     def inputs(self) -> list[tuple[str, Any]]:
-        """Names and annotations of the inputs; raises if an output has the name of another parameter.
+        """Names and annotations of the inputs; raises if an output has the name of another parameter or output."""
+        kernel, arguments = self.kernel, _arguments(self.kernel)
+        count = len(arguments) - len(self.outputs)
+        if count < 1:
+            raise ValueError(
+                f"kernel '{kernel.key}' has too few parameters for {len(self.outputs)} `outputs` and an input"
+            )
+        names = [o.name for o in self.outputs]
+        self.check_names({*(a.label for a in arguments), *(name for name in names if names.count(name) > 1)})
+        return [(a.label, _annotation(a, kernel)) for a in arguments[:count]]
+
+    @property
+    def last(self) -> list[str]:
+        """Names of the parameters for the outputs."""
+        return [a.label for a in _arguments(self.kernel)[-len(self.outputs) :]]
+
+    def check_names(self, taken: Collection[str]) -> None:
+        """Raise if an output has one of these names, unless it is that of its parameter.
 
         An output may have another name than its parameter. But if it has the name of a different parameter, the order
         of outputs is probably wrong.
         """
-        kernel, names, arguments = self.kernel, [o.name for o in self.outputs], _arguments(self.kernel)
-        labels, count = [a.label for a in arguments], len(arguments) - len(names)
-        if count < 1:
-            raise ValueError(f"kernel '{kernel.key}' has too few parameters for {len(names)} `outputs` and an input")
-        for name, label in zip(names, labels[count:]):
-            if names.count(name) > 1 or (name != label and name in labels):
+        last = self.last
+        for output, label in zip(self.outputs, last):
+            if output.name != label and output.name in taken:
                 raise ValueError(
-                    f"`outputs`: '{name}' is in the place of parameter `{label}` of kernel '{kernel.key}'; its last "
-                    f"parameters are {', '.join(labels[count:])}"
+                    f"`outputs`: '{output.name}' is in the place of parameter `{label}` of kernel '{self.kernel.key}'; "
+                    f"its last parameters are {', '.join(last)}"
                 )
-        return [(a.label, _annotation(a, kernel)) for a in arguments[:count]]
 
     def identity(self, extra: str) -> str:
         """A hash of the call, the same in every process. It is part of the op's name, also in exported programs."""

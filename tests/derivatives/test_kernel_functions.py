@@ -219,8 +219,18 @@ def test_outputs_with_the_name_of_another_parameter(names):
     """Above all in another order, which nothing else would notice."""
     outputs = [OutputSpec(name, wp.vec3d, lambda v, m: v.shape) for name in names]
     for entry in (differentiable_kernel(norms_kernel).op, functools.partial(get_or_register_torch_op, norms_kernel)):
-        with pytest.raises(ValueError, match=f"`outputs`: '{names[0]}' is in the place of parameter `n` .* are n, u"):
+        with pytest.raises(ValueError, match=f"`outputs`: '{names[0]}' is in the place of parameter `.` .* are n, u"):
             entry(outputs)
+
+
+def test_call_kernel_with_outputs_in_another_order():
+    """As for ops, or each result would have the name of the other one; further names are free."""
+    x = torch.ones(4, 3, dtype=torch.float64)
+    u, n = (OutputSpec(name, wp.vec3d, (4, 3)) for name in "un")
+    with pytest.raises(ValueError, match=r"`outputs`: 'u' is in the place of parameter `n` .* are n, u"):
+        call_kernel(norms_kernel, x, x[None, :3], outputs=[u, n])
+    named = [OutputSpec("same", wp.float64, (4,)), OutputSpec("same", wp.vec3d, (4, 3))]
+    assert (call_kernel(norms_kernel, x, x[None, :3], outputs=named)[0] == 3.0).all()
 
 
 def test_adjoint_with_vectors_matrices_and_scalars():
