@@ -80,6 +80,7 @@ def test_points_see_the_sum_of_all_images():
     molecule = positions / 3.0
     found = electrostatic_potential(molecule, given.charges, **options)
     close_to_largest(as_field(found), open_field(molecule, given), 1e-12)
+    assert all(part.is_contiguous() for part in found), "as of compiled graphs"
 
 
 def test_parameters_are_chosen():

@@ -562,12 +562,15 @@ def _squared(widths: torch.Tensor) -> torch.Tensor:
 
 
 def _potentials(parts: list[torch.Tensor], system: ChargedSystem, derivatives: int) -> tuple[torch.Tensor, ...]:
-    """The fields of `Potentials` up to this derivative, from results of receivers (n_atoms, n_channels, count)."""
+    """The fields of `Potentials` up to this derivative, from results of receivers (n_atoms, n_channels, count).
+
+    They are contiguous, as results of plans and compiled graphs are.
+    """
     found = torch.stack(parts, 1).to(system.positions.dtype)
     found = found if system.has_channels else found.squeeze(2)
-    results = [found[..., 0]]
+    results = [found[..., 0].contiguous()]
     if derivatives > 0:
-        results.append(found[..., 1:4])
+        results.append(found[..., 1:4].contiguous())
     if derivatives > 1:
         results.append(second_moments(found[..., 4:], 1.0))
     return tuple(results)
