@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters, dftd3
+from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters, dftd3, driver
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support.comparing import within
 from tests.support.molecules import (
@@ -50,6 +50,30 @@ def two_crystals():
 
 def some_molecules():
     return [molecule(name) for name in ("CH3CH2OH", "H2O", "CO2", "CH3COOH", "O")]
+
+
+@BOTH
+def test_states_of_many_elements_give_the_same(damping, monkeypatch):
+    """Their coefficients are summed in parts, so that kernels stay small."""
+    sizes, make = set(), driver._pair_energy
+    monkeypatch.setattr(driver, "MOST_OF_SIGN", 8)
+    monkeypatch.setattr(driver, "_pair_energy", lambda *given: sizes.add(given[1:3]) or make(*given))
+    atoms, several = two_crystals(), parameters().states(range(1, 11))
+    assert 16 < several.vectors.shape[1] <= 32
+
+    def results(states, dtype=F64):
+        scale = damping._replace(s8=torch.tensor(damping.s8, dtype=dtype, requires_grad=True))
+        x = atoms.positions.to(dtype, copy=True).requires_grad_()
+        given = atoms._replace(positions=x, cell=atoms.cell.to(dtype))
+        found = all_of(given, scale, parameters=states)
+        return *found, *torch.autograd.grad(found[0].square().sum(), (x, scale.s8))
+
+    within(results(several), results(parameters()), 1e-12)
+    assert sizes == {(8, 8), (7, 1)}
+    within(results(several, torch.float32), results(parameters(), torch.float32), 1e-5)
+    (alone,) = results(several)[:1]
+    (energies, _) = all_of(atoms, damping, parameters=several, compute_forces=False, compute_virial=False)
+    within([energies], [alone], 1e-14)
 
 
 # -- neighbors and batches in any form -------------------------------------------------------------

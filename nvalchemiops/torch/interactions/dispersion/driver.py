@@ -31,6 +31,13 @@ K1, K3 = 16.0, -4.0
 """Steepness of the coordination number and of the weights of reference molecules, as published."""
 
 
+MOST_OF_SIGN = 48
+"""Largest number of coefficients with either sign in one kernel, if there are more than twice as many.
+
+The time to compile a kernel grows faster than this number: with those of all elements it took 20 seconds.
+"""
+
+
 class Range(NamedTuple):
     """Cutoff of a sum.
 
@@ -235,16 +242,8 @@ def _factorised(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, set
         coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, settings.k3, 0
     )
     coefficients = coefficients.to(dtype)
-    n_coefficients = coefficients.shape[1]
-    formula, of_pair, species = _pair_energy(
-        settings, states.n_positive, n_coefficients - states.n_positive, coefficients, atoms
-    )
-    names = formula.per_atom[:n_coefficients]
-    first = request._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
-    energies, *found = sum_pairs(formula, pairs, of_pair, first, **settings.ranges.pairs._asdict(), species=species)
-    forces = found[0] if request.forces else None
-    virial = found[-1] if request.virial else None
-    by_coefficient = found[int(request.forces)] if derivatives else None
+    first = request._replace(energy_reduction="atom")
+    energies, forces, virial, by_coefficient = _sum_of_parts(pairs, coefficients, atoms, settings, first)
 
     if settings.has_triples:
         s9 = settings.s9
@@ -257,6 +256,38 @@ def _factorised(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, set
         return AtCounts(energies, None, None, None)
     by_count = (by_coefficient.to(torch.float64) * by_coordination).sum(1).to(dtype)
     return AtCounts(energies, forces, virial, by_count)
+
+
+def _sum_of_parts(
+    pairs: PairSystem, coefficients: torch.Tensor, atoms: Atoms, settings: Settings, request: PairRequest
+) -> tuple[Any, ...]:
+    """Energies, forces, virial and derivatives with respect to coefficients; None for those that are not requested.
+
+    Energies are linear in C6. So those of many coefficients are sums over parts with few, of the same kernel.
+    """
+    n_positive, n_coefficients = atoms.states.n_positive, coefficients.shape[1]
+    counts, parts = [n_positive, n_coefficients - n_positive], [coefficients]
+    if n_coefficients > 2 * MOST_OF_SIGN:
+        of_sign = coefficients.split(counts, 1)
+        n_parts = -(-max(counts) // MOST_OF_SIGN)
+        width = 8 * -(-max(counts) // (8 * n_parts))  # few different kernels
+        padded = [torch.nn.functional.pad(part, (0, n_parts * width - part.shape[1])) for part in of_sign]
+        parts = [torch.cat(part, 1) for part in zip(*(part.split(width, 1) for part in padded))]
+        counts = [width, width]
+    derivatives, found = request.forces or request.virial, []
+    for part in parts:
+        formula, of_pair, species = _pair_energy(settings, counts[0], counts[1], part, atoms)
+        asked = request._replace(gradients=(formula.per_atom[: sum(counts)],) if derivatives else ())
+        found.append(sum_pairs(formula, pairs, of_pair, asked, **settings.ranges.pairs._asdict(), species=species))
+    energies, *others = (values[0] if len(parts) == 1 else torch.stack(values).sum(0) for values in zip(*found))
+    if not derivatives:
+        return energies, None, None, None
+    by_part = [values[1 + request.forces] for values in found]
+    by_coefficient = by_part[0]
+    if len(parts) > 1:
+        by_sign = [torch.cat(part, 1) for part in zip(*(part.split(counts, 1) for part in by_part))]
+        by_coefficient = torch.cat([by_sign[0][:, :n_positive], by_sign[1][:, : n_coefficients - n_positive]], 1)
+    return energies, others[0] if request.forces else None, others[-1] if request.virial else None, by_coefficient
 
 
 def _by_pair(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings) -> AtCounts:
