@@ -1,6 +1,7 @@
 """Potentials at atoms through receivers against dense sums; functions of packed moments against values of 0.5.0."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -383,8 +384,28 @@ def test_a_system_without_atoms_has_parameters():
         close_to_largest([found], [expected], 1e-4)
 
 
-def near(positions, cell):
-    pairs, ptr, shifts = neighbor_list(positions, 7.5, cell, return_neighbor_list=True)
+@pytest.mark.parametrize("function", [multipole_ewald_summation, multipole_particle_mesh_ewald])
+def test_lists_below_the_cutoff_of_the_estimate_warn(function):
+    """Not those without more pairs, as of a molecule, nor with alpha given, nor with values that are not finite."""
+    x = 8.0 * torch.rand(30, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cell = 8.0 * torch.eye(3, dtype=torch.float64)
+    packed = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).repeat(15, 1)
+    given = {"sigma": 0.4, "accuracy": 1e-6}
+    exact = multipole_electrostatic_energy(x, packed, cell, sigma=0.4, k_cutoff=14.0).sum()
+    with pytest.warns(AccuracyWarning, match="list that is shorter than `real_space_cutoff`.* must reach 9.5"):
+        short = function(x, packed, cell, *near(x, cell, 4.0), **given)
+    assert abs(short.sum() / exact - 1.0) > 2e-4
+    with warnings.catch_warnings(action="error"):
+        close_to_largest([function(x, packed, cell, *near(x, cell, 9.6), **given).sum()], [exact], 1e-4)
+        function(x, packed, cell, *near(x, cell, 4.0), **given, alpha=1.0)
+        molecule, wide = x / 4.0, 2.0 * cell
+        function(molecule, packed, wide, *near(molecule, wide, 11.0), sigma=0.4, accuracy=1e-2)
+        x = x.index_fill(0, torch.tensor([3]), torch.nan)
+        assert function(x, packed, cell, *near(x.nan_to_num(), cell, 4.0), **given).isnan().any()
+
+
+def near(positions, cell, cutoff=7.5):
+    pairs, ptr, shifts = neighbor_list(positions, cutoff, cell, return_neighbor_list=True)
     return pairs[1], ptr, shifts
 
 

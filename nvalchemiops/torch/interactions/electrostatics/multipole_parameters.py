@@ -3,11 +3,14 @@
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import warn_of_errors
 from nvalchemiops.torch.interactions.electrostatics.parameters import estimate_pme_mesh_dimensions
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, pair_distances, rows_of
+from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
 class MultipoleEwaldParameters(NamedTuple):
@@ -136,3 +139,39 @@ def _balance(
             "Sum over k-vectors alone, by multipole_electrostatic_energy"
         )
     return left.rsqrt(), eta, math.sqrt(-2.0 * math.log(accuracy))
+
+
+def warn_of_short_list(
+    place: dict[str, Any], near: dict[str, Any], needed: torch.Tensor | None, accuracy: float
+) -> None:
+    """Warn if a list ends below ``needed`` (n_systems,), the cutoff for alpha of an estimate; None for a given alpha.
+
+    The list must have been checked. Nothing is said where values cannot be read.
+    """
+    positions, cell = place["positions"].detach(), place["cell"].detach().reshape(-1, 3, 3)
+    batch_idx = place["batch_idx"]
+    if needed is None or not may_read(positions, cell, batch_idx, *near.values()):
+        return
+    if not all(bool(values.isfinite().all()) for values in (positions, cell)):
+        return
+    if batch_idx is None:
+        batch_idx = torch.zeros(positions.shape[0], dtype=torch.int32, device=positions.device)
+    cutoffs = on_host(needed)
+
+    def farthest(rows: Rows | None) -> np.ndarray:
+        """The largest distance below the needed cutoff, for each system."""
+        assert rows is not None
+        first, distances = pair_distances(rows, positions, cell, batch_idx)
+        number, length = on_host(batch_idx)[on_host(first)], on_host(distances)
+        found, is_near = np.zeros(len(cutoffs)), length < cutoffs[number]
+        np.maximum.at(found, number[is_near], length[is_near])
+        return found
+
+    reach = farthest(rows_of(GivenNeighbors(*near.values()), positions, periodic=True))
+    errors = float(accuracy) ** np.square(reach / cutoffs)
+    if (errors > 10.0 * accuracy).any():
+        # a small molecule may have no more pairs
+        there_is = farthest(build_rows(positions, float(cutoffs.max()), cell, batch_idx))
+        errors = np.where(there_is > (1.0 + 1e-6) * reach, errors, 0.0)
+        of = "a list that is shorter than `real_space_cutoff` of the estimate"
+        warn_of_errors(float(accuracy), errors, of, f"it must reach {cutoffs.max():.4g}", least=10.0)

@@ -27,6 +27,7 @@ from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_p
 from nvalchemiops.torch.interactions.electrostatics.multipole_parameters import (
     estimate_multipole_ewald_parameters,
     estimate_multipole_pme_parameters,
+    warn_of_short_list,
 )
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
 from nvalchemiops.torch.runtime.context import may_read
@@ -311,21 +312,31 @@ def multipole_ewald_summation(
     -------
     (n_atoms,) tensor, eV
         As from `multipole_electrostatic_energy`, with the same errors.
+
+    Warns
+    -----
+    AccuracyWarning
+        The list does not reach the cutoff of the estimate.
     """
     place = _in_float64(positions, cell, batch_idx)
     _refuse(cache)
     width = checks.check_positive("sigma", sigma)
+    needed = None
     if alpha is None or k_cutoff is None:
         found = estimate_multipole_ewald_parameters(positions, cell, width, batch_idx, accuracy, cost_ratio)
+        needed = found.real_space_cutoff if alpha is None else None
         alpha, k_cutoff = _either(alpha, found.alpha), _either(k_cutoff, found.reciprocal_space_cutoff)
-    return _energies(
+    near = _neighbors(idx_j, neighbor_ptr, unit_shifts)
+    energies = _energies(
         ewald_summation,
-        place | _unpack(multipole_moments, positions) | _neighbors(idx_j, neighbor_ptr, unit_shifts),
+        place | _unpack(multipole_moments, positions) | near,
         alpha=_splitting(alpha, width),
         k_cutoff=k_cutoff,
         widths=width,
         half_list=half_neighbor_list,
     )
+    warn_of_short_list(place, near, needed, accuracy)
+    return energies
 
 
 def multipole_particle_mesh_ewald(
@@ -365,23 +376,33 @@ def multipole_particle_mesh_ewald(
     -------
     (n_atoms,) tensor, eV
         As from `multipole_electrostatic_energy`, with the same errors.
+
+    Warns
+    -----
+    AccuracyWarning
+        As from `multipole_ewald_summation`.
     """
     place = _in_float64(positions, cell, batch_idx)
     width = checks.check_positive("sigma", sigma)
+    needed = None
     if alpha is None or mesh_dimensions is None:
         found = estimate_multipole_pme_parameters(
             positions, cell, width, batch_idx, accuracy, cost_ratio, spline_order=spline_order
         )
+        needed = found.real_space_cutoff if alpha is None else None
         alpha = _either(alpha, found.alpha)
         mesh_dimensions = found.mesh_dimensions if mesh_dimensions is None else mesh_dimensions
-    return _energies(
+    near = _neighbors(idx_j, neighbor_ptr, unit_shifts)
+    energies = _energies(
         particle_mesh_ewald,
-        place | _unpack(multipole_moments, positions) | _neighbors(idx_j, neighbor_ptr, unit_shifts),
+        place | _unpack(multipole_moments, positions) | near,
         alpha=_splitting(alpha, width),
         mesh_dimensions=mesh_dimensions,
         spline_order=spline_order,
         widths=width,
     )
+    warn_of_short_list(place, near, needed, accuracy)
+    return energies
 
 
 def _neighbors(idx_j: torch.Tensor, neighbor_ptr: torch.Tensor, unit_shifts: torch.Tensor) -> dict[str, Any]:
