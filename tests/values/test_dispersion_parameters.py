@@ -134,7 +134,15 @@ def test_spelling_does_not_matter(spelling, name):
     [("BJ", "bj"), ("d3bj", "bj"), ("D3(BJ)", "bj"), ("D3(0)", "zero"), ("D3M(BJ)", "bjm"), ("d3-zerom", "zerom")],
 )
 def test_spelling_of_damping_does_not_matter(spelling, kind):
-    assert dispersion.damping_parameters("pbe", spelling) == dispersion.damping_parameters("pbe", kind)
+    expected = dispersion.damping_parameters("pbe", kind)
+    assert dispersion.damping_parameters("pbe", spelling) == expected
+    of_both = spelling if spelling.lower().startswith("d3") else f"D3{spelling}"
+    assert dispersion.damping_parameters(f"PBE-{of_both}", kind) == expected
+
+
+@pytest.mark.parametrize(("spelling", "name"), [("BP86-D3BJ", "bp"), ("B97-D3(BJ)", "b97d"), ("r2SCAN-D3", "r2scan")])
+def test_functionals_with_the_name_of_their_damping(spelling, name):
+    assert dispersion.damping_parameters(spelling) == dispersion.damping_parameters(name)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +152,8 @@ def test_spelling_of_damping_does_not_matter(spelling, kind):
         (("xyz",), ValueError, "`functional`.*'xyz'"),
         (("ωPBE",), ValueError, "`functional`.*'ωPBE'"),  # not PBE
         (("m06l",), ValueError, "`damping`.*'m06l'.*'bj'.*'zero'"),
+        (("PBE-D3(0)",), ValueError, "`functional`: 'PBE-D3\\(0\\)' is for 'zero', .*is 'bj'; give 'pbe' and.* 'zero'"),
+        (("PBE-D3",), ValueError, "`functional`: 'PBE-D3' does not say .* give 'pbe' and.* 'bj' or 'zero' or "),
         (("pbe", "rational"), ValueError, "`damping` must be one of 'bj', 'zero', 'bjm', 'zerom'"),
         (("pbe", "d3"), ValueError, "`damping` must be one of .* got 'd3'"),
         ((None,), TypeError, "`functional` must be a string"),

@@ -59,7 +59,8 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
     Parameters
     ----------
     functional : str
-        Name such as "pbe", "b3lyp" or "r2scan"; case, hyphens and other punctuation are ignored.
+        Name such as "pbe", "b3lyp" or "r2scan"; case, hyphens and other punctuation are ignored. It may end with that
+        of the damping, as "PBE-D3(BJ)" does.
     damping : {"bj", "zero", "bjm", "zerom"}, optional
         Becke-Johnson or zero damping, or the modified form of either; names such as "D3(BJ)" are known, too.
 
@@ -83,7 +84,7 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
         raise TypeError(f"`functional` must be a string, got {type(functional).__name__}")
     table = _table()
     name = plain(functional)
-    name = _ALIASES.get(name, name)
+    name = _without_damping(functional, _ALIASES.get(name, name), damping)
     if (name, damping) not in table:
         known = sorted({f for f, kind in table if kind == damping})
         if any(f == name for f, _ in table):
@@ -93,6 +94,24 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
         hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
         raise ValueError(f"`functional`: there are no damping parameters for {functional!r}; {hint}")
     return table[name, damping]
+
+
+def _without_damping(functional: str, name: str, damping: str) -> str:
+    """The name without an ending such as "d3bj"; raise if that is not the damping, or "d3" alone, which may be any."""
+    kinds: dict[str, list[str]] = {}
+    for known, kind in _table():
+        kinds.setdefault(known, []).append(kind)
+    before, ending, letters = name.rpartition("d3")
+    before = _ALIASES.get(before, before)
+    before += "d" * (before not in kinds)  # B97-D3 is B97-D with another dispersion energy
+    kind = _SPELLINGS.get(letters, letters)
+    if name in kinds or not ending or before not in kinds or kind not in ("", *KINDS):
+        return name
+    those = " or ".join(map(repr, [kind] if kind else kinds[before]))
+    if those != repr(damping):
+        named = f"is for {those}, but `damping` is '{damping}'" if kind else "does not say which damping"
+        raise ValueError(f"`functional`: {functional!r} {named}; give '{before}' and, as `damping`, {those}")
+    return before
 
 
 _SPELLINGS = {"0": "zero", "mbj": "bjm", "m0": "zerom", "mzero": "zerom"}
