@@ -140,6 +140,8 @@ class Electrostatics:
         widths: float | Mapping[str, float] | np.ndarray | None = None,
         **parameters: Any,
     ) -> None:
+        if isinstance(method, float):
+            raise TypeError(f"`method` comes first: give accuracy={method!r}")
         method = as_choice("method", method, (*LATTICE_SUMS, *WITHIN_CUTOFF))
         for name in parameters.keys() & {"exclusions", "exclusion_factors"}:
             raise TypeError(f"`{name}` belong to the sums of nvalchemiops.torch: call one in a `Term` of your own")

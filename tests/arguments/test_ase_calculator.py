@@ -72,6 +72,7 @@ MISTAKES = {
         "`depth`: 'Na' is not a pair of elements",
     ),
     "method": (lambda: Electrostatics("p3m"), ValueError, "`method` must be one of 'auto', 'ewald', 'pme', 'coulomb'"),
+    "accuracy for method": (lambda: Electrostatics(1e-4), TypeError, "`method` comes first: give accuracy=0.0001"),
     "list of methods": (lambda: Electrostatics(["ewald"]), ValueError, "`method` must be one of"),
     "finest accuracy": (lambda: Electrostatics("ewald", accuracy=1e-30), ValueError, "`accuracy`.*beyond float64"),
     "cutoff of ewald": (lambda: Electrostatics("ewald", cutoff=8.0), TypeError, "`cutoff` does not belong"),

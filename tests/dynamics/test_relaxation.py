@@ -158,7 +158,7 @@ def test_forces_without_curvature_leave_no_history() -> None:
     """A slope, down which L-BFGS takes the step of its first guess again and again."""
     force = torch.tensor([[1.0, 0.5, 0.0]], dtype=torch.float64)
     model = FromEnergies(lambda s: -(s.positions * force).sum().reshape(1))
-    result = relax(System(torch.zeros((1, 3), dtype=torch.float64)), model, "lbfgs", max_steps=5)
+    result = relax(System(torch.zeros((1, 3), dtype=torch.float64)), model, LBFGS, max_steps=5)  # the class, as in ASE
     assert torch.allclose(result.system.positions, 5 * force / LBFGS().alpha, rtol=1e-12)
 
 

@@ -193,8 +193,11 @@ def relax(
     >>> bool(result.converged)
     True
     """
+    kinds: tuple[type[Optimizer], ...] = tuple(OPTIMIZERS.values())
     if isinstance(optimizer, str):
         optimizer = OPTIMIZERS[checks.as_choice("optimizer", optimizer, OPTIMIZERS)]()
+    elif isinstance(optimizer, type) and optimizer in kinds:  # a class, as ASE takes it
+        optimizer = kinds[kinds.index(optimizer)]()
     elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
         raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
     check_model(model)
