@@ -43,3 +43,11 @@ def test_modules_in_training_and_not():
         model.eval()
         again(*given)
         assert "last call: replayed" in again.explain()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_frozen_modules():
+    """Of TorchScript, which have no mode."""
+    model = torch.jit.freeze(torch.jit.script(torch.nn.Softplus().eval()))
+    again, x = record(model), torch.rand(2)
+    assert torch.equal(again(x), model(x))

@@ -54,9 +54,9 @@ def _form(values: Any, numbers: dict[torch.Tensor, int], takes_apart: bool) -> A
 
 
 def mode_of(values: Any) -> bool | None:
-    """Whether a module, or that of a bound method, is in training; None for everything else."""
+    """Whether a module, or that of a bound method, is in training; None for everything else, and for a frozen one."""
     owner = values.__self__ if isinstance(values, types.MethodType) else values
-    return owner.training if isinstance(owner, torch.nn.Module) else None
+    return getattr(owner, "training", None) if isinstance(owner, torch.nn.Module) else None
 
 
 def _kind_of_dict(values: dict[Any, Any]) -> type:
