@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from nvalchemiops.torch import RecordingError, record
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+from tests.support.systems import triclinic
 
 
 @pytest.mark.parametrize("if_changed", ["record", "raise"])
@@ -51,3 +53,18 @@ def test_frozen_modules():
     model = torch.jit.freeze(torch.jit.script(torch.nn.Softplus().eval()))
     again, x = record(model), torch.rand(2)
     assert torch.equal(again(x), model(x))
+
+
+def test_tensors_that_caches_drop():
+    """As those of the lattice and its k-vectors, after sums in other cells: no others have taken their place."""
+    x, charges, cell, *_ = triclinic(5, charged=True)
+    none = {"neighbor_list": torch.zeros(2, 0, dtype=torch.int32), "neighbor_ptr": torch.zeros(6, dtype=torch.int32)}
+
+    def energies(x, cell):
+        return ewald_summation(x, charges, cell, 0.9, k_cutoff=2.0, neighbor_shifts=torch.zeros(0, 3).int(), **none)
+
+    steps = [record(lambda x, cell=(1.0 + 0.1 * n) * cell: energies(x, cell)) for n in range(10)]
+    for k in range(3):
+        for step in steps:
+            step(x + k)
+    assert ["last call: replayed" in step.explain() for step in steps] == 10 * [True]

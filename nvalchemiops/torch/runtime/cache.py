@@ -13,7 +13,7 @@ import torch
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.runtime._torch_internals import stream_handle, version_of
 from nvalchemiops.torch.runtime.context import is_capturing, may_keep, may_recognize
-from nvalchemiops.torch.runtime.recorder import differ_in_replays
+from nvalchemiops.torch.runtime.recorder import current_recorder, differ_in_replays
 
 MOST_BYTES = 2**27
 """Largest total memory of cached results. A larger result is not cached."""
@@ -22,7 +22,31 @@ MOST_ENTRIES = 16
 
 Result = TypeVar("Result", bound=tuple)
 
-_kept: Kept[tuple[int, Any]] = Kept(MOST_ENTRIES)
+Value = TypeVar("Value")
+
+
+class KeptTensors(Kept[Value]):
+    """A cache of tensors. A plan of a call that uses some keeps them, since the cache may drop them."""
+
+    def find(self, key: Hashable) -> Value | None:
+        """As for `Kept`."""
+        found = super().find(key)
+        if found is not None:
+            _keep_for_plan(found)
+        return found
+
+    def keep(self, key: Hashable, value: Value) -> list[Value]:
+        """As for `Kept`."""
+        _keep_for_plan(value)
+        return super().keep(key, value)
+
+
+def _keep_for_plan(value: Any) -> None:
+    if (recorder := current_recorder()) is not None:
+        recorder.cached.append(value)
+
+
+_kept: KeptTensors[tuple[int, Any]] = KeptTensors(MOST_ENTRIES)
 _captured: dict[Hashable, Any] = {}  # memory that captured graphs read: it must not be reused
 
 _recognized: Kept[tuple[Any, Hashable, Any]] = Kept(MOST_ENTRIES)

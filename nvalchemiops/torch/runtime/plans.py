@@ -84,6 +84,7 @@ class Plan:
         self.copied, self.results = copied, results
         self.addresses = recorder.addresses  # of arguments used in place, then their length; the steps read them
         self.external = [part for parts in recorder.external.values() for part in parts]
+        self.cached = recorder.cached  # which caches may drop: a tensor that nothing keeps counts as replaced
         self.acts, self._conditions, self._open = recorder.acts, recorder.conditions, recorder.open
         kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
         self.kept = [tensor.untyped_storage() for tensor in kept.values()]  # tensors would keep the graphs of the call

@@ -144,6 +144,7 @@ class Recorder:
         self.borrowed = {storage_of(tensor): tensor for tensor in borrowed if tensor.numel()}
         self.copies: dict[int, torch.Tensor] = {}
         self.external: dict[int, list[torch.Tensor]] = {}  # by storage: the parts of it that are used
+        self.cached: list[Any] = []  # what caches hold, with some of the external tensors
         self.uninitialised: set[int] = set()
         self.read: set[int] = set()  # by steps
         self.kept: dict[int, torch.Tensor] = {}  # made during the call, by storage; kept so that no address is reused
@@ -167,7 +168,7 @@ class Recorder:
         if not self.reason:
             file, line, _ = line_of_caller("contextlib", "warp", "")  # "": generated functions of ops
             self.reason, self.place = reason, f"{file}:{line}"
-        for found in (self.kept, self.steps, self.before):
+        for found in (self.kept, self.steps, self.before, self.cached):
             found.clear()
 
     def _keep(self, made: Iterable[torch.Tensor]) -> None:

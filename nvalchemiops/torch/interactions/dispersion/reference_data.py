@@ -12,10 +12,9 @@ import torch
 
 from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
 from nvalchemiops.layout import layout
-from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
-from nvalchemiops.torch.runtime.cache import stream_of
+from nvalchemiops.torch.runtime.cache import KeptTensors, stream_of
 from nvalchemiops.torch.runtime.context import eager, may_read, on_host, values_of
 
 _TABLE_BOHR = 0.5291772109044924
@@ -103,7 +102,7 @@ class ReferenceStates(NamedTuple):
 MOST_STATES = 32
 """Number of prepared `ReferenceStates` that are kept: for many elements, preparing them takes a second."""
 
-_prepared: Kept[ReferenceStates] = Kept(MOST_STATES)
+_prepared: KeptTensors[ReferenceStates] = KeptTensors(MOST_STATES)
 """Prepared states. The key contains the values of the tables, because callers may change the tables in place."""
 
 

@@ -19,6 +19,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.functorch import given_slices
 from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
+from nvalchemiops.torch.runtime.cache import KeptTensors
 from nvalchemiops.torch.runtime.context import eager, is_capturing, may_read, on_host
 
 # -- k-vectors as points ----------------------------------------------------------------------------
@@ -238,7 +239,7 @@ class _Batch(NamedTuple):
             return (longest <= lengths * (1.0 - strain)) & (next_one > lengths * (1.0 + strain))
 
 
-_batches: Kept[_Batch] = Kept(16)
+_batches: KeptTensors[_Batch] = KeptTensors(16)
 """By the lengths up to which k-vectors were chosen: the latest cells of a run."""
 
 

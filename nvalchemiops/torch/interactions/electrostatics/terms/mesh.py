@@ -19,7 +19,6 @@ from nvalchemiops import notices
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.layout import layout
-from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
@@ -44,7 +43,7 @@ from nvalchemiops.torch.operators.lattice import (
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.operators.segments import totals
-from nvalchemiops.torch.runtime.cache import cached_by_value, cached_on_device
+from nvalchemiops.torch.runtime.cache import KeptTensors, cached_by_value, cached_on_device
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, values_of
 from nvalchemiops.torch.runtime.graphs import place_of
 
@@ -179,7 +178,7 @@ MOST_MESHES = 64
 Planes = tuple[tuple[int, int], tuple[int, int]]
 """First and end of the planes of the half mesh along its second and its third axis."""
 
-_meshes: Kept[tuple[tuple[int, int, int], torch.Tensor | None]] = Kept(MOST_MESHES)
+_meshes: KeptTensors[tuple[tuple[int, int, int], torch.Tensor | None]] = KeptTensors(MOST_MESHES)
 
 
 NOT_CHOSEN = 0
@@ -314,7 +313,7 @@ class MeshSum(NamedTuple):
             # the basis is a tensor, which on another stream may not be there yet
             others = target.accuracy, force.tobytes(), options, place_of(found.alpha.device)
             key = (found.sizes_known, values.tobytes(), *others)
-            if (kept := _meshes.get(key)) is not None:
+            if (kept := _meshes.find(key)) is not None:
                 return self._replace(mesh=kept[0], basis=kept[1])
         sizes, basis, notes = sizes_of_system(system), None, notices.count()
         if system.domain is None and self.precomputed.are_none:  # a domain is divided along the vectors of its cell
