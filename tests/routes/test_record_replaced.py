@@ -32,6 +32,20 @@ def test_tensors_that_others_take_the_place_of(if_changed):
     assert "Calls: 3 recorded, 3 replayed, 3 ordinary" in again.explain()
 
 
+def test_tensors_that_the_function_makes_and_keeps():
+    """Each of its calls makes another one, which is not in the place of one that it uses."""
+    made = []
+
+    def step(x):
+        made[:] = [torch.from_numpy(np.ones(2, dtype=np.float32))]
+        return x + made[0]
+
+    again = record(step)
+    for k in range(4):
+        assert torch.equal(again(x := torch.ones(2) + k), x + 1.0)
+    assert "Calls: 1 recorded, 2 replayed, 1 ordinary" in again.explain()
+
+
 def test_modules_in_training_and_not():
     """The module is the function, has it as a method, or is an argument of it."""
     model = torch.nn.Sequential(torch.nn.Dropout()).eval()

@@ -71,7 +71,7 @@ class _Fixed:
         self._before = None if is_present else self._bits.clone()
 
     def note_end(self) -> None:
-        """Note after the call whether anybody keeps the tensor."""
+        """Note after a call whether anybody keeps the tensor. A call that makes it lets go of the one before."""
         self._was_kept = self._tensor() is not None
 
     def is_gone(self) -> bool:
@@ -128,8 +128,10 @@ class _Recording:
         return first is not None and not all(map(torch.equal, map(_bits, moving), first))
 
     def note_check(self) -> None:
-        """Note that results of the plan have been compared with those of the function."""
+        """Note that results of the plan have been compared with those of the function, after a call of the function."""
         self._first = None
+        for fixed in self._fixed:
+            fixed.note_end()
 
 
 @dataclass(eq=False)
