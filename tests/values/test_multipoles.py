@@ -183,6 +183,7 @@ def test_no_slices():
     """Of vmap, as for a batch of data that is empty."""
     positions, cell = geometry()
     values = random_sources(5, seed=3) | {"cell": cell, "alpha": 0.8, "accuracy": 1e-4}
+    none = torch.zeros(3, 6, dtype=torch.int32)
 
     def potential(x):
         return electrostatic_potential(x, receiver_widths=[0.4], **values).gradient
@@ -190,6 +191,11 @@ def test_no_slices():
     for method in (ewald_summation, functools.partial(particle_mesh_ewald, spline_order=6)):
         of_slice = functools.partial(method, **values, **ALL)
         found = torch.func.vmap(of_slice)(positions[None][:0])
+        assert [x.shape for x in found] == [(0, *x.shape) for x in of_slice(positions)]
+        sizes = {"k_cutoff": 4.0} if method is ewald_summation else {"mesh_dimensions": (8, 8, 8)}
+        near = {"neighbor_list": none[:2, :0], "neighbor_ptr": none[0], "neighbor_shifts": none.mT[:0]}
+        of_cell = functools.partial(of_slice, positions, **near, **sizes)
+        found = torch.func.vmap(lambda cell, call=of_cell: call(cell=cell))(cell[None][:0])
         assert [x.shape for x in found] == [(0, *x.shape) for x in of_slice(positions)]
     assert torch.func.vmap(potential)(positions[None][:0]).shape == (0, 5, 1, 3)
 

@@ -179,7 +179,8 @@ def check_periodic_cells(cell: Any, positions: torch.Tensor, pbc: Any = None) ->
             "or `batch_idx`; in other compiled graphs virials and energies of several molecules also need cells, whose "
             "values do not matter: they say how many systems there are" * (pbc is not None)
         )
-    cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
+    cell = checks.check_lattice(cell, positions)
+    cell = cell if cell.ndim == 3 else cell.unsqueeze(0)
     if cell.shape[0] == 0:
         raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
     return cell

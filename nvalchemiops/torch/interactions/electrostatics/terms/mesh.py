@@ -423,7 +423,7 @@ def influence(
         value, derivative = mesh_influence(*tables, with_derivative, dtype == torch.float32)
         return Influence(value, derivative if with_derivative else None)
     xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, planes, order, alpha.device)
-    m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
+    m = lattice.metric.flatten(1)[..., None, None, None].unbind(1)
     # k² as a sum of functions of two indices
     k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
     origin = k2 == 0.0
