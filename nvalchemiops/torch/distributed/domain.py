@@ -317,10 +317,9 @@ class Domain(Owners):
                 agreement.same[f"`{name}`"] = of_atoms(value)
             agreement.note_cell(self._reference, cell)
             if not agreement.is_deferred:
-                agreement.largest[0] = max(known.moved(positions, cell) for known in self._references())
+                agreement.note_moved(self._reference, positions, cell)
         if self._ledger is not None and agreement.is_deferred:
-            moved = torch.stack([known.moved_on_device(positions, cell) for known in self._references()]).amax()
-            is_far = self._ledger.must_divide(moved)
+            is_far = self._ledger.must_divide(self._reference.moved_on_device(positions, cell))
         else:
             is_far = not 2.0 * agreement.largest[0] <= self.skin
         if not is_far:
@@ -365,21 +364,22 @@ class Domain(Owners):
         return self.kept["units", length]
 
     def _of_lattice(self) -> "Domain":
-        """The same division for lattice sums, in which slabs are periodic along their open axis, too."""
+        """The same division for lattice sums, in which slabs are periodic along their open axis, too.
+
+        From the first such sum on, the vector along this axis counts when atoms are looked at that have moved. That
+        suits pairs without images, too: for them, any strain of the other vectors will do (`taken_by_strain`).
+        """
         if self._is_periodic or not self._frames.pbc.all():
             return self
         if "lattice" not in self.kept:
-            other, known = copy.copy(self), self._reference
+            other = copy.copy(self)
             with torch.inference_mode(False), outside_of_transforms(), unrecorded():
                 other.pbc = torch.ones_like(self.pbc)
-                other._reference = Reference(known.positions, self.cell, other.pbc, self.batch_idx, self.reach)
-            other._is_periodic, other.kept, other._agreement = True, {}, None
+                first = self._reference.positions
+                self._reference = Reference(first, self.cell, other.pbc, self.batch_idx, self.reach)
+            other._is_periodic, other._reference, other.kept, other._agreement = True, self._reference, {}, None
             self.kept["lattice"] = other
         return self.kept["lattice"]
-
-    def _references(self) -> list[Reference]:
-        """That of this domain and, once there were lattice sums of slabs, the one for them."""
-        return [self._reference, *([self.kept["lattice"]._reference] if "lattice" in self.kept else ())]
 
     # -- arguments of calls -----------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class Domain(Owners):
             Infinite if a position is NaN.
         """
         with Agreement(self.group, self.device) as agreement:
-            agreement.largest[0] = max(known.moved(positions, cell) for known in self._references())
+            agreement.note_moved(self._reference, positions, cell)
         return agreement.largest[0]
 
     def neighbors(self, positions: torch.Tensor, cutoff: float, cell: torch.Tensor | None = None) -> Rows:

@@ -78,7 +78,7 @@ def in_graph(asked: EwaldSum) -> EwaldSum:
 
 @compiled.whole(EwaldSum.shapes, EwaldSum.along)
 def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
-    asked = asked._replace(atoms=shares.of_lattice(asked.atoms))
+    asked = shares.of_lattice(asked)
     if asked.atoms.pbc is not None:
         # slabs without a wait for a GPU, where `Electrostatics` has waited if needed
         is_open = open_systems(asked.atoms, wait=asked.options.slab_correction is not True)

@@ -226,7 +226,7 @@ def _chooses(asked: EwaldSum) -> bool:
 @compiled.whole(_shapes)
 def _of_systems(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
     """The potentials in any systems."""
-    asked = asked._replace(atoms=shares.of_lattice(asked.atoms))
+    asked = shares.of_lattice(asked)
     is_open = None if asked.atoms.domain is not None else open_systems(asked.atoms)
     if is_open is None:
         return _of_one_kind(asked, seen)

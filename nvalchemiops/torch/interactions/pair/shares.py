@@ -103,12 +103,12 @@ def check_atoms(domain: Domain | None, atoms: System) -> None:
         domain._check(atoms)
 
 
-def of_lattice(atoms: System) -> System:
-    """The atoms for a lattice sum; those of a slab with its ``pbc``, and a domain that is periodic along all axes."""
-    domain: Any = atoms.domain
+def of_lattice(asked: Any) -> Any:
+    """The lattice sum; that of a slab with its ``pbc``, and a domain that is periodic along all axes."""
+    atoms, domain = asked.atoms, asked.atoms.domain
     if not isinstance(domain, Domain) or (lattice := domain._of_lattice()) is domain:
-        return atoms
-    return atoms._replace(domain=lattice, pbc=domain.pbc if atoms.pbc is None else atoms.pbc)
+        return asked
+    return asked._replace(atoms=atoms._replace(domain=lattice, pbc=domain.pbc if atoms.pbc is None else atoms.pbc))
 
 
 def must_be_near(domain: Domain | None, positions: torch.Tensor, cell: torch.Tensor | None) -> None:
