@@ -193,9 +193,13 @@ class _Share(System):
             raise ValueError("`cutoff` is needed on several ranks")
         if pbc is None or pbc == periodicity(self.atoms.pbc):
             return {"domain": self.domain}
-        if pbc != (True, True, True):
-            raise ValueError("`pbc`: on several ranks all terms have the periodicity of the atoms")
-        return {"domain": self.domain._of_lattice()}
+        lattice = self.domain._of_lattice()
+        if not lattice._is_periodic or not all(pbc):
+            raise ValueError(
+                "`pbc`: on several ranks all terms have the periodicity of the atoms, or all axes of a slab, whose "
+                "cell then needs a volume"
+            )
+        return {"domain": lattice}
 
     def pairs(self, cutoff: float | None) -> NoReturn:
         raise ValueError("`charges`: a function of the geometry is for one process")

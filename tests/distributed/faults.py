@@ -228,6 +228,10 @@ def failures_of_a_calculator_on_ranks(group: Any) -> None:
 @case(2)
 def terms_that_ranks_cannot_share_are_named(group: Any) -> None:
     """In each calculation, after which the next one is right, also of a slab."""
+
+    def of_all_axes(system: Any) -> Any:
+        return system.neighbors(3.0, (True, True, True))
+
     crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6, cubic=True)
     repulsion = Pair("lennard_jones", sigma=2.5, epsilon=0.1, cutoff=3.0)
     pme = Electrostatics("pme", CHARGES, accuracy=1e-3)
@@ -235,12 +239,13 @@ def terms_that_ranks_cannot_share_are_named(group: Any) -> None:
         ((repulsion, Electrostatics("dsf", len, cutoff=3.0, alpha=0.2)), "`charges`: a function"),
         ((Electrostatics("pme", len, accuracy=1e-3), repulsion), "`charges`: a function"),
         ((Pair("lennard_jones", sigma=2.5, epsilon=0.1, cutoff=None), pme), "`cutoff` is needed"),
+        ((repulsion, mock.Mock(reach=lambda atoms: 3.0, evaluate=of_all_axes)), "or all axes of a slab"),
     )
     for terms, text in refused:
 
         def main(calculator: Any, text: str = text) -> None:
             atoms = crystal.copy()
-            atoms.calc = calculator
+            atoms.pbc[1:], atoms.calc = "slab" not in text, calculator
             for _ in range(2):
                 with pytest.raises(ValueError, match=text):
                     atoms.get_forces()
