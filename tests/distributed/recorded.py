@@ -270,16 +270,21 @@ def what_ranks_find_in_replays_is_told(group: Any) -> None:
 
 @case(2)
 def dynamics_with_a_recorded_model(group: Any) -> None:
-    """The trajectory has the same bits; each division of the atoms is recorded, and replayed while it lasts."""
-    atoms, model = Atoms(n=4), SumOfTerms(partial(lennard_jones(CUTOFF), sigma=1.4, epsilon=0.1))
-    found, domains, step = [], set(), record(model)
-    for way in (model, step):
+    """The trajectory has the same bits; each division of the atoms is recorded, and replayed while it lasts.
+
+    Excluded pairs are distributed again in the first call with a new division.
+    """
+    atoms, pairs = Atoms(n=4), torch.arange(64).reshape(2, 32)
+    found, domains = [], set()
+    for is_recorded in (False, True):
         whole = System(atoms.positions, cell=atoms.cell, numbers=atoms.numbers)
         system = divide(whole, cutoff=CUTOFF, skin=SKIN, group=group, check="later")
         assert system.domain is not None
-        velocities = atoms.vectors[system.domain.global_index]
-        hooks = [lambda state: domains.add(state.system.domain)] if way is step else []
-        run = simulate(system, way, nve(0.004), steps=60, velocities=velocities, hooks=hooks)
+        velocities, excluded = atoms.vectors[system.domain.global_index], system.domain.distribute_pairs(pairs)
+        model = SumOfTerms(partial(lennard_jones(CUTOFF), sigma=1.4, epsilon=0.1, exclusions=excluded))
+        step = record(model)
+        hooks = [lambda state: domains.add(state.system.domain)] if is_recorded else []
+        run = simulate(system, step if is_recorded else model, nve(0.004), steps=60, velocities=velocities, hooks=hooks)
         found.append(run.state.system.positions)
     assert torch.equal(*found)
     assert step._counts["recorded"] == len(domains) > 1, (step.explain(), len(domains))

@@ -14,6 +14,7 @@ from nvalchemiops.torch.distributed.agreement import Agreement, kind_of
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.distributed.exchange import Exchange
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.runtime.acts import unrecorded
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -88,7 +89,8 @@ class OwnedPairs:
         if self._first_held is not domain._first_held:
             raise ValueError("the pairs belong to a `domain` of other atoms, whose numbers differ")
         if self not in domain.kept:
-            domain.kept[self] = owned_pairs(domain, self.pairs, self.factors)
+            with unrecorded():
+                domain.kept[self] = owned_pairs(domain, self.pairs, self.factors)
         return domain.kept[self]
 
 
