@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError, divide
+from nvalchemiops.torch.dynamics import nve, relax, simulate
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
     LongRangePotential,
@@ -305,7 +306,10 @@ def mistakes_of_one_rank_are_errors_on_all(group: Any) -> None:
     def wrong(right: Any, value: Any) -> Any:
         return value if there else right
 
+    system_here = System(own["open"], domain=domains["open"])
     mistakes: dict[str, list[Callable[[], Any]]] = {
+        "`steps` must not be negative": [lambda: simulate(system_here, len, nve(1.0), wrong(1, -1))],
+        "`max_steps` must not be negative": [lambda: relax(system_here, len, max_steps=wrong(1, -1))],
         "`skin` must be non-negative": [lambda: Domain(x, cutoff=3.0, skin=wrong(0.0, -1.0), group=group)],
         "`batch_idx` must hold": [
             lambda: Domain(x, batch_idx=of - int(there), cutoff=3.0, group=group),

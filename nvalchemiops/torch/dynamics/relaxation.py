@@ -193,33 +193,33 @@ def relax(
     >>> bool(result.converged)
     True
     """
-    kinds: tuple[type[Optimizer], ...] = tuple(OPTIMIZERS.values())
-    if isinstance(optimizer, str):
-        optimizer = OPTIMIZERS[checks.as_choice("optimizer", optimizer, OPTIMIZERS)]()
-    elif isinstance(optimizer, type) and optimizer in kinds:  # a class, as ASE takes it
-        optimizer = kinds[kinds.index(optimizer)]()
-    elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
-        raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
-    check_model(model)
-    hooks, fmax = checks.as_hooks(hooks), checks.check_not_negative("fmax", fmax)
-    if smax is not None:
-        smax = checks.check_not_negative("smax", smax)
-        if cell is False:
-            raise ValueError("`smax` is for cells that relax: see `cell`")
-    max_steps = checks.check_count("max_steps", max_steps)
-    if compact_every is not None and checks.check_count("compact_every", compact_every) == 0:
-        raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
-    if holds_atoms(model):
-        compact_every = None
-    cell = CellFilter.of(cell) if isinstance(cell, str) else cell
     saved = system if isinstance(system, RelaxationState) else None
     given = system.system if isinstance(system, RelaxationState) else system
     domain = given.domain if isinstance(given, System) else None
-    if isinstance(given, System):
-        _check_transforms(given, cell)
-    name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
-    arguments = {"optimizer": name, "fmax": fmax, "smax": smax, "cell": described(cell)}
     with together(domain, now=True):
+        kinds: tuple[type[Optimizer], ...] = tuple(OPTIMIZERS.values())
+        if isinstance(optimizer, str):
+            optimizer = OPTIMIZERS[checks.as_choice("optimizer", optimizer, OPTIMIZERS)]()
+        elif isinstance(optimizer, type) and optimizer in kinds:  # a class, as ASE takes it
+            optimizer = kinds[kinds.index(optimizer)]()
+        elif isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("start", "step", "form")):
+            raise TypeError(f"`optimizer` must be a name or an Optimizer, got {optimizer!r}")
+        check_model(model)
+        hooks, fmax = checks.as_hooks(hooks), checks.check_not_negative("fmax", fmax)
+        if smax is not None:
+            smax = checks.check_not_negative("smax", smax)
+            if cell is False:
+                raise ValueError("`smax` is for cells that relax: see `cell`")
+        max_steps = checks.check_count("max_steps", max_steps)
+        if compact_every is not None and checks.check_count("compact_every", compact_every) == 0:
+            raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
+        if holds_atoms(model):
+            compact_every = None
+        cell = CellFilter.of(cell) if isinstance(cell, str) else cell
+        if isinstance(given, System):
+            _check_transforms(given, cell)
+        name = repr(optimizer) if is_dataclass(optimizer) else type(optimizer).__name__
+        arguments = {"optimizer": name, "fmax": fmax, "smax": smax, "cell": described(cell)}
         must_be_same(domain, **arguments, max_steps=max_steps, compact_every=compact_every)
         if saved is not None:
             if fixed is not None:

@@ -159,32 +159,38 @@ def simulate(
     """
     if not isinstance(start, System | State):
         raise TypeError(f"`start` must be a System or a State, got {checks.kind_of('start', start)}")
-    parts = ("start", "resume", "step", "parameters", "constraints", "per_atom")  # also of what wraps an integrator
-    if isinstance(integrator, type) or not all(hasattr(integrator, name) for name in parts):
-        raise TypeError(f"`integrator` must be an Integrator, such as nve(dt), got {integrator!r}")
-    check_model(model)
-    steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
-    trajectory_every = every if trajectory_every is None else trajectory_every
-    appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_hooks(hooks)
-    lost: set[str] = set()
-    hooked = functools.partial(_hooked, integrator, model, lost)
-    hooks = [functools.partial(hooked, hook) for hook in hooks]
-    writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends, integrator)
-    measures = _measures(record, integrator)
-    measured: Any = functools.partial(_measured, measures)
-    if checkpoint_every is not None:
-        checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
-    if gradients is None:
-        gradients = checkpoint_every is not None or _keeps_graph(start, integrator, options)
-    gradients = checks.check_flag("gradients", gradients)
-    if torch.is_inference_mode_enabled():
-        gradients = False  # there is no graph, and what looks as if it had one cannot be saved for one
-    if not gradients or (DERIVATIVES_KNOWN and derivative_asked()):
-        checkpoint_every = None  # transforms of torch keep a graph of their own, and forward mode needs none
-    parameters: Parameters | None = None
-    if gradients and checkpoint_every is not None:
-        parameters = Parameters()
-        measured, hooks = parameters.watched(measured), [parameters.watched(hook) for hook in hooks]
+    domain = (start.system if isinstance(start, State) else start).domain
+    with together(domain, now=True) as agreement:
+        parts = ("start", "resume", "step", "parameters", "constraints", "per_atom")  # also of what wraps an integrator
+        if isinstance(integrator, type) or not all(hasattr(integrator, name) for name in parts):
+            raise TypeError(f"`integrator` must be an Integrator, such as nve(dt), got {integrator!r}")
+        check_model(model)
+        steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
+        trajectory_every = every if trajectory_every is None else trajectory_every
+        appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_hooks(hooks)
+        lost: set[str] = set()
+        hooked = functools.partial(_hooked, integrator, model, lost)
+        hooks = [functools.partial(hooked, hook) for hook in hooks]
+        writer = _Writer(trajectory, checks.check_count("trajectory_every", trajectory_every, 1), appends, integrator)
+        measures = _measures(record, integrator)
+        measured: Any = functools.partial(_measured, measures)
+        if checkpoint_every is not None:
+            checkpoint_every = checks.check_count("checkpoint_every", checkpoint_every, 1)
+        if gradients is None:
+            gradients = checkpoint_every is not None or _keeps_graph(start, integrator, options)
+        gradients = checks.check_flag("gradients", gradients)
+        if torch.is_inference_mode_enabled():
+            gradients = False  # there is no graph, and what looks as if it had one cannot be saved for one
+        if not gradients or (DERIVATIVES_KNOWN and derivative_asked()):
+            checkpoint_every = None  # transforms of torch keep a graph of their own, and forward mode needs none
+        parameters: Parameters | None = None
+        if gradients and checkpoint_every is not None:
+            parameters = Parameters()
+            measured, hooks = parameters.watched(measured), [parameters.watched(hook) for hook in hooks]
+        must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
+        must_be_same(domain, checkpoint_every=checkpoint_every, gradients=gradients, record=list(measures))
+        if domain is not None:
+            agreement.largest[1] = len(hooks)
     kept: list[dict[str, torch.Tensor]] = []
     survivors: Survivors | None = None
     done = -1
@@ -209,12 +215,6 @@ def simulate(
             after(state, n + 1)
         return state, found
 
-    domain = (start.system if isinstance(start, State) else start).domain
-    with together(domain, now=True) as agreement:
-        must_be_same(domain, steps=steps, every=every, trajectory_every=writer.every, has_trajectory=bool(writer.paths))
-        must_be_same(domain, checkpoint_every=checkpoint_every, gradients=gradients, record=list(measures))
-        if domain is not None:
-            agreement.largest[1] = len(hooks)
     if domain is not None and integrator.constraints is not None:  # of which each takes part in a message
         hooks += [functools.partial(hooked, lambda _: None)] * (int(agreement.largest[1]) - len(hooks))
     shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
