@@ -263,7 +263,7 @@ def what_ranks_find_in_replays_is_told(group: Any) -> None:
             divided.domain.settle()
     divided = Divided(group)
     step = record(Divided(group, "each").pme)
-    with pytest.raises(RecordingError, match=r'ranks compare arguments before the call goes on.*check="later"'):
+    with pytest.raises(RecordingError, match=r'ranks compare arguments .* check="later", outside of the function'):
         step(divided.x)
     assert "not recorded: ranks compare" in step.explain()
 

@@ -80,7 +80,10 @@ class Agreement:
         if self._messages.left:
             end_recording(FOR_NOW + "ranks agree after an error")
         elif not self.is_deferred:
-            end_recording('ranks compare arguments before the call goes on: make the `domain` with check="later"')
+            end_recording(
+                'ranks compare arguments before the call goes on: make the `domain` with check="later", outside of the '
+                "function, as new domains, pairs that are distributed, and `displacement`"
+            )
         act(functools.partial(self._messages.begin_call, _place()))
         return self
 
