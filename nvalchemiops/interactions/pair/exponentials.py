@@ -210,20 +210,6 @@ def with_shared_exponential(expression: Any) -> Any:
     import sympy
 
     erfc_from, erf_from = sympy.Function("erfc_from"), sympy.Function("erf_from")
-
-    def without_difference(total: Any) -> Any:
-        """``erfc(a - r)`` for ``2 - erfc(r - a)``, which sympy makes of it: no digits are left of small ones."""
-        number, terms = total.as_coeff_Add()[0], []
-        for term in total.args:
-            n, x = term.as_coeff_Mul()
-            if isinstance(x, sympy.erfc) and n < 0 and number + 2 * n >= 0:
-                number += 2 * n
-                terms.append(-n * erfc_from(-x.args[0], sympy.exp(-(x.args[0] ** 2))))
-            elif not term.is_Number:
-                terms.append(term)
-        return sympy.Add(number, *terms)
-
-    expression = expression.replace(lambda e: e.is_Add and e.has(sympy.erfc), without_difference)
     expression = expression.replace(sympy.erfc, lambda x: erfc_from(x, sympy.exp(-(x**2))))
     return expression.replace(sympy.erf, lambda x: erf_from(x, sympy.exp(-(x**2))))
 

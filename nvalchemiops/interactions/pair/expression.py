@@ -567,6 +567,19 @@ def _own_functions() -> tuple[Any, Any, Any, Any]:
     return Step, Select, LowerGamma, Largest
 
 
+@functools.cache
+def _erfc() -> Any:
+    """As in sympy, but for ``erfc(a - r)``, of which that makes ``2 - erfc(r - a)``, without digits where small."""
+    import sympy
+
+    class erfc(sympy.erfc):  # type: ignore[misc]
+        @classmethod
+        def eval(cls, x: Any) -> Any:
+            return None if x.could_extract_minus_sign() else super().eval(x)
+
+    return erfc
+
+
 def _absolute(x: Any) -> Any:
     return x * (2 * Step(x) - 1)
 
@@ -587,6 +600,7 @@ _ELEMENTARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan"
 
 FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     **{name: (1, _sympy(name)) for name in _ELEMENTARY},
+    "erfc": (1, lambda x: _erfc()(x)),
     "abs": (1, _absolute),
     "min": (2, lambda a, b: Select(Step(b - a), a, b)),
     "max": (2, lambda a, b: Select(Step(a - b), a, b)),
