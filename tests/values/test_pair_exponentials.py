@@ -106,6 +106,12 @@ SUMS_OF_EXPONENTIALS = {
     "log(erfc(x) + exp(-r^2))": lambda x: torch.logaddexp(
         torch.log(scaled(x)) - x.clamp(min=0.0) ** 2, -((0.5 * x + 5.0) ** 2)
     ),
+    "1/(1 + (2 + exp(r))^2)": lambda x: (
+        torch.exp(-x - 10.0) / (torch.exp(-x - 10.0) + (2.0 * torch.exp(-0.5 * x - 5.0) + 1.0) ** 2)
+    ),
+    "log(2 + (exp(x/3) + 4*exp(x))^2)": lambda x: torch.logaddexp(
+        2.0 * torch.logaddexp(x / 3.0, x + np.log(4.0)), torch.full_like(x, np.log(2.0))
+    ),
     "step(6 - r)*sinh(x)": lambda x: torch.sinh(x.clamp(max=2.0)) * (x < 2.0),
 }
 

@@ -1,5 +1,6 @@
 """Rewriting of formulas whose exponentials are out of range where the formula is not."""
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -89,20 +90,22 @@ def in_range(expression: Any) -> Any:
         return found
 
     def taken_out(x: Any) -> tuple[Any, Any]:
-        """A factor in range, and the exponent by which it is ``x``: zero but for hyperbolic functions and erfc.
+        """A factor in range, and the exponent by which it is ``x``: zero but for sums, hyperbolic functions and erfc.
 
         ``erfc(y)`` is ``exp(-y^2) erfcx(y)``, for y < 0 itself.
         """
         if x.is_Mul:
             return parts_of(x)
+        if x.is_Add:
+            return scaled(x)
         if x.func not in (sympy.sinh, sympy.cosh, erfc_from) or not grows(x.args[0].expand()):
             return x, sympy.S.Zero
         y = x.args[0]
         if x.func == erfc_from:
-            falls, scaled = Step(y), scaled_erfc(y)
+            falls, factor = Step(y), scaled_erfc(y)
             if y.is_nonnegative:
-                return scaled, -(y**2)
-            return Select(falls, scaled, x), -Select(falls, y**2, sympy.S.Zero)
+                return factor, -(y**2)
+            return Select(falls, factor, x), -Select(falls, y**2, sympy.S.Zero)
         size = (
             y if y.is_nonnegative else -y if y.is_nonpositive else Largest(*sorted((y, -y), key=sympy.default_sort_key))
         )
@@ -110,7 +113,7 @@ def in_range(expression: Any) -> Any:
         return half if x.func == sympy.cosh else sympy.tanh(y) * half, size  # tanh has all digits near zero
 
     def parts_of(product: Any) -> tuple[Any, Any]:
-        """A product without exponentials, of hyperbolic functions neither, and the exponent of what is missing."""
+        """A product without exponentials, in its factors neither, and the exponent of what is missing."""
         found, outer = split(product)
         rest = sympy.S.One
         for base, e in (f.as_base_exp() for f in sympy.Mul.make_args(found)):
@@ -118,6 +121,7 @@ def in_range(expression: Any) -> Any:
             rest, outer = rest * smaller**e, outer + e * exponent
         return rest, outer
 
+    @functools.cache
     def terms_of(x: Any) -> list[tuple[Any, Any]]:
         """The `parts_of` the terms of a sum."""
         return [parts_of(term) for term in x.args] if x.is_Add else []
@@ -134,22 +138,14 @@ def in_range(expression: Any) -> Any:
 
     def scaled(x: Any) -> tuple[Any, Any]:
         """A sum with exponentials, of which the largest is taken out where it is large, and the exponent of that."""
-        exponents = exponents_of(x) if x.is_Add else []
+        exponents = exponents_of(x)
         if not exponents:
-            return taken_out(x)
+            return x, sympy.S.Zero
         largest = exponents[0] if len(exponents) == 1 else Largest(*exponents)
         size = Largest(largest, -largest) if falls_off(y for _, y in terms_of(x)) else largest
         is_large = Step(size - LARGE_EXPONENT)
         divided = sympy.Add(*(times(rest, y - largest) for rest, y in terms_of(x)))
         return Select(is_large, divided, x), Select(is_large, largest, sympy.S.Zero)
-
-    def with_scaled_factors(rest: Any, outer: Any) -> tuple[Any, Any]:
-        """A product whose factors are `scaled`, and the sum of exponents."""
-        found = sympy.S.One
-        for base, e in (f.as_base_exp() for f in sympy.Mul.make_args(rest)):
-            smaller, exponent = scaled(base) if e.is_number else (base, sympy.S.Zero)
-            found, outer = found * smaller**e, outer + e * exponent
-        return found, outer
 
     def directions(x: Any) -> set[int]:
         """Signs that an exponent may have where it is large: 1, -1 or both."""
@@ -165,6 +161,8 @@ def in_range(expression: Any) -> Any:
         there, here = (z.expand().as_coefficients_dict() for z in (x, y))
         if directions(x) in ({1}, {-1}) and directions(x) == directions(y):
             return True  # such as r and r^2
+        if any(type(e).__name__ == "Select" for e in (y, *y.args)):  # of a sum in a sum
+            return bool(directions(x) & directions(y))
         return any(there[term] * number > 0 for term, number in here.items() if term.has(*lengths))
 
     def with_scaled_sums(product: Any) -> Any:
@@ -180,7 +178,7 @@ def in_range(expression: Any) -> Any:
             above, below = ([x for found, sign in exponents if sign == s for x in found] for s in (1, -1))
             if not any(grow_together(x, y) for x in above for y in (*below, -outer)):
                 return product
-        return times(*with_scaled_factors(rest, outer))
+        return times(*parts_of(product))
 
     def without_infinities(product: Any) -> Any:
         rest, outer = split(product)
@@ -197,7 +195,7 @@ def in_range(expression: Any) -> Any:
         return product
 
     def logarithm(x: Any) -> Any:
-        smaller, exponent = with_scaled_factors(*split(x))
+        smaller, exponent = parts_of(x)
         return sympy.log(smaller) + exponent
 
     if not expression.has(sympy.exp, sympy.sinh, sympy.cosh):
