@@ -572,7 +572,7 @@ def _erfc() -> Any:
     """As in sympy, but for ``erfc(a - r)``, of which that makes ``2 - erfc(r - a)``, without digits where small."""
     import sympy
 
-    class erfc(sympy.erfc):  # type: ignore[misc]
+    class erfc(sympy.erfc):
         @classmethod
         def eval(cls, x: Any) -> Any:
             return None if x.could_extract_minus_sign() else super().eval(x)
