@@ -141,6 +141,7 @@ def test_exponentials_that_are_always_finite_are_left_as_they_are():
         "erfc(a*r)*exp(-a^2*r^2)",
         "step(3 - r)*erfc(a*r)/r",
         "step(3 - r)*erfc(r/select(step(3 - r), 2 + a^2, 1))",
+        "log(4 + (a*exp(-r) + exp(-r^2))^2)",
     ]
     for text in [*texts, "log(a + exp(-r) + exp(-a^2*r))", "1/(a + exp(-r) + exp(-2*r))"]:
         for expression in derivatives(Request(Formula(text, (), ("a",)), (), "wrg")).values():

@@ -27,14 +27,16 @@ def in_range(expression: Any) -> Any:
         return any(grows(e) if base == sympy.E else base.has(*lengths) and e.is_positive for base, e in factors)
 
     def with_signs(x: Any) -> Any:
-        """``x`` with a symbol of known sign for what sympy does not know to be positive."""
+        """``x`` with a symbol of known sign for what sympy does not know the sign of."""
 
-        def is_positive(e: Any) -> bool:
+        def sign(e: Any) -> int:
             if type(e).__name__ == "Largest":
-                return any(a.is_nonnegative or -a in e.args for a in e.args)
-            return type(e).__name__ == "Select" and all(part.is_nonnegative for part in e.args[1:])
+                positive = any(a.is_nonnegative or -a in e.args for a in e.args)
+                return 1 if positive else -all(a.is_nonpositive for a in e.args)
+            parts = e.args[1:] if type(e).__name__ == "Select" else ()
+            return bool(parts) and all(a.is_nonnegative for a in parts) - all(a.is_nonpositive for a in parts)
 
-        return x.replace(is_positive, lambda e: sympy.Dummy(positive=True) * lengths[0])
+        return x.replace(sign, lambda e: sign(e) * sympy.Dummy(positive=True) * lengths[0])
 
     def may_be_infinite(x: Any) -> bool:
         """Whether this exponent grows, unlike that of ``exp(-a^2 r^2)``, which error functions have."""
