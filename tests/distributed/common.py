@@ -20,7 +20,7 @@ chosen = {"which": "some"}
 groups: dict[int, Any] = {}
 """The groups that all cases share, by size; each is made of the first ranks."""
 
-SPARE = 24
+SPARE = 32
 """Groups of each size beside the one that all cases share."""
 
 spare: dict[int, list[Any]] = {}
