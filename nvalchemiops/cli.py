@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     relax.add_argument(
         "--optimizer",
-        type=lambda name: name.lower().replace("-", ""),
+        type=lambda name: name.lower().replace("-", ""),  # `as_choice` imports NumPy, which takes time before --help
         choices=["fire", "fire2", "lbfgs"],
         default="fire",
         help="(fire)",

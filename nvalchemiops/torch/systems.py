@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def printed_in_short(named_tuple: Class) -> Class:
     """Let a class of named tuples print on one line what is given: of tensors the dtype and shape, not the values."""
-    named_tuple.__repr__ = _in_short  # type: ignore[assignment]
+    named_tuple.__repr__ = _in_short  # type: ignore[assignment]  # mypy expects a method, with a self of this class
     return named_tuple
 
 

@@ -214,10 +214,11 @@ def what_all_ranks_have_is_divided(group: Any) -> None:
     assert_equal(own.domain.weights, weights[own.domain.global_index] / len(weights), "weights", 1e-5)
 
     other = whole._replace(positions=leaves[0].detach() + 0.1 * rank)
+    missing_on_others: Any = None if rank else whole
     for call, words in (
         (lambda: divide(other, cutoff=3.0, group=group), "`positions` must be the same on all ranks"),
         (lambda: divide(own, cutoff=3.0, group=group), "have a `domain` already"),
-        (lambda: divide(None if rank else whole, cutoff=3.0, group=group), "`atoms` must be a System"),  # type: ignore[type-var]
+        (lambda: divide(missing_on_others, cutoff=3.0, group=group), "`atoms` must be a System"),
         (lambda: divide(whole, cutoff=-3.0, group=group), "`cutoff` must be positive"),
         (lambda: divide(whole, cutoff=3.0, group=group, check="soon"), "`check`"),
         (lambda: divide(whole, cutoff=3.0, group=group, grid=(size, size, 1)), "`grid`"),
