@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nvalchemiops.notices import AccuracyWarning
+from nvalchemiops.torch import record
 from nvalchemiops.torch.interactions.electrostatics import (
     electrostatic_potential,
     estimate_multipole_ewald_parameters,
@@ -395,6 +396,10 @@ def test_lists_below_the_cutoff_of_the_estimate_warn(function):
     with pytest.warns(AccuracyWarning, match="list that is shorter than `real_space_cutoff`.* must reach 9.5"):
         short = function(x, packed, cell, *near(x, cell, 4.0), **given)
     assert abs(short.sum() / exact - 1.0) > 2e-4
+    listed = near(x, cell, 4.0)
+    recorded = record(lambda x: function(x, packed, cell, *listed, **given | {"accuracy": torch.tensor(1e-6)}))
+    with pytest.warns(AccuracyWarning, match="must reach 9.5"):
+        assert torch.equal(recorded(x), short)
     with warnings.catch_warnings(action="error"):
         close_to_largest([function(x, packed, cell, *near(x, cell, 9.6), **given).sum()], [exact], 1e-4)
         function(x, packed, cell, *near(x, cell, 4.0), **given, alpha=1.0)

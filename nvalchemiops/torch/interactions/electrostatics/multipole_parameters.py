@@ -146,7 +146,7 @@ def warn_of_short_list(
 ) -> None:
     """Warn if a list ends below ``needed`` (n_systems,), the cutoff for alpha of an estimate; None for a given alpha.
 
-    The list must have been checked. Nothing is said where values cannot be read.
+    The list must have been checked. Nothing is said where values cannot be read, nor in replays of a recorded call.
     """
     positions, cell = place["positions"].detach(), place["cell"].detach().reshape(-1, 3, 3)
     batch_idx = place["batch_idx"]
@@ -156,7 +156,7 @@ def warn_of_short_list(
         return
     if batch_idx is None:
         batch_idx = torch.zeros(positions.shape[0], dtype=torch.int32, device=positions.device)
-    cutoffs = on_host(needed)
+    cutoffs, accuracy = on_host(needed), float(accuracy)
 
     def farthest(rows: Rows | None) -> np.ndarray:
         """The largest distance below the needed cutoff, for each system."""
@@ -168,10 +168,10 @@ def warn_of_short_list(
         return found
 
     reach = farthest(rows_of(GivenNeighbors(*near.values()), positions, periodic=True))
-    errors = float(accuracy) ** np.square(reach / cutoffs)
+    errors = accuracy ** np.square(reach / cutoffs)
     if (errors > 10.0 * accuracy).any():
         # a small molecule may have no more pairs
         there_is = farthest(build_rows(positions, float(cutoffs.max()), cell, batch_idx))
         errors = np.where(there_is > (1.0 + 1e-6) * reach, errors, 0.0)
         of = "a list that is shorter than `real_space_cutoff` of the estimate"
-        warn_of_errors(float(accuracy), errors, of, f"it must reach {cutoffs.max():.4g}", least=10.0)
+        warn_of_errors(accuracy, errors, of, f"it must reach {cutoffs.max():.4g}", least=10.0)

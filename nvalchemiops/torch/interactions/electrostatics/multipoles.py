@@ -30,6 +30,7 @@ from nvalchemiops.torch.interactions.electrostatics.multipole_parameters import 
     warn_of_short_list,
 )
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
+from nvalchemiops.torch.runtime.acts import unrecorded
 from nvalchemiops.torch.runtime.context import may_read
 
 # -- packed moments --------------------------------------------------------------------------------
@@ -335,7 +336,8 @@ def multipole_ewald_summation(
         widths=width,
         half_list=half_neighbor_list,
     )
-    warn_of_short_list(place, near, needed, accuracy)
+    with unrecorded():
+        warn_of_short_list(place, near, needed, accuracy)
     return energies
 
 
@@ -401,7 +403,8 @@ def multipole_particle_mesh_ewald(
         spline_order=spline_order,
         widths=width,
     )
-    warn_of_short_list(place, near, needed, accuracy)
+    with unrecorded():
+        warn_of_short_list(place, near, needed, accuracy)
     return energies
 
 
