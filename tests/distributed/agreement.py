@@ -310,6 +310,10 @@ def mistakes_of_one_rank_are_errors_on_all(group: Any) -> None:
     mistakes: dict[str, list[Callable[[], Any]]] = {
         "`steps` must not be negative": [lambda: simulate(system_here, len, nve(1.0), wrong(1, -1))],
         "`max_steps` must not be negative": [lambda: relax(system_here, len, max_steps=wrong(1, -1))],
+        "`progress` must be": [
+            lambda: simulate(system_here, len, nve(1.0), 1, progress=wrong(False, "no")),
+            lambda: relax(system_here, len, progress=wrong(False, "no")),
+        ],
         "`skin` must be non-negative": [lambda: Domain(x, cutoff=3.0, skin=wrong(0.0, -1.0), group=group)],
         "`batch_idx` must hold": [
             lambda: Domain(x, batch_idx=of - int(there), cutoff=3.0, group=group),

@@ -210,7 +210,7 @@ def relax(
             smax = checks.check_not_negative("smax", smax)
             if cell is False:
                 raise ValueError("`smax` is for cells that relax: see `cell`")
-        max_steps = checks.check_count("max_steps", max_steps)
+        max_steps, progress = checks.check_count("max_steps", max_steps), checks.check_flag("progress", progress)
         if compact_every is not None and checks.check_count("compact_every", compact_every) == 0:
             raise ValueError("`compact_every` must be positive, got 0; choose None to keep all systems in the batch")
         if holds_atoms(model):
@@ -238,7 +238,7 @@ def relax(
             raise RuntimeError("`state()` is for the hook that it was given to, before the next step")
         return batch.saved(arguments)._replace(evaluations=number + 1)
 
-    shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
+    shows = progress and (domain is None or domain.rank == 0)
     with whole_call(domain), progress_bar(n, "system", shows, "relax") as show:
         if saved is None:
             batch.start()

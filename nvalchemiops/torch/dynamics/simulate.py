@@ -168,6 +168,7 @@ def simulate(
         steps, every = checks.check_count("steps", steps), checks.check_count("every", every, 1)
         trajectory_every = every if trajectory_every is None else trajectory_every
         appends, hooks = checks.check_flag("append_trajectory", append_trajectory), checks.as_hooks(hooks)
+        progress = checks.check_flag("progress", progress)
         lost: set[str] = set()
         hooked = functools.partial(_hooked, integrator, model, lost)
         hooks = [functools.partial(hooked, hook) for hook in hooks]
@@ -217,7 +218,7 @@ def simulate(
 
     if domain is not None and integrator.constraints is not None:  # of which each takes part in a message
         hooks += [functools.partial(hooked, lambda _: None)] * (int(agreement.largest[1]) - len(hooks))
-    shows = checks.check_flag("progress", progress) and (domain is None or domain.rank == 0)
+    shows = progress and (domain is None or domain.rank == 0)
     grad = torch.enable_grad() if gradients else torch.no_grad()
     with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer, _needed(lost):
         if gradients:
