@@ -230,6 +230,18 @@ def test_memory_for_one_result_alone_says_what_it_says_in_torch(name):
         neighbors.neighbor_list(X, 3.0, CELL, PBC, **{name: memory.ravel()})
 
 
+@pytest.mark.parametrize("options", [{}, {"cutoff2": 2.0}])
+def test_the_width_of_memory_has_precedence_over_one_that_is_asked_for(options):
+    name = "neighbor_matrix1" if options else "neighbor_matrix"
+    options |= {"max_neighbors": 80}
+    memory = torch.zeros(20, 70, dtype=torch.int32)
+    expected = in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **{name: memory.clone()}, **options)
+    search = functools.partial(neighbors.neighbor_list, X, 3.0, CELL, PBC, **options)
+    memory = jnp.asarray(memory.numpy())
+    same(search(**{name: memory}), expected)
+    same(jax.jit(lambda memory: search(**{name: memory}))(memory), expected)
+
+
 @pytest.mark.parametrize("search", [neighbors.neighbor_list, neighbors.cell_list, neighbors.naive_neighbor_list])
 def test_room_grows_outside_of_jit_and_inside_counts_tell(search):
     exact = [torch.as_tensor(np.array(a)) for a in search(X, 3.0, CELL, PBC)]

@@ -129,11 +129,13 @@ def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
     found = dict(arguments)
     if "cutoff1" in found:
         found["cutoff"] = found.pop("cutoff1")
-    for suffix in ("", "1", "2"):
-        for name in ("neighbor_matrix", "neighbor_matrix_shifts"):
+    for name in ("neighbor_matrix_shifts", "neighbor_matrix"):  # the width of a matrix has precedence, as in torch
+        for suffix in ("", "1", "2"):
             before = found.get(f"{name}{suffix}")
             if before is not None:
-                found.setdefault(f"max_neighbors{suffix}", _columns(f"{name}{suffix}", before))
+                found[f"max_neighbors{suffix}"] = _columns(f"{name}{suffix}", before)
+    if "max_neighbors1" in found and "max_neighbors1" not in arguments and "max_neighbors" in found:
+        found.setdefault("max_neighbors2", found.pop("max_neighbors"))
     for kind in ("distances", "vectors"):
         memory = found.get(f"neighbor_{kind}")
         if memory is not None:
