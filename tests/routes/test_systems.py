@@ -149,8 +149,9 @@ def test_what_is_missing_is_named():
             with pytest.raises(TypeError, match=f"`{name}` is set when a {kind.__name__} is made"):
                 kind()(*given, **{name: 2})
     prepared = EwaldSummation(alpha=0.5, k_cutoff=3.0).prepare(SYSTEM.cell)
-    with pytest.raises(TypeError, match=r"`miller_indices` is set .* by `prepare`"):
-        prepared(SYSTEM, miller_indices=torch.ones(1, 3))
+    for name, value in (("miller_indices", torch.ones(1, 3)), ("k_cutoff", 5.0)):
+        with pytest.raises(TypeError, match=rf"`{name}` is set .* by `prepare`"):
+            prepared(SYSTEM, **{name: value})
     with pytest.raises(ValueError, match="`prepare` needs `alpha`"):
         ParticleMeshEwald().prepare(SYSTEM.cell)
 

@@ -328,7 +328,7 @@ class EwaldSummation(ConfiguredSum):
         if self._prepared is not None:
             assert self.k_cutoff is not None
             _unchanged("k_cutoff", self.k_cutoff, self._prepared.k_cutoff)
-            chosen = {"miller_indices": self._prepared}
+            chosen = {"k_cutoff": None, "miller_indices": self._prepared}
         return ewald_summation(positions, charges, cell, **self._with(options, alpha=self.alpha, **chosen))
 
 
