@@ -253,6 +253,21 @@ def test_what_follows_an_error_of_a_list_is_no_step():
         assert torch.equal(again(x, pairs), step(x, pairs))
 
 
+def test_what_follows_an_error_of_a_cell_is_no_step():
+    potential = lennard_jones(3.0)
+    pairs, shifts = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+
+    def step(x, cell):
+        with contextlib.suppress(ValueError):
+            return potential(x, cell, neighbor_list=pairs, neighbor_shifts=shifts, sigma=1.0, epsilon=1.0)
+        return -x
+
+    again, singular = record(step), torch.ones(3, 3)
+    for k, cell in enumerate((singular, 9.0 * torch.eye(3), 8.0 * torch.eye(3), singular, 9.0 * torch.eye(3))):
+        x = torch.eye(2, 3) + 0.1 * k
+        assert torch.equal(again(x, cell), step(x, cell))
+
+
 def test_calls_that_often_end_a_recording_are_not_recorded_each_time():
     again, found = record(of_factors), []
     for factor in (*[-1.0] * 8, *[1.0] * 9):

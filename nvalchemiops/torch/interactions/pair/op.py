@@ -28,8 +28,7 @@ from nvalchemiops.torch.interactions.pair.shares import with_ghosts
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, unused_slots
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems
-from nvalchemiops.torch.runtime.acts import end_recording
-from nvalchemiops.torch.runtime.recorder import FOR_NOW, current_recorder, read_fault
+from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
 INPUTS = {
     POSITIONS: "positions",
@@ -119,7 +118,6 @@ class RowKernel:
         launch(self.kernel, n_rows, self.pick(given), outputs, lanes=WARP)
         if fault is not None:
             if number := read_fault(fault):
-                end_recording(FOR_NOW + FAULTS[number])  # callers may catch the error
                 raise ValuesError(FAULTS[number])
             if is_lent:
                 _fault.give(fault)
