@@ -67,6 +67,17 @@ def test_results_come_in_one_order(name, asked, dtype):
     close(found[1:], [everything[option] for option in names], tolerance)
 
 
+@pytest.mark.parametrize("signs", [(1.0, 1.0, 1.0), (-1.0, 1.0, -1.0)])
+@pytest.mark.parametrize("order", [(1, 2, 0), (0, 2, 1)])
+def test_the_order_and_the_sense_of_the_lattice_vectors_have_no_effect(order, signs):
+    """A mesh of an even number n of points does not tell the frequencies n / 2 and -n / 2 apart."""
+    cell, mesh = torch.tensor(signs)[:, None] * CELL[:, order], [MESH[axis] for axis in order]
+    asked = {"alpha": 0.8, **NEAR, **ALL}
+    expected = particle_mesh_ewald(X, Q, CELL, mesh_dimensions=MESH, **asked)
+    asked["neighbor_shifts"] = torch.tensor(signs).int() * NEAR["neighbor_shifts"][:, order]
+    close(particle_mesh_ewald(X, Q, cell, mesh_dimensions=mesh, **asked), expected, 1e-12)
+
+
 @EACH_SUM
 def test_mixed_options_say_the_same(name):
     """Alpha as number or tensor, mesh as tuple, list, tensor or spacing."""

@@ -20,8 +20,10 @@ _INFLUENCE = """
     const auto frequency = [](int i, int n) { return static_cast<double>(i < (n + 1) / 2 ? i : i - n); };
     const double m_x = frequency(x, n_x), m_y = frequency(y, n_y);
     const double *const g = metric.data + 9LL * system;
-    const double of_row = (g[0] * m_x * m_x + 2.0 * g[1] * m_x * m_y) + g[4] * m_y * m_y;
-    const double along_z = 2.0 * (g[5] * m_y + g[2] * m_x);
+    // the mean over both signs of the frequency n / 2, which the mesh does not tell apart
+    const double s_x = 2 * x == n_x ? 0.0 : m_x, s_y = 2 * y == n_y ? 0.0 : m_y;
+    const double of_row = (g[0] * m_x * m_x + 2.0 * g[1] * s_x * s_y) + g[4] * m_y * m_y;
+    const double along_z = 2.0 * (g[5] * s_y + g[2] * s_x);
     const double v = volume.data[system], a = alpha.data[system], b_row = b_xy.data[row_of_system] / v;
     const double per_square = 0.25 / (a * a);
     @heights@
@@ -29,7 +31,8 @@ _INFLUENCE = """
     @lane@
     for (int k = lane; k < length; k += @step@) {
         const int z = k + first_z;
-        const double k2 = of_row + z * (along_z + @of_z@ * z), b = b_row * b_z.data[k];
+        const double s_z = 2 * z == n_z ? 0.0 : z;
+        const double k2 = of_row + (s_z * along_z + @of_z@ * z * z), b = b_row * b_z.data[k];
         double found, slope;
         if (k2 == 0.0) {
             found = @origin@;
@@ -69,7 +72,7 @@ _INFLUENCE = """
         }
         const double power = square * slope;
         sum_0 += power;
-        sum_1 += z * power;
+        sum_1 += s_z * power;
         sum_2 += z * (z * power);
     }
     if (powers.shape[0] == 0) return;

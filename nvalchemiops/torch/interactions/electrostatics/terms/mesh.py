@@ -498,27 +498,35 @@ def _axes_of(mesh: tuple[int, int, int], planes: Planes, order: int, device: tor
 def _axes(mesh: Sequence[int], planes: Planes, order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Functions of one or two frequencies of the half mesh, or of some of its planes, in float64.
 
+    A mesh of an even number n of points does not tell the frequencies n / 2 and -n / 2 apart: k² is its mean over both
+    signs, so that products of this frequency with that of another axis are zero. With one of the signs, sums would
+    depend on the order and the sense of the lattice vectors.
+
     Returned in this order: the products x x, 2 x y, y y, 2 y z, z z, 2 z x, of which k² is a sum with the metric as
     weights; ``1 / b²`` for x and y, and for z, both in shapes that broadcast to the half mesh; the multiplicity of each
     plane in a sum over the whole mesh; two matrices for sums of values on the mesh times ``n n^T``, where n are the
     three frequencies; the numbers of points; and an identity matrix. The first of the two matrices multiplies by powers
     of z, equally for real and imaginary parts. The second one combines them with x and y to the nine products.
     """
-    axes, deconvolution = [], []
+    axes, signed, deconvolution = [], [], []
     for axis, n in enumerate(mesh):
         shape = [-1 if a == axis else 1 for a in range(3)]
-        axes.append(mesh_frequencies(n, axis == 2, device).reshape(shape))
+        m = mesh_frequencies(n, axis == 2, device)
+        axes.append(m.reshape(shape))
+        signed.append(torch.where(2.0 * m.abs() == n, 0.0, m).reshape(shape))
         deconvolution.append(spline_transform(n, order, axis == 2, device).pow(-2).reshape(shape))
-    for t in (axes, deconvolution):
+    for t in (axes, signed, deconvolution):
         t[1], t[2] = t[1][:, slice(*planes[0])], t[2][..., slice(*planes[1])]
     x, y, z = axes
-    products = (x * x, 2.0 * x * y, y * y, 2.0 * y * z, z * z, 2.0 * z * x)
+    s_x, s_y, s_z = signed
+    products = (x * x, 2.0 * s_x * s_y, y * y, 2.0 * s_y * s_z, z * z, 2.0 * s_z * s_x)
     # planes that are their own mirror images
     doubled = torch.where((z == 0) | (2 * z == mesh[2]), 1.0, 2.0).to(torch.float64)
-    powers_of_z = torch.stack([torch.ones_like(z), z, z * z], -1).reshape(-1, 3).repeat_interleave(2, 0)
+    powers_of_z = torch.stack([torch.ones_like(z), s_z, z * z], -1).reshape(-1, 3).repeat_interleave(2, 0)
     dyads = torch.zeros((mesh[0], y.shape[1], 3, 3, 3), dtype=torch.float64, device=device)
-    x, y = x[..., 0], y[..., 0]
-    for power, a, b, product in ((0, 0, 0, x * x), (0, 0, 1, x * y), (0, 1, 1, y * y), (1, 0, 2, x), (1, 1, 2, y)):
+    x, y, s_x, s_y = (t[..., 0] for t in (x, y, s_x, s_y))
+    parts = ((0, 0, 0, x * x), (0, 0, 1, s_x * s_y), (0, 1, 1, y * y), (1, 0, 2, s_x), (1, 1, 2, s_y))
+    for power, a, b, product in parts:
         dyads[:, :, power, a, b] = dyads[:, :, power, b, a] = product
     dyads[:, :, 2, 2, 2].fill_(1.0)  # a constant from the host would have to be copied by a graph
     deconvolved = (deconvolution[0] * deconvolution[1], deconvolution[2])
