@@ -89,7 +89,7 @@ def operator(
 
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
         arguments: dict[str, Any] = {}
-        for key, value in _bound(name, signature, args, kwargs).arguments.items():
+        for key, value in bound_arguments(name, signature, args, kwargs).arguments.items():
             if parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
                 arguments |= {added: as_array(added, number) for added, number in value.items()}
             elif key not in ignored and value is not parameters[key].default:
@@ -111,7 +111,7 @@ def operator(
     return named(of_arrays, name, _for_jax(function, signature, ignored), signature)
 
 
-def _bound(
+def bound_arguments(
     name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments:
     """``signature.bind``, whose errors do not say which function was called."""
@@ -329,7 +329,7 @@ def eager(
     signature, kinds = _signature(function, {}, without), _kinds(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = _bound(function.__name__, signature, args, kwargs)
+        bound = bound_arguments(function.__name__, signature, args, kwargs)
         for name, value in bound.arguments.items():
             if kinds.get(name) == _ARRAYS:
                 bound.arguments[name] = as_array(name, value)

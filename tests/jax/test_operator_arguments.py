@@ -100,6 +100,11 @@ def test_bad_arguments_are_named(change, error, text):
         jax.jit(lambda traced: electrostatics.ewald_summation(**traced, **fixed))(traced)
 
 
+def test_an_unknown_argument_is_named_with_the_function():
+    with pytest.raises(TypeError, match=r"cell_list\(\) got an unexpected keyword argument 'rebuild_flags'"):
+        neighbors.cell_list(to_jax(SYSTEM.positions), 3.0, rebuild_flags=None)
+
+
 def test_shapes_and_dtypes_are_refused_when_a_function_is_traced():
     x, q, cell = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
     with pytest.raises(TypeError, match="`positions` must be"):

@@ -11,7 +11,7 @@ import jax
 
 from nvalchemiops.jax.neighbors.search import find_neighbors
 from nvalchemiops.jax.neighbors.states import NeighborListState, state_after
-from nvalchemiops.jax.operators import named
+from nvalchemiops.jax.operators import bound_arguments, named
 from nvalchemiops.jax.utils import is_traced
 
 
@@ -135,7 +135,7 @@ def _by_method(name: str, doc: str, parameters: str) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         method = "naive" if "naive" in name else "cell_list"
-        return find_neighbors(name, {**signature.bind(*args, **kwargs).arguments, "method": method})
+        return find_neighbors(name, {**bound_arguments(name, signature, args, kwargs).arguments, "method": method})
 
     doc = f"{doc}\n\nArguments and results are those of `nvalchemiops.jax.neighbors.neighbor_list`."
     return named(call, name, doc, signature)
