@@ -98,7 +98,8 @@ def neighbor_list(
         each calling line.
     max_neighbors1, max_neighbors2 : int, optional
         Widths for each of two lists; ``max_neighbors`` is another name for the first. Without the second, and memory
-        for it, the second matrix has at least the width of the first where values are read.
+        for it, the second matrix has at least as many columns as are asked for here for the first, where values are
+        read.
     return_vectors, return_distances : bool, optional
         Also return the displacement vectors r_ij and their lengths, differentiable to any order in positions and cell.
         Padding is zero, with zero gradients.
