@@ -45,26 +45,11 @@ class Agreement:
 
     A context manager; the part inside has no communication. The rank with the error raises it, even if it is an
     interrupt. The other ranks raise an `OtherRankError` with its rank and message. If a value that must be the same on
-    all ranks differs, all raise a ValueError that names the value. If an interrupted rank has begun more calls than the
-    others, the others raise an `OtherRankError`, and the interrupted rank waits for their next call.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-    device : torch.device
-    skin : float, optional
-        All ranks raise if ``largest[0]``, how far atoms have moved, is more than half of the skin.
-
-    Attributes
-    ----------
-    largest : list of float
-        Numbers that this rank notes (integers below 2^53). After the part, their maximum over all ranks.
-    same : dict of str to str
-        By name, descriptions of values that must be the same on all ranks.
-    is_over : bool
-        Whether the part has ended.
-    is_deferred : bool
-        Whether ranks compare later; see `nvalchemiops.torch.distributed.ledger`.
+    all ranks differs, by its description in ``same``, all raise a ValueError that names the value. If an interrupted
+    rank has begun more calls than the others, the others raise an `OtherRankError`, and the interrupted rank waits for
+    their next call. Numbers that a rank notes in ``largest`` (integers below 2^53) are their maximum over all ranks
+    after the part. The first is how far atoms have moved: all raise if that is more than half of the ``skin``. If
+    ``is_deferred``, ranks compare later (`nvalchemiops.torch.distributed.ledger`).
     """
 
     is_deferred = False

@@ -50,16 +50,10 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Frames(NamedTuple):
-    """Cells with unit vectors along open axes, orthogonal to all other vectors.
+    """Cells with unit vectors along open axes, orthogonal to all other vectors."""
 
-    Attributes
-    ----------
-    vectors : (n_systems, 3, 3) array
-    pbc : (n_systems, 3) bool array
-    """
-
-    vectors: np.ndarray
-    pbc: np.ndarray
+    vectors: np.ndarray  # (n_systems, 3, 3)
+    pbc: np.ndarray  # (n_systems, 3) bool
 
     @classmethod
     def of(cls, lattice: np.ndarray | None, pbc: np.ndarray) -> "Frames":
@@ -121,23 +115,12 @@ class Shape(NamedTuple):
     """The shape of a tree of cuts: which ranks are on either side of each cut.
 
     Cuts have the numbers 0 to n_ranks - 2, level by level. Behind them bricks are numbered by rank.
-
-    Attributes
-    ----------
-    levels : tuple of slice
-        The cuts of each level.
-    below : (2, 2 n_ranks - 1) array
-        The cuts or bricks on the lower and on the upper side. Those of a brick are the brick.
-    share : (n_ranks - 1,) array
-        The ranks on the lower side, as a share of those on both.
-    along : (n_ranks - 1,) array
-        The axis of each cut, or -1 if it is free.
     """
 
-    levels: tuple[slice, ...]
-    below: np.ndarray
-    share: np.ndarray
-    along: np.ndarray
+    levels: tuple[slice, ...]  # the cuts of each level
+    below: np.ndarray  # (2, 2 n_ranks - 1): cuts or bricks on the lower and the upper side; those of a brick are itself
+    share: np.ndarray  # (n_ranks - 1,): the ranks on the lower side, as a share of those on both
+    along: np.ndarray  # (n_ranks - 1,): the axis of each cut, or -1 if it is free
 
 
 @functools.lru_cache(maxsize=16)
@@ -168,28 +151,14 @@ def shape_of(n_ranks: int, grid: Grid | None) -> Shape:
 
 
 class Bricks(NamedTuple):
-    """The bricks of all ranks, as a tree of cuts.
-
-    Attributes
-    ----------
-    frames : Frames
-    shape : Shape
-    axis : (2 n_ranks - 1,) array
-        The axis of each cut; 0 for bricks.
-    cut : (2 n_ranks - 1,) array
-        The coordinate of each cut; infinite for bricks.
-    largest : float
-        The work of the rank with the most, over the mean, when the cuts were made.
-    by_neighbors : bool
-        Whether the work of atoms is counted by their neighbors, once these are known, and not given by the caller.
-    """
+    """The bricks of all ranks, as a tree of cuts."""
 
     frames: Frames
     shape: Shape
-    axis: np.ndarray
-    cut: np.ndarray
-    largest: float
-    by_neighbors: bool = False
+    axis: np.ndarray  # (2 n_ranks - 1,): the axis of each cut; 0 for bricks
+    cut: np.ndarray  # (2 n_ranks - 1,): the coordinate of each cut; infinite for bricks
+    largest: float  # the work of the rank with the most, over the mean, when the cuts were made
+    by_neighbors: bool = False  # whether neighbors count as the work of atoms, once they are known; else the caller's
 
     @property
     def n_ranks(self) -> int:
@@ -241,21 +210,10 @@ class Bricks(NamedTuple):
     def seen_by(
         self, inside: torch.Tensor, batch_idx: torch.Tensor | None, reach: float, rank: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The atoms with an image closer than ``reach`` to the bricks of other ranks.
+        """The atoms (n_seen,) with an image closer than ``reach`` to the bricks of other ranks, and how many each sees.
 
-        Only divided axes count: along other axes all atoms are close.
-
-        Parameters
-        ----------
-        inside : (n, 3) tensor
-            Coordinates of the atoms of ``rank``, returned by `wrapped`.
-
-        Returns
-        -------
-        atoms : (n_seen,) int64 tensor
-            Those that rank 0 sees, then those that rank 1 sees, and so on, each in ascending order.
-        counts : (n_ranks,) int64 tensor
-            How many each rank sees.
+        Atoms have coordinates ``inside``, returned by `wrapped`. Those that rank 0 sees come first, then those that
+        rank 1 sees, and so on, each in ascending order. Only divided axes count: along other axes all atoms are close.
         """
         n_atoms, n_cuts = len(inside), self.n_ranks - 1
         far = of_atoms(reach / self.frames.heights + SLACK, batch_idx, inside)
@@ -278,18 +236,9 @@ class Bricks(NamedTuple):
     def _images(
         self, inside: torch.Tensor, batch_idx: torch.Tensor | None, far: torch.Tensor, rank: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The atoms of a rank that are not deep inside of its brick, with their images near the cell.
+        """The atoms (n_images,) of a rank that are not deep inside of its brick, with their images near the cell.
 
-        Parameters
-        ----------
-        far : (n, 3) tensor
-            How far ranks see, in coordinates.
-
-        Returns
-        -------
-        atoms : (n_images,) int64 tensor
-        place : (n_images, 3) tensor
-            Coordinates of the images.
+        Images are coordinates (n_images, 3); ``far`` (n, 3) is how far ranks see, in coordinates.
         """
         ends = np.stack([ends[rank] for ends in self.boxes()])  # (2, 3)
         ends = np.where(self.wraps[:, None], ends.clip(0.0, 1.0), ends)
@@ -364,18 +313,9 @@ def make_bricks(
     For each level of the tree two histograms are summed over the ranks: of `COARSE` bins along each axis of each part,
     and of `FINE` bins around each cut. Everything else is computed on each rank alike.
 
-    Parameters
-    ----------
-    coordinates : (n, 3) tensor
-        Of the atoms that this rank holds, from `Frames.coordinates`.
-    weights : (n,) int64 tensor, optional
-        The work that the atoms make, up to `ONE` for each; equal by default.
-    reach : float
-        How far a rank sees beyond its brick.
-    shape : Shape
-        From `shape_of`.
-    add, maximum : callable
-        Replace a tensor in place by its sum, or by its elementwise maximum, over the ranks, and return it.
+    Coordinates (n, 3), from `Frames.coordinates`, and weights (n,), integers up to `ONE` that are equal by default, are
+    those of the atoms that this rank holds. A rank sees as far as ``reach`` beyond its brick. ``add`` and ``maximum``
+    replace a tensor in place by its sum, or its elementwise maximum, over the ranks, and return it.
     """
     n_cuts, device = len(shape.share), coordinates.device
     n_parts = 2 * n_cuts + 1
@@ -476,17 +416,10 @@ def _crossed(up_to: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def _axes(up_to: np.ndarray, wanted: np.ndarray, extent: np.ndarray, far: tuple[np.ndarray, ...]) -> np.ndarray:
     """The axis (n_parts,) along which a cut has the fewest atoms near it, or if all are near, the longest axis.
 
-    Parameters
-    ----------
-    up_to : (n_parts, 3, n_bins + 1) array
-        Sums over the bins from the left.
-    wanted : (n_parts,) array
-        The sum at the cut.
-    extent : (n_parts, 3) array
-        The extent of the bins from the first to the last with atoms, in units of that of all bins.
-    far : three (n_parts, 3) arrays
-        How far a rank sees, and the distances of the lower and of the upper end of the cell from the first bin, all
-        in the same units; and whether the cell goes on there without a cut.
+    ``up_to`` (n_parts, 3, n_bins + 1) are sums over the bins from the left, ``wanted`` (n_parts,) is the sum at the
+    cut, and ``extent`` (n_parts, 3) that from the first to the last bin with atoms, in units of all bins. ``far`` has,
+    in the same units, how far a rank sees, (n_parts, 3), the distances (2, n_parts, 3) of both ends of the cell from
+    the first bin, and whether (n_parts, 3) the cell goes on there without a cut.
     """
     n_bins = up_to.shape[-1] - 1
 

@@ -104,18 +104,10 @@ def _dtype(values: torch.Tensor, *_: Any) -> Any:
 def rows_from_partners(
     values: torch.Tensor, partners: Sequence[int], send: Sequence[int], receive: Sequence[int], group: int
 ) -> torch.Tensor:
-    """Send rows to other ranks, and return the rows that come from them.
+    """Send rows (n, ...) to other ranks, those for the first partner first, and return the rows that come from them.
 
-    Parameters
-    ----------
-    values : (n, ...) tensor
-        Rows for the first partner, then for the second, and so on.
-    partners : sequence of int
-        Ranks with which this rank exchanges rows, in ascending order. It may be one of them.
-    send, receive : sequence of int
-        How many rows go to each partner, and come from each.
-    group : int
-        From `number_of`.
+    Partners are in ascending order, and this rank may be one of them; ``send`` and ``receive`` are how many rows go to
+    each, and come from each. ``group`` is from `number_of`.
     """
     return swap_rows(values, send, receive, group_of(group), partners)
 
@@ -153,8 +145,7 @@ def replicated(values: torch.Tensor, group: int) -> torch.Tensor:
 def has_shares_of_gradients(value: torch.Tensor) -> bool:
     """Whether the gradient of some tensor on which ``value`` depends would be only this rank's share.
 
-    This holds for each tensor that requires a gradient, unless it enters ``value`` through `replicated` or
-    `sum_on_all_ranks`.
+    So it is for each that requires a gradient, unless it enters by `replicated` or `sum_on_all_ranks`.
     """
     if value.grad_fn is None:
         return value.requires_grad

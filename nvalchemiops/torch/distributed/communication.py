@@ -440,10 +440,9 @@ def swap_rows(
     group: Any,
     partners: Sequence[int],
 ) -> torch.Tensor:
-    """Send rows to some ranks and return rows from them; see `collectives.rows_from_partners`.
+    """See `collectives.rows_from_partners`: one message goes to each rank that gets rows, none where there are none.
 
-    One message goes to each rank that gets rows: nothing is sent where there are none. All ranks of the group take
-    part, also those without partners.
+    All ranks of the group take part, also those without partners.
     """
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
     values = values.contiguous()

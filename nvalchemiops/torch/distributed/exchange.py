@@ -12,29 +12,15 @@ from nvalchemiops.torch.operators.sorting import sort_rows
 
 
 class Exchange(NamedTuple):
-    """The rows that this rank sends to other ranks, and the order of the rows that it receives.
+    """The rows that this rank sends to other ranks, and the order of the rows that it receives."""
 
-    Attributes
-    ----------
-    group : int
-        From `number_of`.
-    rows : (n_sent,) int64 tensor
-        Rows of the input to send, those for the first partner first.
-    partners : tuple of int
-        Ranks that get rows from this rank or send rows to it, in ascending order.
-    send, receive : tuple of int
-        How many rows go to each partner, and come from each.
-    order, places : (n_received,) int64 tensors, optional
-        The order into which received rows are put, and its inverse.
-    """
-
-    group: int
-    rows: torch.Tensor
-    partners: tuple[int, ...]
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-    order: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    group: int  # from `number_of`
+    rows: torch.Tensor  # (n_sent,) int64: rows of the input to send, those for the first partner first
+    partners: tuple[int, ...]  # ranks that get rows from this rank or send rows to it, in ascending order
+    send: tuple[int, ...]  # how many rows go to each partner
+    receive: tuple[int, ...]  # and how many come from each
+    order: torch.Tensor | None = None  # (n_received,) int64, into which received rows are put
+    places: torch.Tensor | None = None  # its inverse
 
     @classmethod
     def plan(cls, group: Any, rows: torch.Tensor, counts: torch.Tensor) -> "Exchange":

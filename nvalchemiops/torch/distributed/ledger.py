@@ -97,14 +97,8 @@ def interval_of(check: Any) -> int | None:
 class Ledger:
     """What the calls of a domain have found on this rank since ranks last compared.
 
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-    device : torch.device
-    skin : float
-        Atoms have moved too far if it is by more than half of the skin.
-    every : int
-        From `interval_of`.
+    They do so after ``every`` so many calls (`interval_of`). Atoms have moved too far if it is by more than half of the
+    skin.
     """
 
     def __init__(self, group: Any, device: torch.device, skin: float, every: int) -> None:

@@ -18,25 +18,11 @@ SLACK = 1e-6
 
 
 class MeshDivision:
-    """The division of the mesh of a domain among its ranks.
+    """The division of the mesh of a domain among its ranks, for splines of this order.
 
-    Parameters
-    ----------
-    domain : Domain
-    mesh : (int, int, int)
-        Points along the lattice vectors of the domain.
-    order : int
-        Order of the splines.
-
-    Attributes
-    ----------
-    mesh : (int, int, int)
-    window : (int, int, int)
-        Points of the window of this rank.
-    grid : (int, int)
-        Rows and columns of the grid of ranks.
-    planes : two (int, int)
-        First and end of the planes of this rank along the second and the third axis, in Fourier space.
+    ``mesh`` and ``window``, that of this rank, are (int, int, int) points, ``grid`` has the rows and the columns of the
+    grid of ranks, and ``planes`` the first and the end of the planes of this rank along the second and the third axis,
+    in Fourier space.
     """
 
     def __init__(self, domain: Domain, mesh: tuple[int, int, int], order: int) -> None:
@@ -70,16 +56,7 @@ class MeshDivision:
         return torch.where(self._is_whole, coordinates, coordinates - self._offset - self._first)
 
     def spectrum(self, values: torch.Tensor) -> torch.Tensor:
-        """Half of the Fourier transform of the sum of all windows, for the planes of this rank.
-
-        Parameters
-        ----------
-        values : (n_systems, n_channels, *window) tensor
-
-        Returns
-        -------
-        (n_systems, n_channels, n_x, n_y_planes, n_z_planes, 2) tensor
-        """
+        """`window_spectrum` of values (n_systems, n_channels, *window)."""
         return window_spectrum(values, self.mesh, self._numbers, self._n_ranks, self._group)
 
     def values(self, spectrum: torch.Tensor) -> torch.Tensor:

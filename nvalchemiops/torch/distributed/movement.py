@@ -6,17 +6,7 @@ from nvalchemiops.torch.neighbors.verlet import displacements, inverse_of_period
 
 
 class Reference:
-    """Positions and cells with which a domain was made.
-
-    Parameters
-    ----------
-    positions : (n_owned, 3) tensor, length
-    cell : (n_systems, 3, 3) float64 tensor, length, or None
-    pbc : (n_systems, 3) bool tensor
-    batch_idx : (n_owned,) int32 tensor or None
-    reach : float, length
-        Cutoff and skin, which a strain changes.
-    """
+    """Positions (n_owned, 3) and cells (n_systems, 3, 3) with which a domain was made, and its reach."""
 
     def __init__(
         self,

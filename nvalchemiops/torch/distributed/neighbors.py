@@ -18,19 +18,9 @@ from nvalchemiops.torch.runtime.acts import unrecorded
 class OwnedRows:
     """The neighbors of owned atoms among owned atoms and ghosts.
 
-    Parameters
-    ----------
-    search : Search
-        A search among owned atoms and ghosts, with owned atoms as targets.
-    order : (n_owned + n_ghosts,) int64 tensor or None
-        Numbers of the atoms of the search, unless its atoms are owned atoms, then ghosts.
-    seen : (n,) int64 tensor
-        Owned atoms that other ranks see, in any order. Only these have ghosts as neighbors.
-
-    Attributes
-    ----------
-    alone : Rows
-        Rows of owned atoms, then empty rows of ghosts.
+    The search is among these, with owned atoms as targets. ``order`` has the numbers of its atoms, unless these are
+    owned atoms, then ghosts, and ``seen`` the owned atoms that other ranks see, in any order: only these have ghosts as
+    neighbors. ``alone`` has rows of owned atoms, then empty rows of ghosts.
     """
 
     def __init__(self, search: Search, order: torch.Tensor | None, seen: torch.Tensor) -> None:

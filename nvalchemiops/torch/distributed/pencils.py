@@ -49,20 +49,12 @@ def parts_of(n: int, n_parts: int) -> tuple[Ends, ...]:
 
 
 class Load(NamedTuple):
-    """What the rank with the largest parts has to do for one transform, there or back; arrays of one or many grids.
+    """What the rank with the largest parts has to do for one transform, there or back; arrays of one or many grids."""
 
-    Attributes
-    ----------
-    sent : bytes, of numbers of eight bytes
-    calls : collective calls
-    partners : ranks with which it exchanges values, in all these calls
-    points : points of the mesh that it transforms, in the mean of three axes
-    """
-
-    sent: np.ndarray
-    calls: np.ndarray
-    partners: np.ndarray
-    points: np.ndarray
+    sent: np.ndarray  # bytes, of numbers of eight bytes
+    calls: np.ndarray  # collective calls
+    partners: np.ndarray  # ranks with which it exchanges values, in all these calls
+    points: np.ndarray  # points of the mesh that it transforms, in the mean of three axes
 
     @property
     def of_messages(self) -> np.ndarray:
@@ -78,17 +70,10 @@ def load_of(
     columns: np.ndarray,
     kept: np.ndarray | None = None,
 ) -> Load:
-    """The load by a model in which all windows have one size.
+    """The load on grids of ``rows`` (n,) and ``columns`` (n,), by a model in which all windows have one size.
 
-    Parameters
-    ----------
-    mesh, window : (int, int, int)
-        Points of the mesh, and on average of a window.
-    n_ranks : int
-    rows, columns : (n,) int arrays
-        Grids.
-    kept : (n,) array, optional
-        Points of a window that a rank keeps, by default as if windows were where the pencils are.
+    ``mesh`` and ``window`` are points along the axes, of a window on average. ``kept`` (n,) are the points of a window
+    that a rank keeps, by default as if windows were where the pencils are.
     """
     (n_x, n_y, n_z), half = mesh, mesh[2] // 2 + 1
     x, y, z = (np.ceil(n / parts) for n, parts in ((n_x, rows), (n_y, columns), (half, columns)))
@@ -112,13 +97,8 @@ def load_of(
 def ranks_on(grid: Grid, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """The rank (n_rows, n_columns) at each place of a grid: by the order of windows along the axes.
 
-    Windows that are at the same place along the first two axes, one behind the other, are next to each other in a row
-    and in a column.
-
-    Parameters
-    ----------
-    starts, sizes : (n_ranks, 3) int arrays
-        The first point and the size of each window.
+    Windows have first points ``starts`` and ``sizes`` (n_ranks, 3). Those that are at the same place along the first
+    two axes, one behind the other, are next to each other in a row and in a column.
     """
     x, y, z = (2 * starts + sizes).T
     n_rows, n_columns = grid
@@ -231,36 +211,18 @@ class Turn(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The division of a mesh, as seen by one rank.
+    """The division of a mesh, as seen by one rank."""
 
-    Attributes
-    ----------
-    mesh, window, pencil : (int, int, int)
-        Points of the mesh, and of the window and the pencil of this rank.
-    n_ranks : int
-    of_window, of_pencil : dict of int to Overlap
-        For each other rank where it is not empty, in ascending order: the overlap of its pencil with this rank's
-        window, and of its window with this rank's pencil.
-    here : Overlap
-        That of the window and the pencil of this rank.
-    turns : tuple of Turn
-        The exchange in the row and that in the column of this rank; None where these have one rank.
-    axes : three tuples of int
-        Axes of (n_meshes, n_x, n_y, n_z) that are transformed before, between and after the exchanges.
-    planes : two (int, int)
-        The part of this rank in Fourier space along the second and the third axis.
-    """
-
-    mesh: Numbers
+    mesh: Numbers  # points along three axes, as of the window and the pencil of this rank
     window: Numbers
     pencil: Numbers
     n_ranks: int
-    of_window: dict[int, Overlap]
-    of_pencil: dict[int, Overlap]
-    here: Overlap
-    turns: tuple[Turn | None, Turn | None]
-    axes: tuple[Numbers, Numbers, Numbers]
-    planes: tuple[Ends, Ends]
+    of_window: dict[int, Overlap]  # of the pencil of each other rank with this window, in ascending order, unless empty
+    of_pencil: dict[int, Overlap]  # likewise of the window of each other rank with this pencil
+    here: Overlap  # of the window and the pencil of this rank
+    turns: tuple[Turn | None, Turn | None]  # in the row and in the column of this rank; None where these have one rank
+    axes: tuple[Numbers, Numbers, Numbers]  # of (n_meshes, x, y, z), before, between and after the turns
+    planes: tuple[Ends, Ends]  # the part of this rank in Fourier space, along the second and the third axis
 
 
 NOWHERE = -1
@@ -273,16 +235,9 @@ def numbers_for(
     """What one rank must know of others, in the form for `division_of`: numbers of the order of its partners.
 
     These are the rows, the columns and the place of this rank; the ranks in its row, and those in its column; the
-    number of pencils of others that overlap its window, and for each of them the place and the rank; then seven
-    numbers for this rank, and for each other one whose window overlaps its pencil: the rank, the first point and the
-    size of its window.
-
-    Parameters
-    ----------
-    starts, sizes : (n_ranks, 3) int arrays
-        The first point and the size of each window.
-    grid : (int, int), optional
-        By default that of `grid_for`.
+    number of pencils of others that overlap its window, and for each of them the place and the rank; then seven numbers
+    for this rank, and for each other one whose window overlaps its pencil: the rank, the first point and the size of
+    its window. ``starts`` and ``sizes`` are as for `ranks_on`, the grid is by default that of `grid_for`.
     """
     n_rows, n_columns = grid = grid or grid_for(mesh, starts, sizes)
     ranks = ranks_on(grid, starts, sizes)

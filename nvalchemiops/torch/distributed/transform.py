@@ -159,20 +159,9 @@ def window_spectrum(
 ) -> torch.Tensor:
     """Half of the Fourier transform of the sum of the windows of all ranks, for the planes of this rank.
 
-    Parameters
-    ----------
-    values : (n_systems, n_channels, *window) tensor
-    mesh : (int, int, int)
-    numbers : sequence of int
-        What this rank knows of the others, from `nvalchemiops.torch.distributed.pencils.numbers_for`.
-    n_ranks : int
-    group : int
-        The number of the group (`nvalchemiops.torch.distributed.collectives.number_of`).
-
-    Returns
-    -------
-    (n_systems, n_channels, n_x, n_y_planes, n_z_planes, 2) tensor
-        Planes are those of ``Division.planes``.
+    Values are (n_systems, n_channels, *window), the result is (n_systems, n_channels, n_x, n_y_planes, n_z_planes, 2).
+    ``numbers`` are what this rank knows of the others (`nvalchemiops.torch.distributed.pencils.numbers_for`), and
+    ``group`` is the number of the group (`nvalchemiops.torch.distributed.collectives.number_of`).
     """
     division, ranks = division_of(mesh, numbers, n_ranks), group_of(group)
     pencil = _to_pencil(values.flatten(0, 1), division, ranks)

@@ -21,13 +21,8 @@ from nvalchemiops.locks import after_fork
 class Works:
     """Several works of torch.distributed, which begin at once, as one.
 
-    Parameters
-    ----------
-    works : sequence of torch.distributed.Work
-    on_host : bool
-        Whether they are those of tensors on a CPU. The stream of a GPU waits for the others, and not the host.
-    copies : sequence of pairs of tensors, optional
-        Where to copy what has come to the host, at the end of the first wait.
+    The host waits for those of tensors on a CPU; for others the stream of a GPU does, and not the host. ``copies`` are
+    pairs of tensors: where to copy what has come to the host, at the end of the first wait.
     """
 
     def __init__(
