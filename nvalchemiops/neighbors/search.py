@@ -52,35 +52,20 @@ GROUP = 32
 
 
 class Addition(NamedTuple):
-    """Text that a kernel adds to the text of the search, which all kernels share (`search_text`).
+    """Text that a kernel adds to the text of the search, which all kernels share (`search_text`)."""
 
-    Attributes
-    ----------
-    declarations : str
-        Functions and variables of the thread, after those of the search.
-    writes : str
-        Whether neighbors are processed one by one, because they are written or tested further.
-    sharing : int
-        On a GPU: most rows that share their candidates.
-    chosen, row : str
-        On a GPU: after the vote of the lanes on their candidates, some of which are a ``hit``; at the end of a row.
-    member : str
-        On a CPU: a further member of the block of candidates.
-    reach, tested, near, end : str
-        On a CPU: the square of the distance that row ``r`` searches; after the ``squared`` distances of a vector of
-        candidates; after the near ones are listed; at the end of the rows of a group.
-    """
-
-    declarations: str = ""
-    writes: str = "width >= 0 || row_begin.shape[0] > 0"
-    sharing: int = 4
-    chosen: str = ""
-    row: str = "if (width > 0) pad(look_up(task + member), found, lane, 32);"
-    member: str = ""
-    reach: str = "cutoff_squared"
-    tested: str = ""
-    near: str = ""
-    end: str = "finish(group[g], found[g]);"
+    declarations: str = ""  # functions and variables of the thread, after those of the search
+    writes: str = "width >= 0 || row_begin.shape[0] > 0"  # whether neighbors are written or tested further, one by one
+    # on a GPU
+    sharing: int = 4  # most rows that share their candidates
+    chosen: str = ""  # after the vote of the lanes on their candidates, some of which are a ``hit``
+    row: str = "if (width > 0) pad(look_up(task + member), found, lane, 32);"  # at the end of a row
+    # on a CPU
+    member: str = ""  # a further member of the block of candidates
+    reach: str = "cutoff_squared"  # the square of the distance that row ``r`` searches
+    tested: str = ""  # after the ``squared`` distances of a vector of candidates
+    near: str = ""  # after the near ones are listed
+    end: str = "finish(group[g], found[g]);"  # at the end of the rows of a group
 
 
 def search_text(addition: Addition) -> str:

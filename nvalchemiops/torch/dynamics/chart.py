@@ -516,21 +516,10 @@ def _cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _exp_minus_one(matrices: torch.Tensor, directions: torch.Tensor | None = None) -> torch.Tensor:
-    """``exp(A) - 1``, exact also for small A, and the derivative of ``exp(A + t G)`` with respect to t at zero.
+    """``exp(A) - 1`` (n, 3, 3), exact for small A, too; with G beside it the derivative of ``exp(A + t G)`` at t = 0.
 
     By Taylor's polynomial and repeated squaring, of matrices with a derivative beside them: ``[A, G]`` means
     ``A + t G``, whose square is ``[A², A G + G A]``.
-
-    Parameters
-    ----------
-    matrices : (n, 3, 3) tensor
-        A.
-    directions : (n, 3, 3) tensor, optional
-        G.
-
-    Returns
-    -------
-    (n, 3, 3) tensor, or (n, 3, 6) with the derivative
 
     Source: A. H. Al-Mohy and N. J. Higham, SIAM J. Matrix Anal. Appl. 30, 1639 (2009), doi:10.1137/080716426.
     """

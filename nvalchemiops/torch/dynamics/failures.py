@@ -57,18 +57,8 @@ def systems_refused(evaluate: Callable[[torch.Tensor], Any], n_systems: int, dev
 class Survivors:
     """Steps of a batch in which a system that the model refuses stays as it was, and the others go on.
 
-    Nothing is read, and nothing computed, until the model raises an error.
-
-    Parameters
-    ----------
-    model : Model
-    names : tuple of str
-        Variables that flows keep for each atom.
-
-    Attributes
-    ----------
-    failed : (n_systems,) bool tensor, or None
-        None before the first failure.
+    Nothing is read, and nothing computed, until the model raises an error: until then ``failed`` (n_systems,) is None.
+    ``names`` are the variables that flows keep for each atom.
     """
 
     def __init__(self, model: Model, names: tuple[str, ...]) -> None:

@@ -60,47 +60,22 @@ class Optimizer(Protocol):
 
 
 class Pace(NamedTuple):
-    """How systems go in FIRE, each (n_systems,).
+    """How systems go in FIRE."""
 
-    Attributes
-    ----------
-    dt : tensor
-        Time step.
-    a : tensor
-        Weight of the direction of the forces in the velocities.
-    downhill_steps : int tensor
-        Number of steps downhill since the last stop.
-    """
-
-    dt: torch.Tensor
-    a: torch.Tensor
-    downhill_steps: torch.Tensor
+    dt: torch.Tensor  # (n_systems,), as the others: the time step
+    a: torch.Tensor  # weight of the direction of the forces in the velocities
+    downhill_steps: torch.Tensor  # number of steps downhill since the last stop, int
 
 
 def adapted(
     pace: Pace, power: torch.Tensor, at_rest: torch.Tensor, *, Nmin: Any, finc: Any, dtmax: Any, fdec: Any, dtmin: Any,
     astart: Any, fa: Any
 ) -> tuple[Pace, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rule of all kinds of FIRE: how systems go on.
+    """The rule of all kinds of FIRE: how systems go on, which move downhill, which need not stop, each (n_systems,).
 
     After more than Nmin steps downhill, this one among them, the time step grows and the weight of the forces shrinks.
-    A system that moves uphill is to stop, and starts again with a shorter time step.
-
-    Parameters
-    ----------
-    pace : Pace
-    power : (n_systems,) tensor
-        ``Σ f·v``.
-    at_rest : (n_systems,) bool tensor
-        Systems without velocities, which keep their pace.
-    Nmin, finc, dtmax, fdec, dtmin, astart, fa : numbers or (n_systems,) tensors
-        As for `FIRE2`.
-
-    Returns
-    -------
-    pace : Pace
-    downhill, goes : (n_systems,) bool tensors
-        Systems that move downhill, and those that do not have to stop.
+    A system that moves uphill is to stop, and starts again with a shorter time step. ``power`` is ``Σ f·v``; systems
+    ``at_rest``, without velocities, keep their pace. The other parameters are as for `FIRE2`, or (n_systems,).
     """
     dt, a, steps = pace
     downhill = power > 0.0

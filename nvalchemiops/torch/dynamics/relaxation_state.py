@@ -136,20 +136,9 @@ class RelaxationState(NamedTuple):
 class Batch:
     """The systems that are still evaluated, with what the optimizer knows of them, and the record of all systems.
 
-    Attributes
-    ----------
-    chart : Chart
-    x, forces : (n_rows, 3) tensors
-        Coordinates to evaluate next, and the forces of the last evaluation.
-    state : OptimizerState
-    is_step : (n_systems,) bool tensor
-        As in `Move`.
-    known : Record or None
-        None before the first evaluation.
-    places : Places
-        Of these systems among all; on ranks those of the atoms that this rank held in the beginning.
-    count : int
-        Number of evaluations so far.
+    ``x`` are the coordinates (n_rows, 3) to evaluate next, and ``forces`` those of the last evaluation; ``is_step`` is
+    as in `Move`. ``known`` is None before the first evaluation, ``count`` their number so far. ``places`` are those of
+    the systems among all; on ranks of atoms that this rank held in the beginning.
     """
 
     known: Record | None = None

@@ -18,20 +18,11 @@ if TYPE_CHECKING:
 
 
 class Division(NamedTuple):
-    """Which atoms belong to which system, and which of them are on this rank.
+    """Which atoms belong to which system, and which of them are on this rank."""
 
-    Attributes
-    ----------
-    batch_idx : (n_atoms,) int32 tensor or None
-        System of each atom; None for one system.
-    n_systems : int
-    domain : Domain or None
-        The atoms are those that this rank owns.
-    """
-
-    batch_idx: torch.Tensor | None
+    batch_idx: torch.Tensor | None  # (n_atoms,) int32: system of each atom; None for one system
     n_systems: int
-    domain: "Domain | None" = None
+    domain: "Domain | None" = None  # of which the atoms are those that this rank owns
 
     @classmethod
     def of(

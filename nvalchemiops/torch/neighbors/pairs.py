@@ -25,36 +25,17 @@ __all__ = ["list_geometry", "matrix_geometry"]
 
 
 class Pairs(NamedTuple):
-    """The slots of a list or a matrix, as indices of atoms, systems and images.
+    """The slots of a list or a matrix, as indices of atoms, systems and images."""
 
-    Attributes
-    ----------
-    cell : (1, 3, 3) or (n_systems, 3, 3) tensor or None
-    system : (n_atoms,) tensor or None
-        System of each atom; None for one cell.
-    target : (n_rows,) tensor or None
-        Atom of each row; None if rows are atoms.
-    first : (n_pairs,) tensor or None
-        Row of each slot; None for a matrix.
-    second : (n_pairs,) or (n_rows, width) tensor
-    shifts : (n_pairs, 3) or (n_rows, width, 3) tensor or None
-    counts : (n_rows,) tensor or None
-        Number of slots of each row of a matrix before its padding.
-    width : int
-        Width of a matrix; 0 for a list.
-    padding : int
-        Entries of ``second`` with this value are padding, at any place in a row.
-    """
-
-    cell: torch.Tensor | None
-    system: torch.Tensor | None
-    target: torch.Tensor | None
-    first: torch.Tensor | None
-    second: torch.Tensor
-    shifts: torch.Tensor | None
-    counts: torch.Tensor | None = None
-    width: int = 0
-    padding: int = NO_PADDING
+    cell: torch.Tensor | None  # (1, 3, 3) or (n_systems, 3, 3)
+    system: torch.Tensor | None  # (n_atoms,): system of each atom; None for one cell
+    target: torch.Tensor | None  # (n_rows,): atom of each row; None if rows are atoms
+    first: torch.Tensor | None  # (n_pairs,): row of each slot; None for a matrix
+    second: torch.Tensor  # (n_pairs,) or (n_rows, width)
+    shifts: torch.Tensor | None  # (n_pairs, 3) or (n_rows, width, 3)
+    counts: torch.Tensor | None = None  # (n_rows,): number of slots of each row of a matrix before its padding
+    width: int = 0  # of a matrix; 0 for a list
+    padding: int = NO_PADDING  # entries of ``second`` with this value are padding, at any place in a row
 
     def as_int32(self) -> "Pairs":
         """The pairs in the form that kernels take: all indices in int32, and slots in one dimension."""

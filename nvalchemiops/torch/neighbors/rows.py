@@ -37,15 +37,6 @@ class GivenNeighbors(NamedTuple):
     """Neighbors as arguments of a public function: a list of pairs, a matrix, or neither.
 
     Public functions call its constructor, not ``_replace``: torch 2.11 loses the result of the latter at graph breaks.
-
-    Attributes
-    ----------
-    half_list : bool
-        The list or matrix holds each pair only once, in either direction.
-    shifts_name, fill_name : str
-        Names of the arguments for ``shifts`` and ``fill_value``, for messages.
-    fits_cell : bool
-        The cell is known to be regular and periodic along all axes, so that its values need not be read.
     """
 
     neighbor_list: torch.Tensor | None = None
@@ -54,10 +45,10 @@ class GivenNeighbors(NamedTuple):
     neighbor_matrix: torch.Tensor | None = None
     matrix_shifts: torch.Tensor | None = None
     fill_value: int | None = None
-    half_list: bool = False
-    shifts_name: str = "neighbor_shifts"
+    half_list: bool = False  # each pair is there only once, in either direction
+    shifts_name: str = "neighbor_shifts"  # names of arguments, for messages
     fill_name: str = "fill_value"
-    fits_cell: bool = False
+    fits_cell: bool = False  # the cell is known to be regular and periodic along all axes: its values need not be read
 
 
 def is_listed(neighbors: GivenNeighbors) -> bool:
@@ -66,51 +57,24 @@ def is_listed(neighbors: GivenNeighbors) -> bool:
 
 
 class Rows(NamedTuple):
-    """Neighbors of all atoms as flat rows, a full list.
+    """Neighbors of all atoms as flat rows, a full list, in int32."""
 
-    Attributes
-    ----------
-    pointers : (n_atoms + 1,) int32 tensor or None
-        First slot of the row of each atom, then n_slots; None for rows of equal width.
-    neighbors : (n_slots,) int32 tensor
-    shifts : (n_slots, 3) int32 tensor or None
-        None for systems that are not periodic.
-    width : int
-        Width of the rows of a matrix.
-    padding : int
-        Entries of ``neighbors`` with this value are skipped, even if it is the index of an atom.
-    first : (n_slots,) int32 tensor or None
-        First atom of each pair as given with a list; kernels check it against ``pointers``.
-    """
-
-    pointers: torch.Tensor | None
-    neighbors: torch.Tensor
-    shifts: torch.Tensor | None
-    width: int
-    padding: int
-    first: torch.Tensor | None
+    pointers: torch.Tensor | None  # (n_atoms + 1,): first slot of each row, then n_slots; None for rows of equal width
+    neighbors: torch.Tensor  # (n_slots,)
+    shifts: torch.Tensor | None  # (n_slots, 3); None for systems that are not periodic
+    width: int  # of the rows of a matrix
+    padding: int  # neighbors with this value are skipped, even if it is the index of an atom
+    first: torch.Tensor | None  # (n_slots,): first atom of each pair, as given; kernels check it against ``pointers``
 
 
 def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, check: bool = False) -> Rows | None:
     """The rows of a list or matrix; None if neither is given. A half list is expanded to a full one.
 
     A matrix without rows, or a list without pairs whose pointers are a single 0, means no pairs for any number of
-    atoms.
-
-    Parameters
-    ----------
-    given : GivenNeighbors
-    positions : (n_atoms, 3) tensor
-    periodic : bool
-        Whether there is a cell, which requires shifts. Without a cell shifts must be zero, and are dropped; if they
-        cannot be read, they are kept for use with `cell_without_images`.
-    check : bool
-        Raise unless a full list is full. Sorts all pairs and reads values.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Both formats are given, or only parts of one; bad shapes, dtypes or devices.
+    atoms. If ``periodic``, there is a cell, which requires shifts. Without a cell shifts must be zero, and are dropped;
+    if they cannot be read, they are kept for use with `cell_without_images`. With ``check``, a list that is not full
+    raises: this sorts all pairs and reads values. So do both formats, parts of one alone, bad shapes, dtypes and
+    devices.
     """
     has_list, has_matrix = given.neighbor_list is not None, given.neighbor_matrix is not None
     if has_list and has_matrix:
@@ -418,14 +382,8 @@ def _inspect(
 def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_idx: torch.Tensor) -> torch.Tensor:
     """Largest distance (n_slices, n_atoms) in each row of a periodic list. Reads values on the host.
 
-    Under vmap there are several slices.
-
-    Warns if the list does not hold both directions of each pair.
-
-    Raises
-    ------
-    ValueError
-        An index is out of range or in another system, or pairs are not sorted by atom.
+    Under vmap there are several slices. Warns if the list does not hold both directions of each pair, and raises if an
+    index is out of range or in another system, or pairs are not sorted by atom.
     """
     wide = positions.detach().double(), cell.detach().double()
     assert rows.shifts is not None

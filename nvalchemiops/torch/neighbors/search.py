@@ -46,15 +46,7 @@ IN_CAPTURE = "give `neighbor_list` a `max_neighbors` and check=False, and ask fo
 
 
 class Search(NamedTuple):
-    """The first arguments of the ops below, as in `neighbor_list`. All but positions and cutoff may be None.
-
-    Attributes
-    ----------
-    nearest : int
-        Number of nearest neighbors to list; 0: all neighbors.
-    tie_tolerance : float, squared length
-        Neighbors are kept up to this far above the last squared distance. Negative: exactly ``nearest``, by index.
-    """
+    """The first arguments of the ops below, as in `neighbor_list`. All but positions and cutoff may be None."""
 
     positions: torch.Tensor
     cutoff: float
@@ -65,8 +57,8 @@ class Search(NamedTuple):
     target_indices: torch.Tensor | None = None
     half: bool = False
     method: int = grid.AUTOMATIC
-    nearest: int = 0
-    tie_tolerance: float = 0.0
+    nearest: int = 0  # 0: all neighbors
+    tie_tolerance: float = 0.0  # above the last squared distance; negative: exactly ``nearest``, by index
     symmetric: bool = False
 
     @classmethod
@@ -101,14 +93,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class _CellList:
-    """Atoms sorted into bins; one search counts neighbors, another one writes them.
-
-    Parameters
-    ----------
-    search : Search
-    may_wait : bool, optional
-    rebuild_flags : tensor, optional
-    """
+    """Atoms sorted into bins; one search counts neighbors, another one writes them."""
 
     def __init__(self, search: Search, may_wait: bool = True, rebuild_flags: torch.Tensor | None = None) -> None:
         self.search = search
@@ -377,12 +362,7 @@ def neighbor_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pairs, pointers and shifts of `neighbor_pairs`; or neighbors alone, with room at the end for rows of the caller.
 
-    Parameters
-    ----------
-    spare : callable, optional
-        Maps the counts (n_rows,) of neighbors to the number of entries to leave free at the end.
-    op : callable, optional
-        As in `engine.Call`.
+    ``spare`` maps the counts (n_rows,) of neighbors to the number of entries to leave free; ``op`` as in `engine.Call`.
     """
 
     def filled(bins: _CellList, count: torch.Tensor, pointers: torch.Tensor, most: int, size: int) -> Tensors:
@@ -401,13 +381,8 @@ def neighbor_rows(
 def _searched(search: Search, filled: Callable[..., Tensors], op: Callable[[], Tensors] | None) -> Any:
     """Search for a list or a matrix, with a plan if searches repeat. Waits for the device and raises for bad input.
 
-    Parameters
-    ----------
-    search : Search
-    filled : callable
-        ``filled(bins, count, pointers, most, size)`` makes the list or matrix from the results of `_CellList.count`.
-    op : callable, optional
-        As in `engine.Call`.
+    ``filled(bins, count, pointers, most, size)`` makes it from the results of `_CellList.count`; ``op`` as in
+    `engine.Call`.
     """
     if op is not None and (torch.compiler.is_compiling() or tracing_state()):
         return op()
