@@ -23,10 +23,7 @@ def is_by_pair(values: Any) -> bool:
 def atom_values(name: str, values: Any, shape: tuple[int, ...] = ()) -> Callable[[ase.Atoms], np.ndarray]:
     """A function that maps atoms to values (n_atoms, *shape). ``values``: a number, a mapping by element, or an array.
 
-    Raises
-    ------
-    ValueError, TypeError
-        As for `element_table`. The function raises for elements without a value and arrays of another shape.
+    It raises for elements without a value and arrays of another shape.
     """
     if isinstance(values, Mapping):
         return functools.partial(_of_elements, name, element_table(name, values, shape))
@@ -38,11 +35,8 @@ def atom_values(name: str, values: Any, shape: tuple[int, ...] = ()) -> Callable
 def element_table(name: str, values: Mapping[str, Any], shape: tuple[int, ...] = ()) -> np.ndarray:
     """Values (n_numbers, *shape) by atomic number, NaN for elements without a value.
 
-    Raises
-    ------
-    ValueError, TypeError
-        A key that is not an element, or a value that is not a finite number or an array of finite numbers of this
-        shape. The message contains ``name`` and the key.
+    Raises for a key that is not an element, or a value that is not finite or of another shape, with ``name`` and the
+    key in the message.
     """
     read = number if not shape else functools.partial(_numbers, shape=shape)
     table = np.full((N_NUMBERS, *shape), read(name, values[OTHERS]) if OTHERS in values else np.nan)
@@ -63,12 +57,7 @@ def _numbers(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
 def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
     """Symmetric table (n_numbers, n_numbers) of values by two atomic numbers, NaN for pairs without a value.
 
-    A number holds for all pairs.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As for `element_table`; or a pair has two different values.
+    A number holds for all pairs. Raises as `element_table`, or if a pair has two different values.
     """
     if not isinstance(values, Mapping):
         return np.full((N_NUMBERS, N_NUMBERS), number(name, values))

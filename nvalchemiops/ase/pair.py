@@ -131,18 +131,8 @@ def _check_by_pair(values: Mapping[str, Any]) -> None:
 class Parameters:
     """Values for the parameters of a potential, given by elements, pairs or atoms.
 
-    Parameters
-    ----------
-    potential : PairPotential
-    values : mapping
-        A value for each parameter.
-    elsewhere : sequence of str, optional
-        Parameters that are not among ``values`` because the caller supplies them later.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A parameter that is unknown or missing, or a value of the wrong kind.
+    Those ``elsewhere`` are supplied later by the caller. Raises for a parameter that is unknown or missing, or a value
+    of the wrong kind.
     """
 
     def __init__(self, potential: PairPotential, values: Mapping[str, Any], elsewhere: tuple[str, ...] = ()) -> None:

@@ -113,22 +113,10 @@ class _Outputs(NamedTuple):
 class Bridge:
     """A torch function that JAX can call; see `from_torch`.
 
-    Parameters
-    ----------
-    function : callable
-    out_shapes : pytree, callable or None
-    name : str, optional
-        The name in messages.
-    at_once : bool or callable
-        Whether slices of ``vmap`` may go into one call, along leading axes. True: they do if the outputs then have such
-        axes, and the results of two slices agree with separate calls. A callable decides; it is called with the
-        arguments of one slice, with a `jax.ShapeDtypeStruct` for each array.
-    for_shapes : callable, optional
-        An equivalent function that is called with tensors without data.
-    device : callable
-        Returns the device of tensors without data.
-    **options
-        Further properties of the function: fields of `TorchFunction`.
+    With ``at_once``, slices of ``vmap`` may go into one call, along leading axes: if True, they do if the outputs then
+    have such axes, and the results of two slices agree with separate calls; a callable, called with the arguments of
+    one slice with a `jax.ShapeDtypeStruct` for each array, decides. ``for_shapes`` is an equivalent function that is
+    called with tensors without data, on the ``device()``. Further options are fields of `TorchFunction`.
     """
 
     def __init__(
@@ -367,17 +355,10 @@ class Energies:
 
     There is either a single energy, or each row of a gradient belongs to one system: a row of an atom to the atom's
     system, a row of a system to this system.
-
-    Parameters
-    ----------
-    roles : tuple of (int, str)
-        For each array, whether its rows belong to atoms or to systems. Empty for a single energy.
-    batch_idx : int, optional
-        The index of the array with the system of each atom.
     """
 
-    roles: tuple[tuple[int, str], ...] = ()
-    batch_idx: int | None = None
+    roles: tuple[tuple[int, str], ...] = ()  # for each array, what its rows belong to; empty for a single energy
+    batch_idx: int | None = None  # the index of the array with the system of each atom
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
         """Whether the rule applies to derivatives with respect to inputs of these shapes.

@@ -27,57 +27,33 @@ class TorchFunction:
 
     The functions among the fields take a tensor for each input. Those of a `Bridge` take the caller's arguments
     instead, which may be nested in containers.
-
-    Parameters
-    ----------
-    evaluate : callable
-        Takes a tensor for each input, returns a sequence of tensors.
-    name : str
-        The name in messages.
-    contract : Energies, optional
-        For energies: their gradient then comes with their values. For a bridge this may be a function of the arguments,
-        with an `Operand` for each array, that returns an `Energies` or None.
-    with_gradients : bool
-        Whether torch records operations even if no derivative is requested: for functions that call
-        `torch.autograd.grad`.
-    rounds : bool
-        Whether outputs may have twice the declared bits: without x64, JAX declares 32 bits where torch computes in 64.
-    differentiable : bool
-    first_order : callable, optional
-        An equivalent of ``evaluate`` for values and first derivatives.
-    around : callable, optional
-        Takes a tensor for each input, and returns a context for the call of the function and for its derivatives.
-    fill : callable, optional
-        ``fill(results, *inputs)`` writes the values of all outputs into the tensors ``results``, or returns False.
-    takes_all : callable, optional
-        ``takes_all(sizes, types)`` says whether one call takes all slices of ``vmap``, along leading axes. ``types``
-        are the types of the inputs of one slice.
-    constants : mapping of int to str, optional
-        Indices and names of inputs that have no derivative, although outputs may depend on them. A request for their
-        derivative raises a NotImplementedError. For a bridge, the names of arguments.
-    only_reads : bool
-        Whether the function neither changes nor keeps its inputs. It then gets JAX's memory. Other functions get
-        copies, since writes by NumPy or `torch.Tensor.data` cannot be detected.
-    folds : bool
-        Whether a call with all slices is known to return the results of each slice. If not, this is tested in calls
-        whose slices differ.
-    batches_gradients : bool
-        Whether rows of a Jacobian come from one backward pass, by `torch.vmap`. Switched off if that fails.
     """
 
-    evaluate: Callable[..., Any]
-    name: str
+    evaluate: Callable[..., Any]  # returns a sequence of tensors
+    name: str  # in messages
+    # `Energies`, whose gradient comes with their values. For a bridge this may be a function of the arguments, with an
+    # `Operand` for each array, that returns an `Energies` or None
     contract: Any = None
+    # torch records operations even if no derivative is requested: for functions that call `torch.autograd.grad`
     with_gradients: bool = False
+    # outputs may have twice the declared bits: without x64, JAX declares 32 bits where torch computes in 64
     rounds: bool = True
     differentiable: bool = True
-    first_order: Callable[..., Any] | None = None
+    first_order: Callable[..., Any] | None = None  # an equivalent of ``evaluate`` for values and first derivatives
+    # returns a context for the call of the function and for its derivatives
     around: Callable[..., contextlib.AbstractContextManager[Any]] | None = None
+    # ``fill(results, *inputs)`` writes the values of all outputs into the tensors ``results``, or returns False
     fill: Callable[..., bool] | None = None
+    # ``takes_all(sizes, types)``: one call takes all slices of ``vmap``, along leading axes; types are of one slice
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
+    # indices and names of inputs whose derivative is a NotImplementedError; for a bridge, the names of arguments
     constants: Any = frozenset()
+    # the function neither changes nor keeps its inputs, and gets JAX's memory. Other functions get copies, since writes
+    # by NumPy or `torch.Tensor.data` cannot be detected
     only_reads: bool = False
+    # a call with all slices is known to return the results of each. If not, calls whose slices differ test this
     folds: bool = False
+    # rows of a Jacobian come from one backward pass, by `torch.vmap`. Switched off if that fails
     batches_gradients: bool = False
     verdicts: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
     """Whether calls have shown that slices of a stack are computed independently, by their number and shapes."""
@@ -90,35 +66,16 @@ class Request:
 
     Operands are the inputs, then the weights, then the components of each direction. Results are the values, then the
     gradients.
-
-    Parameters
-    ----------
-    function : TorchFunction
-    outputs : tuple of jax.ShapeDtypeStruct
-        Outputs of the function for one slice.
-    inputs : int
-        Number of inputs.
-    values : tuple of int
-        Outputs whose value, or directional derivative, is a result.
-    gradient : tuple of int
-        Inputs whose gradient is a result.
-    weights : tuple of int
-        Outputs that have a weight. If there are none, the sum of all outputs is differentiated.
-    directions : tuple of tuple of int
-        For each direction, the inputs along which it has components.
-    sizes : tuple of int
-        Sizes of the levels of ``vmap``.
-    operand_flags, result_flags : tuple of Flags
     """
 
     function: TorchFunction
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
-    inputs: int
-    values: tuple[int, ...] = ()
-    gradient: tuple[int, ...] = ()
-    weights: tuple[int, ...] = ()
-    directions: tuple[tuple[int, ...], ...] = ()
-    sizes: tuple[int, ...] = ()
+    outputs: tuple[jax.ShapeDtypeStruct, ...]  # of the function for one slice
+    inputs: int  # number of inputs
+    values: tuple[int, ...] = ()  # outputs whose value, or directional derivative, is a result
+    gradient: tuple[int, ...] = ()  # inputs whose gradient is a result
+    weights: tuple[int, ...] = ()  # outputs that have a weight; without any, the sum of all outputs is differentiated
+    directions: tuple[tuple[int, ...], ...] = ()  # for each one, the inputs along which it has components
+    sizes: tuple[int, ...] = ()  # of the levels of ``vmap``
     operand_flags: tuple[Flags, ...] = ()
     result_flags: tuple[Flags, ...] = ()
 
@@ -170,12 +127,8 @@ def evaluate(
 ) -> None:
     """Evaluate ``request`` on JAX's buffers, and write into the buffers of the results.
 
-    With ``at_once``, all slices of ``vmap`` whose inputs differ go into one call of the function.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The function returns tensors that differ from the declared outputs.
+    With ``at_once``, all slices of ``vmap`` whose inputs differ go into one call of the function. Raises if the
+    function returns tensors that differ from the declared outputs.
     """
     with plain_state(), threads.as_main_thread():
         tensors = [_tensor(buffer) for buffer in operands]
@@ -379,14 +332,9 @@ _Root = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Point:
-    """The function at one set of inputs. One call gives values and derivatives; its graph is kept if shared.
+    """The function at one set of inputs. One call gives values and derivatives.
 
-    Parameters
-    ----------
-    request : Request
-    inputs : list of torch.Tensor
-    is_shared : bool
-        Whether there are several sets of weights and directions.
+    Its graph is kept if shared, by several sets of weights and directions.
     """
 
     def __init__(self, request: Request, inputs: list[torch.Tensor], is_shared: bool = False):

@@ -298,14 +298,9 @@ def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callab
 def number_of_systems(
     name: str, cell: Any = None, batch_idx: Any = None, num_systems: int | None = None, **others: Any
 ) -> int:
-    """The number of systems, from arguments that are known when a function is traced.
+    """The number of systems, from arguments that are known when a function is traced; raises if these do not tell.
 
     Cells (1, 3, 3) are those of one system. If the values of ``batch_idx`` tell of more, the call raises an error.
-
-    Raises
-    ------
-    ValueError
-        A batch has neither a cell for each system nor ``num_systems``.
     """
     if num_systems is not None:
         return num_systems

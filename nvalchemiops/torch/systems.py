@@ -440,18 +440,8 @@ def names_beside(padding: str) -> tuple[str, ...]:
 def neighbors_beside(given: Sequence[Any], tensors: Mapping[str, Any], cutoff: float | None = None) -> Neighbors:
     """The neighbors that a caller gave with a `System`, by position or by name; empty neighbors if none were given.
 
-    Parameters
-    ----------
-    given : sequence of Neighbors or None
-    tensors : mapping
-        Arguments of calls with tensors. They must be None or False.
-    cutoff : float, optional
-        Distance up to which the neighbors must be complete.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If a tensor is given, or if neighbors have another type, are given twice, are empty, or do not reach the cutoff.
+    ``tensors`` are arguments of calls with tensors, which must be None or False. Raises for neighbors of another type,
+    given twice, that are empty, or that do not reach to the ``cutoff``.
     """
     for name, value in tensors.items():
         if value is not None and value is not False:
@@ -484,19 +474,9 @@ def long_arguments(
 ) -> dict[str, Any]:
     """Arguments of a function that takes tensors one by one, from a system, its neighbors and ``options``.
 
-    Parameters
-    ----------
-    system : System
-    neighbors, cutoff
-        As for `neighbors_beside`, which raises the same errors.
-    options : mapping
-        Further arguments by name.
-    needed : sequence of str
-        Attributes that the system must have.
-    padding : str
-        As for `names_beside`.
-    reach : str, optional
-        The function's name for the reach of the neighbors, if it has such an argument.
+    Neighbors and cutoff are as for `neighbors_beside`, which raises the same errors, and ``padding`` as for
+    `names_beside`. The system must have the attributes that are ``needed``; ``reach`` is the function's name for the
+    reach of the neighbors, if it has such an argument.
     """
     names = names_beside(padding)
     near = neighbors_beside(neighbors, {name: options.get(name) for name in names}, cutoff)
