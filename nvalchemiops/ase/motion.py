@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms, FixBondLengths, FixCartesian, FixedLine, FixedPlane, FixScaled
-from ase.stress import full_3x3_to_voigt_6_stress
 
 from nvalchemiops.ase import command
 from nvalchemiops.ase.models import FromASE
@@ -260,18 +259,12 @@ def relax(options: argparse.Namespace) -> int:
         progress=on_terminal(),
     )
     results = []
-    stress = relaxed.evaluation.stress
-    for n, (number, atoms, moved) in enumerate(zip(numbers, frames, dynamics.to_ase(relaxed.system))):
-        of = slice(first := sum(map(len, frames[:n])), first + len(atoms))
+    for n, (number, atoms, moved) in enumerate(zip(numbers, frames, dynamics.to_ase(relaxed))):
         atoms.set_cell(moved.cell)
         atoms.set_positions(moved.positions, apply_constraint=False)
-        values: dict[str, Any] = {"energy": float(relaxed.evaluation.energies[n])}
-        values["forces"] = relaxed.evaluation.forces[of].cpu().numpy()
-        if stress is not None and atoms.cell.rank == 3:
-            values["stress"] = full_3x3_to_voigt_6_stress(stress[n].cpu().numpy())
-        atoms.calc = SinglePointCalculator(atoms, **values)
-        result = command.result_of(number, atoms, options.forces, "stress" in values)
-        result |= {"steps": int(relaxed.steps[n]), "converged": bool(relaxed.converged[n])}
+        atoms.calc = SinglePointCalculator(atoms, **moved.calc.results)
+        result = command.result_of(number, atoms, options.forces, "stress" in moved.calc.results)
+        result |= {"steps": int(relaxed.steps[n]), "converged": moved.info["converged"]}
         results.append(result)
     if options.output is not None:
         ase.io.write(options.output, list(frames))
