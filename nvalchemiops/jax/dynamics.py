@@ -23,13 +23,11 @@ from nvalchemiops.jax.systems import Neighbors, System
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch import checks, dynamics
 from nvalchemiops.torch.dynamics import Evaluation
+from nvalchemiops.torch.dynamics.state import OF_ATOMS
 from nvalchemiops.torch.systems import System as TorchSystem
 
 Model = Callable[[System], Evaluation]
 """A potential energy surface: a JAX function of a `System`."""
-
-OF_ATOMS = frozenset({"inertia", "inverse_masses", "place"})
-"""Entries of ``State.extra`` that have a row for each atom. All others have 64 bits in torch."""
 
 
 def _by_torch(name: str) -> Any:
@@ -73,6 +71,7 @@ def _of_torch(state: State) -> dynamics.State:
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
 
+    # all but rows of atoms have 64 bits in torch
     extra = {name: value if name in OF_ATOMS else wide(value) for name, value in state.extra.items()}
     return dynamics.State(
         TorchSystem(*state.system), state.velocities, state.masses, state.evaluation, wide(state.step), extra
