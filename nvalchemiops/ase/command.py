@@ -72,7 +72,7 @@ def _terms(options: argparse.Namespace) -> list[Term]:
     terms = []
     of_charges = ("charges", "accuracy", "electrostatics_parameters", "slab_correction")
     for option, make, others in (
-        ("potential", _pair, ("parameters",)),
+        ("potential", lambda o: Pair(o.potential, **_keywords("--parameters", o.parameters)), ("parameters",)),
         ("electrostatics", _electrostatics, of_charges),
         ("dispersion", _dispersion, ("damping", "s9")),
     ):
@@ -85,10 +85,6 @@ def _terms(options: argparse.Namespace) -> list[Term]:
     if not terms:
         raise ValueError("nothing to compute: give --potential, --electrostatics, --dispersion, or several of them")
     return terms
-
-
-def _pair(options: argparse.Namespace) -> Term:
-    return Pair(options.potential, **_keywords("--parameters", options.parameters))
 
 
 def _electrostatics(options: argparse.Namespace) -> Term:
@@ -219,12 +215,8 @@ def result_of(number: int, atoms: ase.Atoms, with_forces: bool, with_stress: boo
 
 
 def as_json(options: argparse.Namespace, calculator: Calculator, units: dict[str, str], **results: Any) -> str:
-    """One JSON object, with the file, the terms and the units."""
-    return _compact({"file": options.file, "terms": calculator.parameters["terms"], "units": units, **results})
-
-
-def _compact(facts: dict[str, Any]) -> str:
-    """As JSON, with a line for each innermost list, such as the force on an atom."""
+    """One JSON object, with the file, the terms and the units; a line for each innermost list, as for an atom."""
+    facts = {"file": options.file, "terms": calculator.parameters["terms"], "units": units, **results}
     text = json.dumps(_finite(facts), indent=2)  # strings in it hold no line breaks
     return re.sub(r"\[\n([^][{}]*)\n\s*\]", lambda found: "[" + re.sub(r",\n\s*", ", ", found[1].strip()) + "]", text)
 
@@ -243,7 +235,9 @@ def print_results(results: list[dict[str, Any]]) -> None:
     _print_table(results)
     for result in results:
         if "forces" in result:
-            _print_forces(result)
+            print(f"\nforces of frame {result['frame']}{' of ' + result['file'] if 'file' in result else ''} (eV/Å)")
+            for number, (symbol, force) in enumerate(zip(result["symbols"], result["forces"])):
+                print(f"{number:7d} {symbol:<3}" + "".join(f" {component:15.8f}" for component in force))
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:
@@ -266,9 +260,3 @@ def _print_table(results: list[dict[str, Any]]) -> None:
         if relaxed:
             row += f"  {result['steps']:6d}  {'yes' if result['converged'] else 'no':>9}"
         print(row)
-
-
-def _print_forces(result: dict[str, Any]) -> None:
-    print(f"\nforces of frame {result['frame']}{' of ' + result['file'] if 'file' in result else ''} (eV/Å)")
-    for number, (symbol, force) in enumerate(zip(result["symbols"], result["forces"])):
-        print(f"{number:7d} {symbol:<3}" + "".join(f" {component:15.8f}" for component in force))

@@ -250,15 +250,11 @@ def in_terms_of_jax() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        text = _for_jax_arrays(str(error))
+        text = re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", str(error))
+        text = text.replace("torch.Tensor", "jax.Array").replace(".to(", ".astype(")
         if type(error) not in (TypeError, ValueError) or text == str(error):
             raise
         raise type(error)(text) from None
-
-
-def _for_jax_arrays(text: str) -> str:
-    text = re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", text)
-    return text.replace("torch.Tensor", "jax.Array").replace(".to(", ".astype(")
 
 
 def _for_jax(function: Callable[..., Any], signature: inspect.Signature, ignored: Iterable[str] = ()) -> str:

@@ -189,16 +189,12 @@ register_dropping(torch_call_p, _drop_unused)
 # -- forward mode ---------------------------------------------------------------------------------
 
 
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, ad.Zero) or tangent.dtype == float0
-
-
 def _is_smooth(output: jax.ShapeDtypeStruct) -> bool:
     return bool(jnp.issubdtype(output.dtype, jnp.inexact))
 
 
 def _present(parts: Mapping[int, Part]) -> dict[int, Part]:
-    return {index: part for index, part in parts.items() if not _is_zero(part.array)}
+    return {index: p for index, p in parts.items() if not isinstance(p.array, ad.Zero) and p.array.dtype != float0}
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -> tuple[Sequence[Any], Sequence[Any]]:
