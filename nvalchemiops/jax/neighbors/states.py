@@ -331,10 +331,8 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
         arguments |= dict(zip(names, search.sizes))
     if search.selective:
         # a system that was never searched has no rows to keep
-        arguments["rebuild_flags"] = as_array("rebuild_flags", given["rebuild_flags"]) | ~state.initialized
-        for number, one in enumerate(state.lists):
-            suffix = str(number + 1) if two else ""
-            arguments |= {name + suffix: value for name, value in zip(search.types(), one)}
+        flags = as_array("rebuild_flags", given["rebuild_flags"]) | ~state.initialized
+        arguments |= {"rebuild_flags": flags, **_memory(state)}
     # a traced state has fixed sizes; outside of `jit` they grow
     declared = is_traced(state)
     reference, rebuilt = state.reference, jnp.ones_like(state.initialized)
@@ -365,6 +363,12 @@ def state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], 
         reference=reference,
     )
     return found, after
+
+
+def _memory(state: NeighborListState) -> dict[str, Any]:
+    """The lists as arguments of a search that keeps rows of some systems."""
+    names, numbers = state.search.types(), "12" if len(state.lists) > 1 else ("",)
+    return {f"{name}{k}": array for k, one in zip(numbers, state.lists) for name, array in zip(names, one)}
 
 
 def _shaped_like(before: Any, now: Any) -> Any:
@@ -402,10 +406,7 @@ def _searched_if_stale(
         return found, _reference(search, arguments), jnp.ones_like(stale)
     in_part = search.num_systems > 1 and not search.return_neighbor_list
     if in_part:
-        arguments["rebuild_flags"] = stale
-        for number, one in enumerate(state.lists):
-            suffix = str(number + 1) if len(state.lists) > 1 else ""
-            arguments |= {name + suffix: value for name, value in zip(search.types(), one)}
+        arguments |= {"rebuild_flags": stale, **_memory(state)}
     else:
         stale = jnp.broadcast_to(stale.any(), stale.shape)
 
