@@ -30,16 +30,9 @@ def with_tensors(state: State, tensors: dict[str, torch.Tensor]) -> State:
     """The state with these tensors, which `tensors_of` gave."""
     places: Any = {name: tensors[name] for name in ("positions", "cell") if name in tensors}
     found: Any = (tensors.get(name) for name in Evaluation._fields)
-    evaluation = Evaluation(*found)
     own = {name[len("extra.") :]: value for name, value in tensors.items() if name.startswith("extra.")}
-    return State(
-        state.system._replace(**places),
-        tensors["velocities"],
-        tensors["masses"],
-        evaluation,
-        state.step,
-        {**state.extra, **own},
-    )
+    system, extra = state.system._replace(**places), {**state.extra, **own}
+    return State(system, tensors["velocities"], tensors["masses"], Evaluation(*found), state.step, extra)
 
 
 class Parameters:

@@ -145,16 +145,10 @@ class State(NamedTuple):
 
     def with_rows(self, rows: dict[str, torch.Tensor], **changes: Any) -> "State":
         """The state with these values, which `rows` gave, and changes of the system."""
-        system: Any = {name: value for name, value in rows.items() if name in PER_ATOM} | changes
-        extra = {name: value for name, value in rows.items() if name in self.extra}
-        return State(
-            self.system._replace(**system),
-            rows["velocities"],
-            rows["masses"],
-            self.evaluation._replace(forces=rows["forces"]),
-            self.step,
-            self.extra | extra,
-        )
+        fields: Any = {name: value for name, value in rows.items() if name in PER_ATOM} | changes
+        system, evaluation = self.system._replace(**fields), self.evaluation._replace(forces=rows["forces"])
+        extra = self.extra | {name: value for name, value in rows.items() if name in self.extra}
+        return State(system, rows["velocities"], rows["masses"], evaluation, self.step, extra)
 
     def followed(self, names: Iterable[str] = ()) -> "State":
         """The state with a domain that is valid for its positions and cell, in which all that atoms have moves along.
