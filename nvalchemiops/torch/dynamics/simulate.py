@@ -210,7 +210,10 @@ def simulate(
         for n in range(first, last):
             state = integrator.step(state, model) if survivors is None else survivors.step(integrator, state)
             for hook in hooks:
-                state = _after_hook(hook(state), state)
+                returned: Any = hook(state)
+                if returned is not None and not isinstance(returned, State):
+                    raise TypeError(f"`hooks`: a hook must return a State or None, got {type(returned).__name__}")
+                state = state if returned is None else returned
             if (n + 1) % every == 0:
                 found.append(measured(state))
             after(state, n + 1)
@@ -315,13 +318,6 @@ def _hooked(integrator: Integrator, model: Model, lost: set[str], hook: Hook, st
     if domain is not None:  # a hook may have changed the atoms of one rank alone
         stale = bool(domain._maximum(torch.tensor(float(stale), device=domain.device)))
     return rigid.with_stress(new) if stale else found
-
-
-def _after_hook(returned: Any, state: State) -> State:
-    """The state from which a run goes on after a hook."""
-    if returned is None or isinstance(returned, State):
-        return state if returned is None else returned
-    raise TypeError(f"`hooks`: a hook must return a State or None, got {type(returned).__name__}")
 
 
 def _measures(

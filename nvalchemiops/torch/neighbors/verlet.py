@@ -311,17 +311,6 @@ def _look(verlet: VerletList, kept: _BuiltList) -> _Look | None:
     return look if look.fits else None
 
 
-def _after_strain(
-    verlet: VerletList, kept: _BuiltList, positions: torch.Tensor, cell: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far atoms (n_atoms,) are from where a change of the cells took them, and how far (n_systems,) they may be."""
-    old, inverse = kept.systems, kept.inverse_of_cells()
-    assert old.cell is not None and inverse is not None
-    strain = strain_between(old.cell, cell, old.pbc, inverse)
-    moved = displacements(positions, old.positions, strain, kept.system)
-    return moved, 0.5 * (verlet.skin - taken_by_strain(strain, verlet.reach))
-
-
 # -- the part of a skin that a change of the cell takes -------------------------------------------
 
 
@@ -392,7 +381,11 @@ def _stale(verlet: VerletList, kept: _BuiltList, given: Systems) -> tuple[torch.
             # a cell for all is kept once, and would not tell which system was built with which
             flags = flags | changed
         elif not layout(changed.device.type).reads or bool(changed.any()):
-            moved, left = _after_strain(verlet, kept, given.positions, given.cell)
+            inverse = kept.inverse_of_cells()
+            assert inverse is not None
+            strain = strain_between(old.cell, given.cell, old.pbc, inverse)
+            moved = displacements(given.positions, old.positions, strain, kept.system)
+            left = 0.5 * (verlet.skin - taken_by_strain(strain, verlet.reach))
             of_atoms = left if kept.system is None else left.index_select(0, kept.system)
             outgrown = any_in_systems(~(moved <= of_atoms), kept.system, kept.n_systems)
             flags = torch.where(changed, outgrown, flags)
