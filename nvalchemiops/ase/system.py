@@ -64,14 +64,9 @@ class InBatches(NamedTuple):
 
 
 class SharedLists:
-    """The neighbor lists of a calculator, one for each periodicity that a term requests.
+    """The neighbor lists of a calculator, one for each periodicity that a term requests, and how many ``searches``.
 
     A list reaches to the largest cutoff requested since the number of atoms last changed, plus the skin.
-
-    Attributes
-    ----------
-    searches : int
-        Number of neighbor searches so far.
     """
 
     def __init__(self, skin: float) -> None:

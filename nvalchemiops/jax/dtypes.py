@@ -26,13 +26,7 @@ WIDER = {
 
 @functools.lru_cache(maxsize=64)
 def torch_dtype(dtype: Any, name: str = "array") -> torch.dtype:
-    """The torch dtype for a JAX dtype.
-
-    Raises
-    ------
-    TypeError
-        Torch does not have the dtype, or JAX and torch cannot exchange it.
-    """
+    """The torch dtype for a JAX dtype; a TypeError if torch does not have it, or JAX and torch cannot exchange it."""
     found = _TORCH.get(np.dtype(dtype)) if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else None
     if found is None:
         raise TypeError(f"`{name}` has dtype {dtype}, which torch does not have")

@@ -37,33 +37,15 @@ def operator(
     without: Sequence[str] = ("device", "domain"),
     constants: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Make a JAX function from a torch function, with the same parameters.
+    """Make a JAX function from a torch function, with the same parameters, ``without`` some that are left out.
 
-    Parameters
-    ----------
-    function : callable
-        A function of tensors. Annotations distinguish arrays (``torch.Tensor``) and numbers (``float``) from static
-        arguments.
-    out_shapes : callable, optional
-        Returns the shapes and dtypes of the results. It is called with the arguments by keyword, without arguments that
-        have their default. By default the function is traced with tensors without data.
-    name : str, optional
-        The name in messages. By default the name of the function.
-    contract : callable, optional
-        As for `Bridge`, called with the same arguments.
-    prepare : callable, optional
-        ``prepare(arguments)`` returns changed arguments before the call.
-    fold : callable, optional
-        ``fold(function, arguments)`` returns the results for all slices of ``vmap`` along leading axes, computed as the
-        systems of a batch.
-    folds : callable, optional
-        Whether ``fold`` gives the same results for these arguments of one slice. Arrays are `jax.ShapeDtypeStruct`.
-    extra : dict, optional
-        Names of further parameters that have no effect, each with the name of the parameter that it follows.
-    without : sequence of str, optional
-        Parameters to leave out in JAX.
-    constants : sequence of str, optional
-        Parameters that have no derivatives, in addition to parameters that are numbers in torch.
+    Annotations of the function distinguish arrays (``torch.Tensor``) and numbers (``float``) from static arguments.
+    ``out_shapes`` and ``contract``, as for `Bridge`, are called with the arguments by keyword, without arguments that
+    have their default; without ``out_shapes`` the function is traced with tensors without data. ``prepare(arguments)``
+    returns changed arguments before the call. ``fold(function, arguments)`` returns the results for all slices of
+    ``vmap`` along leading axes, computed as the systems of a batch, where ``folds``, of the arguments of one slice,
+    says that these are the same. ``extra`` names further parameters that have no effect, each with the parameter that
+    it follows; ``constants``, beside numbers, have no derivatives.
     """
     name, kinds = name or function.__name__, _kinds(function)
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
@@ -192,13 +174,7 @@ def as_array(name: str, value: Any) -> Any:
 
 
 def as_static(name: str, value: Any) -> Any:
-    """``value`` as Python objects: numbers in place of arrays without axes, tuples in place of others.
-
-    Raises
-    ------
-    TypeError
-        The value is traced.
-    """
+    """``value`` as Python objects: numbers for arrays without axes, tuples for others. Raises a TypeError if traced."""
     if (type(value) in (list, tuple) or isinstance(value, jax.core.Tracer)) and is_traced(value):
         raise TypeError(
             f"{name} must be known when the function is traced, since shapes of results may depend on it: "

@@ -64,33 +64,19 @@ class OtherRankError(RuntimeError):
 class Messages:
     """The messages of a group that this rank has counted.
 
-    All ranks must take part in the same messages in the same order.
-
-    Attributes
-    ----------
-    calls, count : int
-        Calls that this rank has begun, and messages in which it has taken part.
-    place : str
-        Where its last call was made.
-    out_of_step : str
-        Why the group can exchange no more messages; empty while it can.
-    scope : int
-        Number of the last outermost block in which ranks fail together.
-    left : str
-        Why this rank has left it, if by an error, until all ranks have agreed again.
-    places : set of (float, float)
-        Pairs of different places from which ranks have made the same call, and about which they were warned.
-    answers : list of int
-        How often each rank had answered by the end of the last failure.
-    domains : (1,) int64 tensor
-        How often atoms were divided. A plan that depends on a domain is recorded again after that: its function may
-        use the new one.
+    All ranks must take part in the same messages in the same order. ``calls`` are those that this rank has begun, the
+    last one at a ``place``, and ``count`` the messages in which it has taken part. ``out_of_step`` is why the group can
+    exchange no more, empty while it can; ``scope`` the number of the last outermost block in which ranks fail together;
+    ``left`` why this rank has left it, if by an error, until all ranks have agreed again; ``places`` pairs of different
+    places from which ranks have made the same call, and about which they were warned; ``answers`` how often each rank
+    had answered by the end of the last failure.
     """
 
     def __init__(self) -> None:
         self.calls, self.count, self.place, self.out_of_step = 0, 0, "", ""
         self.places: set[tuple[float, float]] = set()
         self.answers: list[int] = []
+        # how often atoms were divided: plans of a domain are recorded again after that, for they may use the new one
         with torch.inference_mode(False):
             self.domains = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.scope, self.left, self._depth, self._found = 0, "", 0, 0.0
