@@ -54,7 +54,7 @@ def evaluate(
     chosen : sequence of torch.Tensor
         Tensors among those of ``terms`` and ``options`` that follow from cells, positions and charges.
     choice : hashable
-        As of `LongRange`. A plan for any values of ``chosen`` is for these cells alone, unless it is None.
+        As of `KVectorSum`. A plan for any values of ``chosen`` is for these cells alone, unless it is None.
     """
     given: Any = () if near is None else near
     fixed = tuple(terms)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
 import torch
@@ -27,85 +27,19 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import (
     strengths_of,
     widest_alpha,
 )
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors
-from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, slices_of
 from nvalchemiops.torch.runtime.graphs import place_of
 
+if TYPE_CHECKING:
+    from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
+    from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 
-class LongRange(Protocol):
-    """A method for the long-range part: its given parameters, and how missing ones are chosen.
 
-    Attributes
-    ----------
-    argument : str
-        The arguments by which callers may give the parameters, for messages.
-    is_given : bool
-        Whether the parameters are given.
-    tensors : tuple of torch.Tensor
-        Those of the k-vectors, which may follow from the cell.
-    choice : hashable
-        What all ``tensors`` follow from, if they are kept for these cells alone, which have returned; otherwise None.
-    valid : (n_systems,) bool tensor or None
-        If values could not be read: False for systems that the parameters do not fit.
-    """
-
-    @property
-    def argument(self) -> str: ...  # noqa: D102  # the class says what it is
-
-    @property
-    def is_given(self) -> bool: ...  # noqa: D102  # the class says what it is
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]: ...  # noqa: D102  # the class says what it is
-
-    @property
-    def choice(self) -> Hashable: ...  # noqa: D102  # the class says what it is
-
-    @property
-    def valid(self) -> torch.Tensor | None: ...  # noqa: D102  # the class says what it is
-
-    @staticmethod
-    def of_cell(cell: torch.Tensor, *given: Any) -> WaveVectors | None:
-        """The k-vectors that arguments of `given` describe by their length, for ``cell`` (n_systems, 3, 3)."""
-        ...
-
-    @staticmethod
-    def fits(cell: torch.Tensor, *given: Any) -> bool:
-        """Whether the given parameters, except those `of_cell`, are the same for all cells, and fit this one."""
-        ...
-
-    def error_model(self, system: ChargedSystem) -> core.Reciprocal:
-        """The error model of given parameters, with torch tensors."""
-        ...
-
-    def suited(self, accuracy: float, costs: core.Costs, strengths: Strengths | None) -> "LongRange":
-        """The method with what is chosen before alpha: the order of splines of least cost, if it is not given.
-
-        ``strengths`` are those of `sources_of`, or None if alpha is given.
-        """
-        ...
-
-    def optimal_alpha(
-        self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
-    ) -> Any:
-        """The alpha (n_systems,) of least cost, if parameters are not given; with numpy or torch.
-
-        ``lengths`` (n_systems, 3) of the lattice vectors of a mesh are given if the parameters will be `chosen`.
-        """
-        ...
-
-    def chosen(self, system: ChargedSystem, found: "EwaldSplitting") -> "LongRange":
-        """The method with the parameters that the target of this splitting needs."""
-        ...
-
-    def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> Term:
-        """The term of the sum, when all parameters are known."""
-        ...
+LongRange = Union["KVectorSum", "MeshSum"]
+"""A method for the long-range part: its given parameters, and how missing ones are chosen."""
 
 
 class EwaldSplitting(NamedTuple):

@@ -186,7 +186,7 @@ NOT_CHOSEN = 0
 
 
 class MeshSum(NamedTuple):
-    """The long-range part on a mesh, given or still to be chosen; see `LongRange`.
+    """The long-range part on a mesh, given or still to be chosen; see `KVectorSum`.
 
     Attributes
     ----------
@@ -194,7 +194,7 @@ class MeshSum(NamedTuple):
         `NOT_CHOSEN` until `suited`, if neither it nor a mesh is given.
     mesh : (int, int, int) or None
     argument : str
-        As for `LongRange`.
+        As for `KVectorSum`.
     precomputed : Precomputed
     influence : Influence or None
         The influence function, if it is prepared.
@@ -256,29 +256,29 @@ class MeshSum(NamedTuple):
 
     @staticmethod
     def of_cell(cell: torch.Tensor, *given: Any) -> None:
-        """As for `LongRange`."""
+        """As for `KVectorSum`."""
 
     @staticmethod
     def fits(cell: torch.Tensor, mesh_dimensions: Any, *given: Any) -> bool:
-        """As for `LongRange`."""
+        """As for `KVectorSum`."""
         return mesh_dimensions is not None
 
     @property
     def is_given(self) -> bool:
-        """As for `LongRange`."""
+        """As for `KVectorSum`."""
         return self.mesh is not None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """As for `LongRange`. Each ``basis`` has its own plan: it seldom changes."""
+        """As for `KVectorSum`. Each ``basis`` has its own plan: it seldom changes."""
         return ()
 
     @property
     def choice(self) -> None:
-        """As for `LongRange`."""
+        """As for `KVectorSum`."""
 
     def suited(self, accuracy: float, costs: core.Costs, strengths: Strengths | None) -> "MeshSum":
-        """As for `LongRange`. Forces between few moments may need a mesh so fine that the highest order takes least."""
+        """As for `KVectorSum`. Forces between few moments may need a mesh for which the highest order takes least."""
         if self.spline_order != NOT_CHOSEN:
             return self
         if strengths is not None and strengths.are_few:
@@ -286,7 +286,7 @@ class MeshSum(NamedTuple):
         return self._replace(spline_order=core.order_of_least_cost(accuracy, costs))
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
-        """As for `LongRange`."""
+        """As for `KVectorSum`."""
         assert self.mesh is not None
         cell = system.along(self.basis).cell.detach().to(torch.float64)
         return core.mesh_model(cell, lattice_of(cell, None, 0).inverse, self.mesh, self.spline_order, torch)
@@ -294,7 +294,7 @@ class MeshSum(NamedTuple):
     def optimal_alpha(
         self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
     ) -> Any:
-        """As for `LongRange`."""
+        """As for `KVectorSum`."""
         if lengths is not None:
             along = -np.sort(-lengths, axis=1)  # in the order of the mesh; see `chosen`
             cutoff = core.batch_mesh_cutoff(n_atoms, volume, along, target, self.spline_order, costs)
@@ -302,7 +302,7 @@ class MeshSum(NamedTuple):
         return core.mesh_alpha(n_atoms, volume, target, self.spline_order, costs, xp)
 
     def chosen(self, system: ChargedSystem, found: EwaldSplitting) -> "MeshSum":
-        """As for `LongRange`. Reads values on the host."""
+        """As for `KVectorSum`. Reads values on the host."""
         values, target, strengths = found.values, found.target, found.strengths
         if values is None:
             values = on_host(found.alpha.detach())  # which says what cannot be read
@@ -325,7 +325,7 @@ class MeshSum(NamedTuple):
         return self._replace(mesh=mesh, basis=basis)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "MeshTerm":
-        """As for `LongRange`."""
+        """As for `KVectorSum`."""
         assert self.mesh is not None
         self.precomputed.check(system.n_systems, self.mesh)
         lowest = HIGHEST[int(system.moments.shape[-1])] + 3  # for continuous forces

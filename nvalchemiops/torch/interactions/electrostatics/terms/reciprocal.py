@@ -54,13 +54,13 @@ from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
 class KVectorSum(NamedTuple):
-    """The long-range part as a sum over k-vectors, given or still to be chosen; see `LongRange`.
+    """The long-range part as a sum over k-vectors, given or still to be chosen.
 
     Attributes
     ----------
     k_vectors : WaveVectors or None
     argument : str
-        As for `LongRange`.
+        The arguments by which callers may give the parameters, for messages.
     k_cutoff : (n_systems,) tensor or None
         The length up to which the k-vectors are complete, if that is known.
     valid : (n_systems,) bool tensor or None
@@ -68,7 +68,7 @@ class KVectorSum(NamedTuple):
     factors : tuple of (n_points, 4) tensors or None
         `reciprocal_factors` of chosen k-vectors for the Coulomb potential, if they are kept.
     choice : Choice or None
-        As for `LongRange`.
+        What all ``tensors`` follow from, if they are kept for these cells alone, which have returned; otherwise None.
     """
 
     k_vectors: WaveVectors | None = None
@@ -107,7 +107,7 @@ class KVectorSum(NamedTuple):
     def of_cell(
         cell: torch.Tensor, k_vectors: Any, k_cutoff: Any, miller_bounds: Any, miller_indices: Any
     ) -> WaveVectors | None:
-        """As for `LongRange`."""
+        """The k-vectors that arguments of `given` describe by their length, for ``cell`` (n_systems, 3, 3)."""
         if isinstance(miller_indices, WaveVectors):
             return miller_indices
         if k_cutoff is None or not (k_vectors is miller_bounds is miller_indices is None):
@@ -116,7 +116,7 @@ class KVectorSum(NamedTuple):
 
     @staticmethod
     def fits(cell: torch.Tensor, k_vectors: Any, k_cutoff: Any, miller_bounds: Any, miller_indices: Any) -> bool:
-        """As for `LongRange`."""
+        """Whether the given parameters, except those `of_cell`, are the same for all cells, and fit this one."""
         if isinstance(miller_indices, WaveVectors):
             is_alike = miller_indices.point_begin.shape[0] == cell.shape[0] + 1
             return is_alike and bool((miller_indices.stretch_to(cell) <= MOST_STRETCH).all())
@@ -124,16 +124,19 @@ class KVectorSum(NamedTuple):
 
     @property
     def is_given(self) -> bool:
-        """As for `LongRange`."""
+        """Whether the parameters are given."""
         return self.k_vectors is not None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """As for `LongRange`."""
+        """Those of the k-vectors, which may follow from the cell."""
         return () if self.k_vectors is None else (*self.k_vectors[:4], *(self.factors or ()))
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
-        """As for `LongRange`. A list of k-vectors is assumed to be complete up to its largest Miller indices."""
+        """The error model of given parameters, with torch tensors.
+
+        A list of k-vectors is assumed to be complete up to its largest Miller indices.
+        """
         assert self.k_vectors is not None
         cell = system.cell.detach().to(torch.float64)
         complete = self.k_vectors.complete_up_to(cell) if self.k_cutoff is None else self.k_cutoff
@@ -145,17 +148,23 @@ class KVectorSum(NamedTuple):
         return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
 
     def suited(self, accuracy: float, costs: core.Costs, strengths: Strengths | None) -> "KVectorSum":
-        """As for `LongRange`."""
+        """The method with what is chosen before alpha: of a mesh the order of splines, if it is not given.
+
+        ``strengths`` are those of `sources_of`, or None if alpha is given.
+        """
         return self
 
     def optimal_alpha(
         self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
     ) -> Any:
-        """As for `LongRange`."""
+        """The alpha (n_systems,) of least cost, if parameters are not given; with numpy or torch.
+
+        ``lengths`` (n_systems, 3) of the lattice vectors of a mesh are given if the parameters will be `chosen`.
+        """
         return core.ewald_alpha(n_atoms, volume, target, costs, xp)
 
     def chosen(self, system: ChargedSystem, found: EwaldSplitting) -> "KVectorSum":
-        """As for `LongRange`."""
+        """The method with the parameters that the target of this splitting needs."""
         values, target, device = found.values, found.target, found.alpha.device
         is_trained = found.alpha.requires_grad and torch.is_grad_enabled()  # kept factors have no gradient by it
         if values is None or found.sizes_known is None or is_trained:
@@ -188,7 +197,7 @@ class KVectorSum(NamedTuple):
         return self._replace(k_vectors=k_vectors, factors=tuple(factors), choice=choice)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
-        """As for `LongRange`."""
+        """The term of the sum, when all parameters are known."""
         assert self.k_vectors is not None
         return ReciprocalTerm(potential, alpha, self.k_vectors, self.factors)
 
