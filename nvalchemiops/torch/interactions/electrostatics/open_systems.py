@@ -91,19 +91,11 @@ def open_systems(atoms: System, wait: bool = True) -> torch.Tensor | None:
 
 
 class Part(NamedTuple):
-    """The systems of one kind.
+    """The systems of one kind."""
 
-    Attributes
-    ----------
-    systems, atoms : (n,) int64 tensors
-        Indices of the systems, and of their atoms, in the batch.
-    number : (n_atoms,) int64 tensor
-        For each atom of the batch its index in this part, or -1.
-    """
-
-    systems: torch.Tensor
-    atoms: torch.Tensor
-    number: torch.Tensor
+    systems: torch.Tensor  # (n,) int64, their indices in the batch
+    atoms: torch.Tensor  # those of their atoms
+    number: torch.Tensor  # (n_atoms,) int64, for each atom of the batch its index in this part, or -1
 
     def of_atoms(self, values: Any) -> Any:
         """Values of the atoms in this part; a number, or None, holds for all atoms."""

@@ -30,23 +30,12 @@ class Derivatives(NamedTuple):
 
 @engine.immutable
 class SumRequest(NamedTuple):
-    """The results that a call of a sum returns.
+    """The results that a call of a sum returns."""
 
-    Attributes
-    ----------
-    derivatives : Derivatives
-        ``charge_gradients`` means gradients with respect to all sources.
-    energy_reduction : {"atom", "system"}
-    hybrid : bool
-        Results are differentiable in the sources only.
-    of_sources : (bool, bool, bool)
-        Whether gradients with respect to charges, dipoles and quadrupoles are returned.
-    """
-
-    derivatives: Derivatives
-    energy_reduction: str
-    hybrid: bool = False
-    of_sources: tuple[bool, bool, bool] = (False, False, False)
+    derivatives: Derivatives  # `charge_gradients` means gradients with respect to all sources
+    energy_reduction: str  # "atom" or "system"
+    hybrid: bool = False  # results are differentiable in the sources only
+    of_sources: tuple[bool, bool, bool] = (False, False, False)  # gradients by charges, dipoles, quadrupoles
 
     @property
     def has_first_derivatives(self) -> bool:
@@ -72,24 +61,12 @@ class SumOptions(NamedTuple):
 
 
 class EwaldSum(NamedTuple):
-    """A sum of all terms, or of some, as the arguments of a public function describe it.
+    """A sum of all terms, or of some, as the arguments of a public function describe it."""
 
-    Attributes
-    ----------
-    method : type or None
-        The long-range part is ``method.given(*given, system)``. None for pairs alone.
-    given : tuple
-    atoms : System
-    neighbors : GivenNeighbors or ()
-        Empty if none are needed.
-    request : SumRequest
-    options : SumOptions
-    """
-
-    method: Any
+    method: Any  # a class, whose `given(*given, system)` is the long-range part; None for pairs alone
     given: tuple[Any, ...]
     atoms: System
-    neighbors: Any
+    neighbors: Any  # GivenNeighbors, or () if none are needed
     request: SumRequest
     options: SumOptions
 
@@ -162,21 +139,12 @@ def check_gradients(request: SumRequest, atoms: System) -> None:
 
 
 class Contribution(NamedTuple):
-    """Energies of one term, and the derivatives that were requested. A derivative that is zero is None.
+    """Energies of one term, and the derivatives that were requested. A derivative that is zero is None."""
 
-    Attributes
-    ----------
-    energies : (n_atoms, n_channels) tensor
-    forces : (n_atoms, 3) tensor
-    charge_gradients : (n_atoms, n_channels, n_moments) tensor
-        Gradients with respect to all moments.
-    virial : (n_systems, 3, 3) tensor
-    """
-
-    energies: torch.Tensor
-    forces: torch.Tensor | None = None
-    charge_gradients: torch.Tensor | None = None
-    virial: torch.Tensor | None = None
+    energies: torch.Tensor  # (n_atoms, n_channels)
+    forces: torch.Tensor | None = None  # (n_atoms, 3)
+    charge_gradients: torch.Tensor | None = None  # (n_atoms, n_channels, n_moments), by all moments
+    virial: torch.Tensor | None = None  # (n_systems, 3, 3)
 
 
 class Term(Protocol):

@@ -20,45 +20,24 @@ if TYPE_CHECKING:
 
 
 class ChargedSystem(NamedTuple):
-    """One or several periodic systems, checked.
-
-    Attributes
-    ----------
-    positions : (n_atoms, 3) tensor
-    charges : (n_atoms, n_channels) tensor
-    moments : (n_atoms, n_channels, 1, 4 or 10) tensor
-        All sources, `nvalchemiops.torch.interactions.electrostatics.sources`: charges are moments of order zero.
-    has_channels : bool
-        Whether the caller gave channels; otherwise there is one.
-    cell : (n_systems, 3, 3) tensor
-    batch_idx : (n_atoms,) int32 tensor or None
-        None for one system.
-    exclusions : ExclusionRows or None
-        Pairs that do not interact, or interact with a factor.
-    slab_axes : (n_systems, 3) bool tensor or None
-        For the slab correction: True for periodic axes. None without the correction.
-    valid : (n_systems,) bool tensor or None
-        If values could not be read: False for systems that are not periodic as the sum requires.
-    domain : Domain or None
-        The atoms are those that this rank owns, and results of systems are the shares of this rank.
-    widths : (n_atoms,) tensor or None
-        Standard deviations of Gaussians; None for points.
-    of_points : bool
-        Whether sources are point charges, which any potential supports; moments need the Coulomb potential.
-    """
+    """One or several periodic systems, checked."""
 
     positions: torch.Tensor
-    charges: torch.Tensor
+    charges: torch.Tensor  # (n_atoms, n_channels)
+    # (n_atoms, n_channels, 1, 4 or 10), all sources, `nvalchemiops.torch.interactions.electrostatics.sources`: charges
+    # are moments of order zero
     moments: torch.Tensor
-    has_channels: bool
-    cell: torch.Tensor
-    batch_idx: torch.Tensor | None
-    exclusions: ExclusionRows | None = None
-    slab_axes: torch.Tensor | None = None
+    has_channels: bool  # whether the caller gave channels; otherwise there is one
+    cell: torch.Tensor  # (n_systems, 3, 3)
+    batch_idx: torch.Tensor | None  # int32; None for one system
+    exclusions: ExclusionRows | None = None  # pairs that do not interact, or interact with a factor
+    slab_axes: torch.Tensor | None = None  # (n_systems, 3), True for periodic axes; None without the slab correction
+    # (n_systems,), if values could not be read: False for systems that are not periodic as the sum requires
     valid: torch.Tensor | None = None
+    # the atoms are those that this rank owns, and results of systems are the shares of this rank
     domain: "Domain | None" = None
-    widths: torch.Tensor | None = None
-    of_points: bool = False
+    widths: torch.Tensor | None = None  # (n_atoms,), standard deviations of Gaussians; None for points
+    of_points: bool = False  # point charges, which any potential supports; moments need the Coulomb potential
 
     def of(self, positions: torch.Tensor, moments: torch.Tensor, cell: torch.Tensor) -> "ChargedSystem":
         """The system with these positions, moments and cells instead."""

@@ -43,31 +43,17 @@ LongRange = Union["KVectorSum", "MeshSum"]
 
 
 class EwaldSplitting(NamedTuple):
-    """How a sum is divided into a short-range and a long-range part.
+    """How a sum is divided into a short-range and a long-range part."""
 
-    Attributes
-    ----------
-    alpha : (n_systems,) tensor in float64
-    rows : Rows
-        Neighbors; built if none were given.
-    target : Target
-        Accuracy and forces, which set the allowed errors; numpy arrays, or torch tensors while compiling.
-    cutoff : float or None
-        Cutoff of the list, if it was built.
-    strengths : Strengths or None
-        Those of moments, if they are known.
-    values : (n_systems,) array in float64, or None
-        Alpha on the host. None if the long-range part is given, while compiling, or for slices of a ``vmap``.
-    sizes_known : hashable
-        What `sizes_of_system` depends on; None if what follows from it is not to be kept.
-    """
-
-    alpha: torch.Tensor
-    rows: Rows
+    alpha: torch.Tensor  # (n_systems,) in float64
+    rows: Rows  # built if none were given
+    # accuracy and forces, which set the allowed errors; numpy arrays, or torch tensors while compiling
     target: core.Target
-    cutoff: float | None = None
-    strengths: Strengths | None = None
+    cutoff: float | None = None  # of the list, if it was built
+    strengths: Strengths | None = None  # those of moments, if they are known
+    # (n_systems,), alpha on the host; None if the long-range part is given, while compiling, or for slices of a `vmap`
     values: np.ndarray | None = None
+    # what `sizes_of_system` depends on; None if what follows from it is not to be kept
     sizes_known: Hashable = None
 
 

@@ -16,32 +16,16 @@ METHODS = ("ewald", "pme")
 
 
 class Way(NamedTuple):
-    """A method with its parameters, and what is expected of it.
+    """A method with its parameters, and what is expected of it. Arrays are (n_systems,)."""
 
-    Attributes
-    ----------
-    method : str
-        One of `METHODS`.
-    order : int
-        Of splines; 0 for k-vectors.
-    cutoff, alpha, k_cutoff : (n_systems,) arrays
-        ``k_cutoff`` is 0 for a mesh.
-    mesh : (int, int, int)
-        Zeros for k-vectors.
-    times : dict
-        Expected times of the parts, in seconds.
-    error : float
-        Expected relative error of the forces; the largest of all systems.
-    """
-
-    method: str
-    order: int
+    method: str  # one of `METHODS`
+    order: int  # of splines; 0 for k-vectors
     cutoff: np.ndarray
     alpha: np.ndarray
-    k_cutoff: np.ndarray
-    mesh: tuple[int, int, int]
-    times: dict[str, float]
-    error: float
+    k_cutoff: np.ndarray  # 0 for a mesh
+    mesh: tuple[int, int, int]  # zeros for k-vectors
+    times: dict[str, float]  # expected, of the parts, in seconds
+    error: float  # expected relative error of the forces; the largest of all systems
 
     @property
     def time(self) -> float:

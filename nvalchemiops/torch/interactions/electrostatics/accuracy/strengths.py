@@ -20,31 +20,21 @@ overestimated forces cost accuracy."""
 
 
 class Strengths(NamedTuple):
-    """Strengths of moments, in the units of the error models.
+    """Strengths of moments, in the units of the error models; arrays, or tensors.
 
     In a wave of wave number k a dipole has the amplitude of a charge ``k μ cos``, and a quadrupole has the amplitude of
     a charge ``k² Q cos² / 2``. Moments therefore have the errors of charges with the mean square
     ``q² + k² μ² / 3 + k⁴ Q:Q / 30`` at the wave number that a cutoff leaves out: ``k_c``, or in real space
     ``2 α² r_c``, both about ``2 α √(-ln accuracy)``. A mesh of spacing h confuses a wave with another one whose wave
     number is larger by ``2π/h``, either in spreading or in gathering.
-
-    Attributes
-    ----------
-    squares : (n_systems, 3) array or tensor
-        Means of q², μ² and Q:Q.
-    spacing : (n_systems,) array or tensor
-        d.
-    force : (n_systems,) array or tensor
-        RMS of the forces times d².
-    per_source : (n_systems,) array or tensor
-        Number of atoms for each of the (Σs²)²/Σs⁴ sources, where s² are mean squares of equivalent charges at the wave
-        number of forces between neighbors; 1 if that is not beyond `error_models.ATOMS_PER_SOURCE`, so that choices do
-        not depend on it, and for a source alone, between whose images there are no forces.
     """
 
-    squares: Any
-    spacing: Any
-    force: Any
+    squares: Any  # (n_systems, 3), means of q², μ² and Q:Q
+    spacing: Any  # (n_systems,), d
+    force: Any  # (n_systems,), RMS of the forces times d²
+    # (n_systems,), atoms for each of the (Σs²)²/Σs⁴ sources, where s² are mean squares of equivalent charges at the
+    # wave number of forces between neighbors; 1 if that is not beyond `error_models.ATOMS_PER_SOURCE`, so that choices
+    # do not depend on it, and for a source alone, between whose images there are no forces
     per_source: Any
 
     @property

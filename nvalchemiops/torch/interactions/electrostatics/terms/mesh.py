@@ -54,18 +54,12 @@ if TYPE_CHECKING:
 
 
 class Influence(NamedTuple):
-    """Factors of the charge density in Fourier space.
+    """Factors of the charge density in Fourier space."""
 
-    Attributes
-    ----------
-    value : (n_systems, 1, n_x, n_y, n_z // 2 + 1, 2 or 1) tensor
-        ``g(k²) / V`` with deconvolution, in float64 or in the dtype of the mesh; on a CPU twice, for real and imaginary
-        parts.
-    derivative : float64 tensor of this shape, or None
-        Likewise for g', times the multiplicity of each plane in a sum over the whole mesh.
-    """
-
+    # (n_systems, 1, n_x, n_y, n_z // 2 + 1, 2 or 1), ``g(k²) / V`` with deconvolution, in float64 or in the dtype of
+    # the mesh; on a CPU twice, for real and imaginary parts
     value: torch.Tensor
+    # likewise for g', in float64, times the multiplicity of each plane in a sum over the whole mesh
     derivative: torch.Tensor | None
 
 
@@ -186,30 +180,17 @@ NOT_CHOSEN = 0
 
 
 class MeshSum(NamedTuple):
-    """The long-range part on a mesh, given or still to be chosen; see `KVectorSum`.
+    """The long-range part on a mesh, given or still to be chosen; see `KVectorSum`."""
 
-    Attributes
-    ----------
-    spline_order : int
-        `NOT_CHOSEN` until `suited`, if neither it nor a mesh is given.
-    mesh : (int, int, int) or None
-    argument : str
-        As for `KVectorSum`.
-    precomputed : Precomputed
-    influence : Influence or None
-        The influence function, if it is prepared.
-    valid : (n_systems,) bool tensor or None
-        If values could not be read: False for cells that differ from the prepared ones.
-    basis : (n_systems, 3, 3) float64 tensor or None
-        Whole numbers: the axes of the mesh are the vectors ``basis @ cell``. None if they are those of the cell.
-    """
-
-    spline_order: int
+    spline_order: int  # `NOT_CHOSEN` until `suited`, if neither it nor a mesh is given
     mesh: tuple[int, int, int] | None
     argument: str = "`mesh_dimensions` or `mesh_spacing`"
     precomputed: Precomputed = Precomputed()
-    influence: Influence | None = None
+    influence: Influence | None = None  # the influence function, if it is prepared
+    # (n_systems,), if values could not be read: False for cells that differ from the prepared ones
     valid: torch.Tensor | None = None
+    # (n_systems, 3, 3) whole numbers in float64: the axes of the mesh are the vectors `basis @ cell`; None if they are
+    # those of the cell
     basis: torch.Tensor | None = None
 
     @classmethod

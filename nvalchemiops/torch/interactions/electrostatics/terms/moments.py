@@ -56,21 +56,11 @@ _ROWS, _COLUMNS = (0, 0, 0, 1, 1, 2), (0, 1, 2, 1, 2, 2)
 
 
 class MomentFrames(NamedTuple):
-    """Moments in the coordinates of a lattice.
+    """Moments in the coordinates of a lattice."""
 
-    Attributes
-    ----------
-    lattice : Lattice
-        Its ``frame`` maps positions to the coordinates.
-    matrix : (n_moments, n_moments) or (n_atoms, n_moments, n_moments) tensor
-        Moments along the coordinates are ``moments @ matrix``.
-    moments : (n_atoms, n_channels, n_moments) tensor
-        Moments along the coordinates, in float64.
-    """
-
-    lattice: Lattice
-    matrix: torch.Tensor
-    moments: torch.Tensor
+    lattice: Lattice  # its `frame` maps positions to the coordinates
+    matrix: torch.Tensor  # ([n_atoms,] n_moments, n_moments); along the coordinates moments are `moments @ matrix`
+    moments: torch.Tensor  # (n_atoms, n_channels, n_moments), along the coordinates, in float64
 
     @property
     def highest(self) -> int:

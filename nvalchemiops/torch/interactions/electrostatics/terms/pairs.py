@@ -25,25 +25,15 @@ class PairTerm(NamedTuple):
 
     Charges have a separate kernel, which supports any potential. For all first derivatives of 1728 ions with 65
     neighbors it takes 9.2 ms; charges as moments of order zero would take 12.0 ms.
-
-    Attributes
-    ----------
-    formula : callable
-        Returns the pair potential for a number of charges: quadratic in them, with one global parameter.
-    parameter : (n_systems,) tensor
-        The global parameter: alpha, or another length or its inverse.
-    rows : Rows
-    exclusions : ExclusionRows or None
-    cutoff : float or None
-    radial : callable
-        Returns the radial function for moments, of points or of Gaussians, with the same parameter.
     """
 
+    # the pair potential for a number of charges: quadratic in them, with one global parameter
     formula: Callable[[int], Formula]
-    parameter: torch.Tensor
+    parameter: torch.Tensor  # (n_systems,), the global one: alpha, or another length or its inverse
     rows: Rows
     exclusions: ExclusionRows | None = None
     cutoff: float | None = None
+    # the radial function for moments, of points or of Gaussians, with the same parameter
     radial: Callable[[bool], Formula] = moment_short_range
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:

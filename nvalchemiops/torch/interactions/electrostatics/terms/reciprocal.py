@@ -54,28 +54,17 @@ from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
 class KVectorSum(NamedTuple):
-    """The long-range part as a sum over k-vectors, given or still to be chosen.
-
-    Attributes
-    ----------
-    k_vectors : WaveVectors or None
-    argument : str
-        The arguments by which callers may give the parameters, for messages.
-    k_cutoff : (n_systems,) tensor or None
-        The length up to which the k-vectors are complete, if that is known.
-    valid : (n_systems,) bool tensor or None
-        If values could not be read: False for systems whose vectors do not belong to the reciprocal lattice.
-    factors : tuple of (n_points, 4) tensors or None
-        `reciprocal_factors` of chosen k-vectors for the Coulomb potential, if they are kept.
-    choice : Choice or None
-        What all ``tensors`` follow from, if they are kept for these cells alone, which have returned; otherwise None.
-    """
+    """The long-range part as a sum over k-vectors, given or still to be chosen."""
 
     k_vectors: WaveVectors | None = None
+    # by which callers may give the parameters, for messages
     argument: str = "`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices`"
-    k_cutoff: torch.Tensor | None = None
+    k_cutoff: torch.Tensor | None = None  # (n_systems,), up to which the k-vectors are complete, if that is known
+    # (n_systems,), if values could not be read: False for systems whose vectors are not of the reciprocal lattice
     valid: torch.Tensor | None = None
+    # `reciprocal_factors` (n_points, 4) of chosen k-vectors for the Coulomb potential, if they are kept
     factors: tuple[torch.Tensor, ...] | None = None
+    # what all `tensors` follow from, if they are kept for these cells alone, which have returned
     choice: "Choice | None" = None
 
     @classmethod
