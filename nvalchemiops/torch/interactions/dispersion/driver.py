@@ -39,18 +39,10 @@ The time to compile a kernel grows faster than this number: with those of all el
 
 
 class Range(NamedTuple):
-    """Cutoff of a sum.
+    """Cutoff of a sum."""
 
-    Attributes
-    ----------
-    cutoff : float or None
-        Pairs at this distance or beyond are left out; None if all listed pairs count.
-    r_switch : float or None
-        Distance at which switching begins, with two continuous derivatives; None for a sharp cutoff.
-    """
-
-    cutoff: float | None = None
-    r_switch: float | None = None
+    cutoff: float | None = None  # pairs at this distance or beyond are left out; None if all listed pairs count
+    r_switch: float | None = None  # where switching begins, with two continuous derivatives; None for a sharp cutoff
 
 
 class Ranges(NamedTuple):
@@ -215,22 +207,12 @@ def _system(structure: System, settings: Settings, given: GivenNeighbors) -> Pai
 
 
 class AtCounts(NamedTuple):
-    """Energies of atoms as functions of positions and coordination numbers, with the requested partial derivatives.
+    """Energies of atoms as functions of positions and coordination numbers, with the requested partial derivatives."""
 
-    Attributes
-    ----------
-    energies : (n_atoms,) tensor
-    forces : (n_atoms, 3) tensor or None
-        At fixed coordination numbers.
-    virial : (n_systems, 3, 3) tensor or None
-        At fixed coordination numbers.
-    by_count : (n_atoms,) tensor or None
-        Derivatives with respect to the coordination numbers; None if neither forces nor virial are requested.
-    """
-
-    energies: torch.Tensor
-    forces: torch.Tensor | None
-    virial: torch.Tensor | None
+    energies: torch.Tensor  # (n_atoms,)
+    forces: torch.Tensor | None  # (n_atoms, 3), at fixed coordination numbers, and so the virial
+    virial: torch.Tensor | None  # (n_systems, 3, 3)
+    # (n_atoms,), with respect to the coordination numbers; None if neither forces nor virial are requested
     by_count: torch.Tensor | None
 
 

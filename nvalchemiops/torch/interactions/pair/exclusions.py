@@ -15,34 +15,18 @@ NO_ATOM = -1
 
 
 class ExclusionRows(NamedTuple):
-    """Checked excluded or scaled pairs, sorted into one row per atom; each pair is in the rows of both of its atoms.
+    """Checked excluded or scaled pairs, sorted into one row per atom; each pair is in the rows of both of its atoms."""
 
-    Attributes
-    ----------
-    pointers : (n_atoms + 1,) int32 tensor
-        First entry of the row of each atom; the last value is 2 n_pairs.
-    atoms : (2 n_pairs,) int32 tensor
-        The other atom of the pair; `NO_ATOM` where the pair is invalid and values cannot be read. The rows of both
-        atoms are NaN then.
-    factors : (2 n_pairs,) float64 tensor
-        Factors of the energies.
-    first : (2 n_pairs,) int64 tensor
-        The atom to which the row belongs.
-    order : (2 n_pairs,) int64 tensor
-        Index of each entry in the given pairs followed by the same pairs with their atoms exchanged.
-    pairs : (2, n_pairs) int64 tensor
-        The pairs as given; those that are out of range have other atoms in their place.
-    given_factors : (n_pairs,) tensor or None
-        The factors as given; None if all are zero.
-    """
-
-    pointers: torch.Tensor
+    pointers: torch.Tensor  # (n_atoms + 1,) int32, first entry of the row of each atom, then 2 n_pairs
+    # (2 n_pairs,) int32, the other atom of the pair; `NO_ATOM` where the pair is invalid and values cannot be read: the
+    # rows of both atoms are NaN then
     atoms: torch.Tensor
-    factors: torch.Tensor
-    first: torch.Tensor
+    factors: torch.Tensor  # (2 n_pairs,) float64, of the energies
+    first: torch.Tensor  # (2 n_pairs,) int64, the atom to which the row belongs
+    # (2 n_pairs,) int64, index of each entry in the given pairs followed by the same pairs with their atoms exchanged
     order: torch.Tensor
-    pairs: torch.Tensor
-    given_factors: torch.Tensor | None
+    pairs: torch.Tensor  # (2, n_pairs) int64, as given; those that are out of range have other atoms in their place
+    given_factors: torch.Tensor | None  # (n_pairs,), as given; None if all are zero
 
     def remainder(self) -> "ExclusionRows | None":
         """The same pairs with 1 minus the factors; None if no factors were given."""

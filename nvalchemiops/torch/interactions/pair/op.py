@@ -69,13 +69,8 @@ _fault = Lent(_no_fault)
 class RowKernel:
     """A kernel over rows of pairs, with the names of the arguments and results with which ops launch it.
 
-    Parameters
-    ----------
-    kernel : wp.Kernel
-    inputs, outputs : list of Array
-        Arrays that the kernel reads and writes.
-    widths : dict
-        Number of columns of each result among the sums over systems, by letter.
+    ``inputs`` and ``outputs`` are the arrays that the kernel reads and writes, ``widths`` the number of columns of each
+    result among the sums over systems, by letter.
     """
 
     def __init__(self, kernel: Any, inputs: list[Array], outputs: list[Array], widths: dict[str, int]) -> None:

@@ -36,25 +36,14 @@ NO_CUTOFF = sys.float_info.max
 
 
 class PairSystem(NamedTuple):
-    """Checked atoms with their neighbors.
-
-    Attributes
-    ----------
-    positions : (n_atoms, 3) tensor
-    cell : (n_systems, 3, 3) tensor or None
-    batch_idx : (n_atoms,) int32 tensor or None
-        None for one system.
-    n_systems : int
-    rows : Rows
-    domain : Domain or None
-        If given, the atoms are those that this rank owns; rows of ghosts follow their rows and are empty.
-    """
+    """Checked atoms with their neighbors."""
 
     positions: torch.Tensor
-    cell: torch.Tensor | None
-    batch_idx: torch.Tensor | None
+    cell: torch.Tensor | None  # (n_systems, 3, 3)
+    batch_idx: torch.Tensor | None  # int32; None for one system
     n_systems: int
     rows: Rows
+    # if given, the atoms are those that this rank owns; rows of ghosts follow their rows and are empty
     domain: "Domain | None" = None
 
 
