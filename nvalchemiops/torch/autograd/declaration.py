@@ -79,31 +79,16 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """Description of an op before it is registered.
+    """Description of an op before it is registered."""
 
-    Parameters
-    ----------
-    name : str
-        ``"namespace::name"``.
-    body : callable
-    parameters : tuple of Parameter
-    outputs : tuple of OutputSpec
-    mutated : tuple of int
-        Positions of the inputs that the body writes in place.
-    diff_outputs, diff_inputs : tuple of int
-        Positions of the differentiable outputs and inputs. Without differentiable outputs, results have no graph.
-    backward : callable, "tape" or "none"
-        "tape" only if the op has a differentiable output.
-    """
-
-    name: str
+    name: str  # "namespace::name"
     body: Callable[..., Any]
     parameters: tuple[Parameter, ...]
     outputs: tuple[OutputSpec, ...]
-    mutated: tuple[int, ...]
-    diff_outputs: tuple[int, ...]
+    mutated: tuple[int, ...]  # positions of the inputs that the body writes in place
+    diff_outputs: tuple[int, ...]  # positions of the differentiable outputs. Without any, results have no graph
     diff_inputs: tuple[int, ...]
-    backward: Backward
+    backward: Backward  # "tape" only if the op has a differentiable output
 
     @functools.cached_property
     def tensors(self) -> tuple[int, ...]:

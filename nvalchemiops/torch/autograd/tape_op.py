@@ -21,17 +21,9 @@ from nvalchemiops.torch.runtime import _torch_internals as internals
 class TapeOp(WarpOp):
     """An op with first derivatives, from a ``wp.Tape`` that its body attaches with `attach_for_backward`.
 
-    Attributes
-    ----------
-    backward : callable
-        Another op, which replays the tape.
-    backward_overload : torch.ops overload
-        The registered overload of that op.
-
-    Notes
-    -----
-    The hidden argument ``_record`` has a bit for each differentiable input: whether its gradient is needed. The caller
-    sets it, since intermediate tensors of a compiled graph have lost ``requires_grad``.
+    Its ``backward`` is another op, which replays the tape. The hidden argument ``_record`` has a bit for each
+    differentiable input: whether its gradient is needed. The caller sets it, since intermediate tensors of a compiled
+    graph have lost ``requires_grad``.
     """
 
     hidden = ("_record", "_identity")

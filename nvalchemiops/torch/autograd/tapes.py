@@ -208,25 +208,14 @@ def replay(
 
 @dataclasses.dataclass(eq=False)
 class Recording:
-    """The data of one recorded execution for its backward pass.
+    """The data of one recorded execution for its backward pass."""
 
-    Parameters
-    ----------
-    tapes, arrays
-        The tapes and arrays that the body has attached.
-    inputs : sequence of torch.Tensor or None
-        Aliases of the op's tensor inputs. They keep the memory of the inputs from being reused.
-    outputs : sequence of torch.Tensor
-        The body's own outputs. The op returns aliases of them.
-    owns_data : bool
-        Whether the tape refers to copies that no other code can change.
-    """
-
-    tapes: list[wp.Tape]
+    tapes: list[wp.Tape]  # that the body has attached
     arrays: dict[str, wp.array]
+    # aliases of the op's tensor inputs. They keep the memory of the inputs from being reused
     inputs: Sequence[torch.Tensor | None]
-    outputs: Sequence[torch.Tensor]
-    owns_data: bool
+    outputs: Sequence[torch.Tensor]  # the body's own. The op returns aliases of them
+    owns_data: bool  # whether the tape refers to copies that no other code can change
 
     def __post_init__(self) -> None:
         self.versions = [version_of(t) for t in self.outputs]

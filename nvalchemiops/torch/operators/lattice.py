@@ -24,23 +24,12 @@ from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_fault
 
 
 class Lattice(NamedTuple):
-    """Inverse, volume and metric of the cells of an Ewald sum, in float64 and differentiable.
+    """Inverse, volume and metric of the cells of an Ewald sum, in float64 and differentiable."""
 
-    Attributes
-    ----------
-    inverse : (n_systems, 3, 3) tensor
-        Fractional coordinates are ``positions @ inverse``.
-    volume : (n_systems,) tensor
-    metric : (n_systems, 3, 3) tensor
-        A k-vector with Miller indices n has the square ``n @ metric @ n``.
-    frame : (3, 3) or (n_atoms, 3, 3) tensor
-        ``inverse`` for the only system, or for the system of each atom.
-    """
-
-    inverse: torch.Tensor
-    volume: torch.Tensor
-    metric: torch.Tensor
-    frame: torch.Tensor
+    inverse: torch.Tensor  # (n_systems, 3, 3), fractional coordinates are `positions @ inverse`
+    volume: torch.Tensor  # (n_systems,)
+    metric: torch.Tensor  # (n_systems, 3, 3), a k-vector with Miller indices n has the square `n @ metric @ n`
+    frame: torch.Tensor  # (3, 3) or (n_atoms, 3, 3), the inverse for the only system, or for the system of each atom
 
     def fractional(self, positions: torch.Tensor) -> torch.Tensor:
         """Fractional coordinates (n_atoms, 3), in float64."""

@@ -57,115 +57,63 @@ UNKNOWN = "it depends on values that cannot be compared"
 
 
 class Call(NamedTuple):
-    """A call of an operation.
-
-    Attributes
-    ----------
-    name : str
-    prepare : callable
-        ``prepare(inputs, near)`` checks the arguments and returns a `Body`.
-    inputs : tuple of torch.Tensor
-        Tensors with respect to which results may be differentiated. The first ``n_moving`` are *moving*: their values
-        differ in each call.
-    n_moving : int
-    near : named tuple or ()
-        *Listed*: neighbors, of any length and at any address.
-    systems : tuple
-        *Fixed*: cells and system indices. They are compared by value, since callers make new tensors for each call.
-    options : tuple or str
-        *Fixed*: all other arguments on which results depend; or the reason why the call has no plan.
-    along : bool
-        Whether the body returns the gradients of the inputs together with the results. The last input are then the
-        cells; all others have a row for each atom.
-    others : tuple
-        Further arguments that hold tensors, which are functions of the tensors above.
-    batch_idx : tensor, optional
-        System of each atom, for weights of energies.
-    n_systems : int
-    by_system : bool
-        Whether there is one energy for each system rather than for each atom.
-    domain : Domain, optional
-    end : callable, optional
-        ``end(results, body)`` makes the return value of the call, in new memory. It runs outside of the plan, so it may
-        read results. Only for calls without derivatives.
-    in_general : callable, optional
-        ``in_general(call)`` describes the call with more of its inputs moving, or with `prepared` tensors in place of
-        options, for a plan that serves all their values; or returns None. It checks the present values, which the
-        `prepare` of that call does not read in a recording, and may raise as `prepare` does. Without it each value of
-        the fixed inputs and options has a plan.
-    prepared : tuple of torch.Tensor
-        Further moving tensors, without derivatives, which `prepare` then takes after ``near``.
-    op : callable, optional
-        ``op()`` is the whole call as an operator. It runs where the call can have no plan: if compilers, transforms or
-        modes see the operations, for instance.
-    waits : bool, optional
-        Whether ``end`` reads results. Such a call runs as ``op()`` on a GPU.
-    """
+    """A call of an operation."""
 
     name: str
-    prepare: Callable[..., Body]
+    prepare: Callable[..., Body]  # ``prepare(inputs, near)`` checks the arguments and returns a `Body`
+    # with respect to which results may be differentiated. The first `n_moving` are *moving*: their values differ in
+    # each call
     inputs: Tensors
     n_moving: int
-    near: Any = ()
+    near: Any = ()  # *listed*: neighbors as a named tuple, of any length and at any address
+    # *fixed*: cells and system indices. They are compared by value, since callers make new tensors for each call
     systems: tuple[Any, ...] = ()
+    # *fixed*: all other arguments on which results depend; or the reason why the call has no plan
     options: tuple[Any, ...] | str = UNKNOWN
+    # whether the body returns the gradients of the inputs together with the results. The last input are then the cells;
+    # all others have a row for each atom
     along: bool = False
-    others: tuple[Any, ...] = ()
-    batch_idx: torch.Tensor | None = None
+    others: tuple[Any, ...] = ()  # further arguments that hold tensors, which are functions of the tensors above
+    batch_idx: torch.Tensor | None = None  # system of each atom, for weights of energies
     n_systems: int = 1
-    by_system: bool = False
+    by_system: bool = False  # whether there is one energy for each system rather than for each atom
     domain: Any = None
+    # ``end(results, body)`` makes the return value of the call, in new memory. It runs outside of the plan, so it may
+    # read results. Only for calls without derivatives
     end: Callable[[Tensors, Body], Tensors] | None = None
+    # ``in_general(call)`` describes the call with more of its inputs moving, or with `prepared` tensors in place of
+    # options, for a plan that serves all their values; or returns None. It checks the present values, which the
+    # `prepare` of that call does not read in a recording, and may raise as `prepare` does. Without it each value of the
+    # fixed inputs and options has a plan
     in_general: Callable[["Call"], "Call | None"] | None = None
+    # further moving tensors, without derivatives, which `prepare` then takes after ``near``
     prepared: Tensors = ()
+    # the whole call as an operator. It runs where the call can have no plan: if compilers, transforms or modes see the
+    # operations, for instance
     op: Callable[[], Tensors] | None = None
-    waits: bool = True
+    waits: bool = True  # whether `end` reads results. Such a call runs as ``op()`` on a GPU
 
 
 class Kind(NamedTuple):
     """The cache key of a call, and the tensors that its plan needs.
 
     Calls with the same key differ only in the values of moving tensors and lists.
-
-    Attributes
-    ----------
-    key : tuple
-        Its parts are named in `PARTS`.
-    place : tuple of torch.device and int, or None
-        Device and stream of a captured graph; None on a CPU.
-    n_copied : int
-        How many inputs a plan copies: on a CPU only the moving ones, since values of the others are part of the key; on
-        a GPU all.
-    used, copied : list of torch.Tensor
-        Neighbor lists that only kernels read, so a plan on a CPU uses them in place; and neighbor lists that a plan
-        copies, then `Call.prepared`.
-    in_place : list of torch.Tensor
-        Neighbor lists that a graph reads where they are: their addresses are part of the key.
-    length : int
-        Number of pairs in the lists, if the plan works for lists of any length; otherwise 0.
-    small, large : list of torch.Tensor
-        Fixed tensors whose values are part of the key, and fixed tensors that are recognized by identity. Inputs are
-        the first.
-    n_small : int
-        How many of ``small`` are inputs.
-    contents : list of bytes
-        Values of the small tensors.
-    table : Plans
-        Where the plan of the call is kept.
     """
 
-    key: tuple[Any, ...]
-    place: tuple[torch.device, int] | None
+    key: tuple[Any, ...]  # of parts that are named in `PARTS`
+    place: tuple[torch.device, int] | None  # device and stream of a captured graph; None on a CPU
+    # how many inputs a plan copies: on a CPU only the moving ones, since values of the others are part of the key; on a
+    # GPU all
     n_copied: int
-    used: list[torch.Tensor]
-    copied: list[torch.Tensor]
-    in_place: list[torch.Tensor]
-    length: int
-    small: list[torch.Tensor]
-    large: list[torch.Tensor]
-    n_small: int
-    contents: list[bytes]
-    table: tables.Plans
+    used: list[torch.Tensor]  # neighbor lists that only kernels read, so a plan on a CPU uses them in place
+    copied: list[torch.Tensor]  # neighbor lists that a plan copies, then `Call.prepared`
+    in_place: list[torch.Tensor]  # neighbor lists that a graph reads where they are: the key has their addresses
+    length: int  # number of pairs in the lists, if the plan works for lists of any length; otherwise 0
+    small: list[torch.Tensor]  # fixed tensors whose values are part of the key; inputs are the first
+    large: list[torch.Tensor]  # fixed tensors that are recognized by identity
+    n_small: int  # how many of `small` are inputs
+    contents: list[bytes]  # values of the small tensors
+    table: tables.Plans  # where the plan of the call is kept
 
     def bytes_of_lists(self) -> int:
         """Memory of the lists that only kernels read."""

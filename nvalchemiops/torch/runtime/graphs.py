@@ -22,19 +22,7 @@ _failed: dict[torch.device, str] = {}
 
 
 class Graph:
-    """The captured work of a call.
-
-    Parameters
-    ----------
-    device : torch.device
-
-    Attributes
-    ----------
-    n_bytes : int
-        Device memory that was reserved for the graph.
-    reason : str
-        Why the capture has failed.
-    """
+    """The captured work of a call: the device memory that was reserved for it, and why the capture has failed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.n_bytes, self.reason = device, 0, ""

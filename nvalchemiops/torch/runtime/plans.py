@@ -49,26 +49,10 @@ def _comes_again(error: Exception, step: Step | None) -> bool:
 class Plan:
     """The steps of a call, with their own memory.
 
-    Parameters
-    ----------
-    recorder : Recorder
-        The recorder that has followed the call.
-    copied : sequence of torch.Tensor
-        Memory of the plan for arguments that are copied.
-    results : sequence of torch.Tensor
-    raises : bool
-        Whether to look for faults for which the normal call raises. False if another call has checked the same values.
-        Values that only this plan cannot serve are looked for in any case.
-
-    Attributes
-    ----------
-    steps : list of callable
-    external : list of torch.Tensor
-        Tensors other than arguments on which results depend.
-    n_bytes : int
-        Memory that only the plan uses.
-    acts : bool
-        Whether it acts on other ranks. It then raises if the normal call would raise for these values.
+    Made by the recorder that has followed the call, of memory for the arguments that are ``copied``, and of the
+    results. ``raises`` says whether to look for faults for which the normal call raises: False if another call has
+    checked the same values. Values that only this plan cannot serve are looked for in any case. If it ``acts`` on other
+    ranks, it raises if the normal call would raise for these values.
     """
 
     place: torch.device | None = None
@@ -83,7 +67,7 @@ class Plan:
         self.steps = self._steps(recorder, results)
         self.copied, self.results = copied, results
         self.addresses = recorder.addresses  # of arguments used in place, then their length; the steps read them
-        self.external = [part for parts in recorder.external.values() for part in parts]
+        self.external = [part for parts in recorder.external.values() for part in parts]  # on which results depend
         self.cached = recorder.cached  # which caches may drop: a tensor that nothing keeps counts as replaced
         self.acts, self._conditions, self._open = recorder.acts, recorder.conditions, recorder.open
         kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
@@ -154,18 +138,8 @@ class Plan:
 class GraphPlan(Plan):
     """The captured work of a call on a GPU, with memory for copies of all tensors that differ between calls.
 
-    Parameters
-    ----------
-    graph : Graph
-    recorder : Recorder
-        The recorder that has followed the capture.
-    memory : sequence of torch.Tensor
-        Memory for copies: of arguments, then of lists.
-    results : sequence of torch.Tensor
-    n_lists : int
-        How many of ``memory`` are lists.
-    length, room : int
-        Present and largest length of the lists; 0 if their length is fixed.
+    ``memory`` is for copies of arguments, then of ``n_lists`` lists. ``length`` and ``room`` are the present and the
+    largest length of the lists; 0 if their length is fixed.
     """
 
     def __init__(

@@ -78,38 +78,10 @@ class Recorder:
     An operation that cannot be recorded ends the recording, but not the call. A signal handler may run any code in the
     middle of a call; if its operations can be recorded, they become part of the plan, but do not change its results.
 
-    Parameters
-    ----------
-    copied, used, borrowed, length, changing
-        As for `plans.follow`.
-    lists : sequence of torch.Tensor, optional
-        The tensors among ``copied`` that are lists. The recorder notes whether anything other than kernels depends on
-        their ``length``.
-    makes_steps : bool, optional
-        If False, the recorder only refuses operations that cannot be captured, such as reads of values, even of
-        constants.
-    most_bytes : int, optional
-        Memory made during the call at which the recording ends.
-
-    Attributes
-    ----------
-    needs_length : bool
-        Whether anything other than kernels depends on the length of ``lists``.
-    acts : bool
-        Whether the call acts on other ranks.
-    captures : bool
-        Whether a graph is being captured. It is set after the recorder is made.
-    notes : list of callable
-        What the host notes for the acts of a captured call, in each replay.
-    faults, limits : list of torch.Tensor
-        Numbers that a replay computes: nonzero if the normal call raises or warns; and nonzero if only a replay cannot
-        serve these values.
-    bounded : dict
-        By tensors of points and their versions: points within the bounds of tables, and the bounds.
-    conditions : list of callable
-        Unless all are true, the normal call runs in place of a replay.
-    open : list of callable
-        Ends of the blocks that a replay has entered; see `nvalchemiops.torch.runtime.acts.enter_block`.
+    ``copied``, ``used``, ``borrowed``, ``length`` and ``changing`` are those of `plans.follow`; ``lists`` are the
+    tensors among ``copied`` that are lists. If ``makes_steps`` is False, the recorder only refuses operations that
+    cannot be captured, such as reads of values, even of constants. With ``most_bytes`` of memory made during the call
+    the recording ends.
     """
 
     def __init__(
@@ -123,18 +95,21 @@ class Recorder:
         makes_steps: bool = True,
         most_bytes: float = math.inf,
     ) -> None:
-        self.makes_steps, self.needs_length = makes_steps, False
+        self.makes_steps = makes_steps
+        self.needs_length = False  # whether anything other than kernels depends on the length of lists
         self.n_bytes, self.most_bytes = 0, most_bytes
-        self.acts, self.captures = False, False
-        self.notes: list[Step] = []
-        self.conditions: list[Callable[[], bool]] = []
-        self.open: list[Callable[[BaseException | None], None]] = []
+        self.acts = False  # on other ranks
+        self.captures = False  # whether a graph is being captured; set after the recorder is made
+        self.notes: list[Step] = []  # what the host notes for the acts of a captured call, in each replay
+        self.conditions: list[Callable[[], bool]] = []  # unless all are true, the normal call runs, no replay
+        self.open: list[Callable[[BaseException | None], None]] = []  # ends of blocks that a replay has entered
         self.device = copied[0].device if copied else None
         self._lists = {storage_of(tensor) for tensor in lists if tensor.numel()}
         self.before: list[tuple[Step, set[int]]] = []  # with the storages that each writes
         self.steps: list[tuple[Step, set[int], set[int]]] = []  # with the storages that each reads and writes
-        self.faults: list[torch.Tensor] = []
-        self.limits: list[torch.Tensor] = []
+        self.faults: list[torch.Tensor] = []  # numbers of a replay, nonzero if the normal call raises or warns
+        self.limits: list[torch.Tensor] = []  # likewise, if only a replay cannot serve these values
+        # by tensors of points and their versions: points within the bounds of tables, and the bounds
         self.bounded: dict[Any, tuple[torch.Tensor, list[int]]] = {}
         self.length = length
         self.addresses = [*(tensor.data_ptr() for tensor in used), length]
