@@ -145,13 +145,7 @@ def outer_layout(
 
 @functools.cache
 def warp_device(device: torch.device) -> wp.Device:
-    """The Warp device of a torch device.
-
-    Raises
-    ------
-    ValueError
-        If Warp cannot use the device.
-    """
+    """The Warp device of a torch device; raises if Warp cannot use it."""
     ensure_warp()
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"a tensor is on '{device}', but Warp supports only the CPU and CUDA devices")

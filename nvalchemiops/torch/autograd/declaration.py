@@ -151,13 +151,7 @@ class Declaration:
     ) -> list[torch.Tensor]:
         """The results of a body, contiguous and without a graph; raises unless they match the declaration.
 
-        Parameters
-        ----------
-        result : Any
-            The return value of the body.
-        inputs, prepared : sequence
-            The arguments of the op, and the arguments of the body.
-        device : torch.device
+        ``inputs`` and ``prepared`` are the arguments of the op, and those of the body.
         """
         specs = self.outputs
         if not specs:
@@ -271,14 +265,7 @@ def schema_type(annotation: Any) -> str | None:
 
 
 def read_parameters(body: Callable[..., Any], op_name: str) -> tuple[Parameter, ...]:
-    """The parameters of an op's body, from its annotated signature.
-
-    Raises
-    ------
-    TypeError
-        A parameter without annotation, of an unsupported type, or of an unsupported kind (keyword-only, ``*args``,
-        ``**kwargs``). The message names it.
-    """
+    """The parameters of an op's body, from its annotated signature; raises unless all are of a supported type."""
     try:
         hints = typing.get_type_hints(body)
     except NameError as error:
@@ -311,15 +298,7 @@ def split_grad_arrays(
     mutated: Sequence[str],
     op_name: str,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions of the differentiable outputs and of the differentiable inputs. Either may be empty.
-
-    Raises
-    ------
-    ValueError
-        Unknown or duplicate names, an output listed after an input, a mutated input.
-    TypeError
-        Names of inputs that are not tensors.
-    """
+    """Positions of the differentiable outputs and of the differentiable inputs. Either may be empty."""
     of_outputs, of_inputs = {o.name: o for o in outputs}, {p.name: p for p in parameters}
     if grad_arrays is None:
         inputs = [p.name for p in parameters if p.is_tensor and p.name not in INDEX_LIKE and p.name not in mutated]

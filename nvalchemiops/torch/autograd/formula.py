@@ -65,16 +65,9 @@ class Formula:
     ) -> list[torch.Tensor | None]:
         """Call the backward. Return a gradient or None for each declared input.
 
-        Parameters
-        ----------
-        kept : sequence
-            All inputs, then all outputs. Values at places in ``spared`` may be None.
-        cotangents : sequence of torch.Tensor or None
-            Incoming gradients.
-        shapes : sequence
-            Shapes, dtypes and devices of the outputs. Only needed if ``filled`` is not empty.
-        record : int, optional
-            A bit for each differentiable input: whether its gradient will be read.
+        ``kept`` are all inputs, then all outputs; values at places in ``spared`` may be None. ``shapes``, dtypes and
+        devices of the outputs are only needed if ``filled`` is not empty. ``record`` has a bit for each differentiable
+        input: whether its gradient will be read.
         """
         values = [*kept, *cotangents]
         for k in self.filled:

@@ -61,12 +61,8 @@ def keeps_graph(*tensors: torch.Tensor | None) -> bool:
 def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Wrap an op in a function that function transforms can follow, with derivatives from the op's pullback.
 
-    Parameters
-    ----------
-    op : WarpOp
-    fold : callable, optional
-        The vmap rule ``fold(info, in_dims, *args) -> (outputs, out_dims)``. By default slices are evaluated one after
-        the other and stacked.
+    ``fold(info, in_dims, *args) -> (outputs, out_dims)`` is the vmap rule. By default slices are evaluated one after
+    the other and stacked.
     """
     name, call = op.name.replace("::", "_"), op.call_for_transforms
 

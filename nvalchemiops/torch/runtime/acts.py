@@ -40,15 +40,10 @@ def nothing() -> None:
 def act(
     note: Step, step: Step = nothing, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Act on what is outside of the call.
+    """Act on what is outside of the call: what the host notes, then the act.
 
-    Parameters
-    ----------
-    note, step : callable
-        What the host notes, then the act. A captured graph contains only ``step``, and the host notes the rest in each
-        replay.
-    reads, writes : sequence of torch.Tensor
-        Memory that ``step`` uses, which a plan keeps; ``writes`` were made in this call.
+    A captured graph contains only ``step``, and the host notes the rest in each replay. ``reads`` and ``writes`` are
+    memory that ``step`` uses, which a plan keeps; ``writes`` were made in this call.
     """
     recorder = current_recorder()
     if recorder is None:

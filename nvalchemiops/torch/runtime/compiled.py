@@ -62,14 +62,9 @@ def whole(
     Arguments are tensors, numbers, strings, None, classes, and tuples of these, plain or named. A call with any other
     argument is traced, and so are all calls on a GPU or under export.
 
-    Parameters
-    ----------
-    shapes : callable
-        Takes the same arguments. Returns the shapes and dtypes of the results, or None if the call is to be traced.
-        Raises for invalid arguments.
-    along : callable, optional
-        Takes the same arguments. Returns tensors. The op computes the gradients of the sum of the first result with
-        respect to those of these tensors that require gradients, together with the results.
+    Functions of the same arguments: ``shapes`` returns the shapes and dtypes of the results, or None if the call is to
+    be traced, and raises for invalid arguments. ``along`` returns tensors: the op computes the gradients of the sum of
+    the first result with respect to those of them that require gradients, together with the results.
     """
 
     def decorate(function: Callable[..., Tensors]) -> Callable[..., Tensors]:

@@ -47,18 +47,9 @@ def run_function(
 ) -> Tensors:
     """Return ``function(listed, **moving, **fixed)``, with a plan if the call repeats.
 
-    Parameters
-    ----------
-    name : str
-    function : callable
-    moving : dict
-        Tensors whose values differ in each call, ``positions`` first. Numbers and None among them are fixed.
-    listed : named tuple
-        Neighbors.
-    fixed : dict
-        Cells, system indices and similar arguments, which are compared by value.
-    options : tuple or str
-        All other values on which results depend; or the reason why the call has no plan.
+    ``moving`` are tensors whose values differ in each call, ``positions`` first; numbers and None among them are fixed.
+    ``listed`` are neighbors, a named tuple. ``fixed`` are cells, system indices and similar arguments, which are
+    compared by value. ``options`` are all other values on which results depend; or the reason why the call has no plan.
     """
     if torch.compiler.is_compiling() or not isinstance(moving["positions"], torch.Tensor):
         return function(listed, **moving, **fixed)  # it raises without positions

@@ -206,28 +206,18 @@ def follow(
 ) -> Followed:
     """Call ``function(copied)``, and make a plan of the call.
 
-    Parameters
-    ----------
-    function : callable
-        Its results depend on the values of the arguments below, and otherwise only on constants.
-    copied : sequence of torch.Tensor
-        Arguments that any operation may use. The plan copies their values.
-    used : sequence of torch.Tensor
-        Arguments whose values only kernels use.
-    borrowed : sequence of torch.Tensor
-        Arguments whose values never change, though their memory may. With ``graph``: arguments whose values may
-        change, but whose memory may not.
-    length : int, optional
-        Length of the lists among ``used``, which may have any other length when the plan runs. No other axis of an
-        argument may have this length by chance. By default shapes never change.
-    changing : sequence of torch.Tensor, optional
-        Other tensors whose values change in place.
-    raises : bool, optional
-        As for `Plan`.
-    most_bytes : int, optional
-        Largest memory of a plan on a CPU.
-    graph : Graph, optional
-        Captures the call on a GPU. ``function`` then gets copies of ``used`` after those of ``copied``.
+    Results of the function depend on the values of the arguments below, and otherwise only on constants:
+
+    - ``copied``, which any operation may use. The plan copies their values.
+    - ``used``, whose values only kernels use. ``length`` is that of the lists among them, which may have any other
+      length when the plan runs. No other axis of an argument may have this length by chance. By default shapes never
+      change.
+    - ``borrowed``, whose values never change, though their memory may; with ``graph`` their values may change, but
+      their memory may not.
+    - ``changing``, other tensors whose values change in place.
+
+    ``raises`` is as for `Plan`, ``most_bytes`` the largest memory of a plan on a CPU. ``graph`` captures the call on a
+    GPU. The function then gets copies of ``used`` after those of ``copied``.
     """
     if graph is not None:
         return _captured(function, copied, used, borrowed, length, graph)

@@ -356,13 +356,7 @@ def _three_body(
 
 
 def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:
-    """The cutoffs of the sums, from the arguments of a public function.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A length is not a positive number, or ``smoothing`` does not fit the cutoffs.
-    """
+    """The cutoffs of the sums, from the arguments of a public function."""
     names = ("cutoff", "coordination_cutoff", "three_body_cutoff")
     cutoffs: list[float | None] = []
     for name, value in zip(names, (cutoff, coordination_cutoff, three_body_cutoff)):

@@ -57,16 +57,8 @@ def coefficients_of_pairs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """C6 of pairs, and its derivatives with respect to the coordination numbers of the first and the second atom.
 
-    Each of the three results has shape (n_pairs,).
-
-    Parameters
-    ----------
-    coordination : (n_atoms,) float64 tensor
-    first, second : (n_pairs,) int64 tensor
-    row : (n_atoms,) int32 tensor
-        Rows of the atoms in ``states``.
-    states : ReferenceStates
-    k3 : float
+    Each of the three results has shape (n_pairs,). ``coordination`` (n_atoms,) is in float64, and ``row`` (n_atoms,)
+    holds the rows of the atoms in ``states``.
     """
     at_once = PAIRS_AT_ONCE
     if not may_read() or first.shape[0] <= at_once:

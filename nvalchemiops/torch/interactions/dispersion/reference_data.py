@@ -364,18 +364,10 @@ def _entries(table: torch.Tensor, index: np.ndarray, of_pairs: bool) -> np.ndarr
 def _factors(c6: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None:
     """Vectors with ``C6(a, b) = Σ_q ± v_aq v_bq``, or None if C6 does not factorise in this way.
 
-    The arguments are C6 and coordination numbers, each (n_elements, n_elements, n_references, n_references).
-
-    Returns
-    -------
-    coordination : (n_elements, n_references) tensor
-        Coordination numbers of the reference molecules; 0 where there is none.
-    is_there : (n_elements * n_references,) bool tensor
-        Which reference molecules exist.
-    vectors : (n_states, n_coefficients) tensor
-        Vectors of the reference molecules that exist.
-    n_positive : int
-        Number of coefficients with a plus; they come first.
+    The arguments are C6 and coordination numbers, each (n_elements, n_elements, n_references, n_references). Returned
+    are coordination numbers (n_elements, n_references) of the reference molecules, 0 where there is none; which of them
+    exist (n_elements * n_references,); the vectors (n_states, n_coefficients) of these; and the number of coefficients
+    with a plus, which come first.
     """
     n_elements, mesh = c6.shape[0], c6.shape[2]
     own, of_element = (t.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) for t in (c6, counts))
@@ -409,13 +401,7 @@ def _padded(of_element: torch.Tensor) -> torch.Tensor:
 
 
 def tables_of(given: Any) -> dict[str, Any]:
-    """The tables of another package's parameters, from a dict or from attributes.
-
-    Raises
-    ------
-    TypeError
-        A table is missing.
-    """
+    """The tables of another package's parameters, from a dict or from attributes."""
     names = ("rcov", "r4r2", "c6ab", "cn_ref")
     found = dict(given) if isinstance(given, Mapping) else {n: getattr(given, n) for n in names if hasattr(given, n)}
     missing = [name for name in names if name not in found]

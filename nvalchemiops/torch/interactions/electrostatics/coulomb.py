@@ -233,10 +233,7 @@ def coulomb_of_sources(
 ) -> tuple[torch.Tensor, ...]:
     """Bare Coulomb energies of sources, with all first derivatives; without a cutoff all given pairs are summed.
 
-    Returns
-    -------
-    energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
-        As from `ewald_summation`: gradients for the sources that the system has; the virial if requested.
+    Results are as from `ewald_summation`: gradients for the sources that the system has; the virial if requested.
     """
     request = PairRequest(True, ("charges", "dipoles", "quadrupoles"), compute_virial)
     return _moments(atoms, NO_CUTOFF if cutoff is None else cutoff, None, given, request)

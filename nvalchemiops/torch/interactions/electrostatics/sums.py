@@ -39,22 +39,13 @@ def evaluate(
 ) -> tuple[torch.Tensor, ...]:
     """The results of a sum: energies, then the derivatives that were requested.
 
-    Parameters
-    ----------
-    terms : sequence of Term
-        Their tensors must not change until the backward pass.
-    system : ChargedSystem
-    request : SumRequest
-    is_constant : bool
-        Whether the terms are known to depend on no other tensors than their fields and those of the system.
-    near : Rows, optional
-        The list that the terms hold, for a plan. Its ``neighbors`` may be both rows (2, n_slots) of a list of pairs.
-    options
-        As for `engine.Call`, for a plan.
-    chosen : sequence of torch.Tensor
-        Tensors among those of ``terms`` and ``options`` that follow from cells, positions and charges.
-    choice : hashable
-        As of `KVectorSum`. A plan for any values of ``chosen`` is for these cells alone, unless it is None.
+    Tensors of ``terms`` must not change until the backward pass. ``is_constant``: the terms are known to depend on no
+    other tensors than their fields and those of the system.
+
+    The others are for a plan. ``near`` is the list that the terms hold; its ``neighbors`` may be both rows (2, n_slots)
+    of a list of pairs. ``options`` are as for `engine.Call`. ``chosen`` are tensors among those of ``terms`` and
+    ``options`` that follow from cells, positions and charges; a plan for any values of them is for these cells alone,
+    unless ``choice``, as of `KVectorSum`, is None.
     """
     given: Any = () if near is None else near
     fixed = tuple(terms)

@@ -41,13 +41,7 @@ class PairRequest(NamedTuple):
 def check_pair_request(
     compute_forces: Any, compute_virial: Any, energy_reduction: Any = "atom", compute_gradients: Any = ()
 ) -> PairRequest:
-    """Check the arguments of a call that select results, and return them as a `PairRequest`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A flag is not a bool, ``energy_reduction`` is unknown, or ``compute_gradients`` is not a sequence of names.
-    """
+    """Check the arguments of a call that select results, and return them as a `PairRequest`."""
     # a sequence rather than a set, because gradients are returned in this order
     names = tuple(compute_gradients) if isinstance(compute_gradients, Sequence) else (None,)
     if isinstance(compute_gradients, str) or not all(isinstance(name, str) for name in names):
@@ -108,14 +102,8 @@ def sum_pairs(
 ) -> tuple[torch.Tensor, ...]:
     """Sum ``formula`` over the pairs of a system; other arguments and results are as for `PairPotential.__call__`.
 
-    Parameters
-    ----------
-    system : PairSystem
-        With a domain, results per system and gradients of global parameters are only this rank's share.
-    exclusions : ExclusionRows, optional
-        From `exclusion_rows`.
-    weights : (n_atoms,) tensor, optional
-        Weights of the energies in the sum whose derivatives are the other results; one by default.
+    With a domain, results per system and gradients of global parameters are only this rank's share. ``weights``
+    (n_atoms,) are those of the energies in the sum whose derivatives are the other results; one by default.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
     cell = None if rows.shifts is None else cell  # nothing depends on it

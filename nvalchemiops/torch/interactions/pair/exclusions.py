@@ -40,12 +40,9 @@ def exclusion_rows(
 ) -> ExclusionRows | None:
     """Rows of the exclusions (2, n_pairs) with factors (n_pairs,) of `PairPotential.__call__`; None without exclusions.
 
-    Raises
-    ------
-    ValueError, TypeError
-        Factors are given without pairs, have a gradient, or a shape, dtype or device is wrong. If values can be read:
-        an atom does not exist, a pair joins an atom with itself or one of another system, or a pair is listed twice.
-        Otherwise such a pair is marked with `NO_ATOM`.
+    Raises if factors are given without pairs or have a gradient; and if values can be read, if an atom does not exist,
+    or a pair joins an atom with itself or one of another system, or is listed twice. Otherwise such a pair is marked
+    with `NO_ATOM`.
     """
     if exclusions is None:
         if given_factors is not None:

@@ -480,27 +480,13 @@ def sum_moments(
 ) -> MomentSums:
     """Energies of moments, ``1/2 Σ_j Σ_ab m_i^a m_j^b ∂_i^a ∂_j^b u``, and first derivatives from the same launch.
 
-    Parameters
-    ----------
-    formula : Formula
-        The radial function u, without charges.
-    system : PairSystem
-        With a domain, results per system are only this rank's share.
-    moments : (n_atoms, n_channels, n_moments) tensor
-        Numbered by `nvalchemiops.kernels.moments.components`; channels do not interact.
-    parameters : (n_atoms, n_parameters) tensor, optional
-        Parameters of the atoms, such as widths.
-    global_parameters : (n_systems, n_global) tensor, optional
-    forces, gradients, virial : bool, optional
-        Which derivatives of the sum of all energies to compute. The virial is taken at fixed Cartesian moments.
-    cutoff, r_switch : float, optional
-    exclusions : ExclusionRows, optional
+    ``formula`` is the radial function u, without charges. Moments (n_atoms, n_channels, n_moments) are numbered by
+    `nvalchemiops.kernels.moments.components`; channels do not interact. ``parameters`` (n_atoms, n) of the atoms are
+    such as widths, ``global_parameters`` (n_systems, n).
 
-    Returns
-    -------
-    MomentSums
-        Energies (n_atoms, n_channels), forces (n_atoms, 3), gradients with respect to the moments (n_atoms,
-        n_channels, n_moments) and virial (n_systems, 3, 3). All are differentiable to any order in all tensors.
+    Energies are (n_atoms, n_channels), forces (n_atoms, 3), gradients are those with respect to the moments, and the
+    virial (n_systems, 3, 3) is taken at fixed Cartesian moments. With a domain, results per system are only this rank's
+    share. All are differentiable to any order in all tensors.
     """
     found, by_strain = gather_moments(
         formula,

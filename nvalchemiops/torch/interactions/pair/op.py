@@ -83,23 +83,11 @@ class RowKernel:
     ) -> tuple[torch.Tensor, ...]:
         """All outputs of an op; outputs that the kernel does not write are empty.
 
-        Invalid indices that the kernel finds raise an error on a CPU. On a GPU they give NaN, since reading the fault
-        would synchronize with the device.
+        Invalid indices that the kernel finds, and lists that are not sorted, raise an error on a CPU. On a GPU they
+        give NaN, since reading the fault would synchronize with the device.
 
-        Parameters
-        ----------
-        given : dict
-            Arguments of the op, with values of ghosts included.
-        names : mapping
-            Names of the outputs of the op, in order, by letter.
-        shapes : dict
-            Shapes of the outputs that have a row for each atom, by name.
-        batch_idx : (n_rows,) int32 tensor or None
-
-        Raises
-        ------
-        ValueError
-            On a CPU, an index is out of range or the list is not sorted.
+        ``given`` are the arguments of the op, with values of ghosts included, ``names`` those of its outputs, in order,
+        by letter, and ``shapes`` those of outputs that have a row for each atom, by name.
         """
         positions, n_systems, n_rows = given["positions"], given["n_systems"], next(iter(shapes.values()))[0]
         memory = {name: positions.new_empty(shapes[name]) for name in self.written if name in shapes}

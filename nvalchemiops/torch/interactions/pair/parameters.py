@@ -20,13 +20,7 @@ the tuple of the names."""
 def parameter_arrays(
     formula: Formula, parameters: Parameters, positions: torch.Tensor, species: Any, n_systems: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int]:
-    """Parameters (n_atoms, n) and global parameters (n_systems, n) for `pair_sum`, the species, and their number.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A parameter is missing or unknown; the species are missing or not needed; or a shape, dtype or device is wrong.
-    """
+    """Parameters (n_atoms, n) and global parameters (n_systems, n) for `pair_sum`, the species, and their number."""
     given = {name: key for key in parameters for name in (key if isinstance(key, tuple) else (key,))}
     check_names(formula, given)
     n_atoms = positions.shape[0]
@@ -56,13 +50,7 @@ def parameter_arrays(
 
 
 def check_names(formula: Formula, given: Iterable[str]) -> None:
-    """Raise unless ``given`` are the names of the parameters of ``formula``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A parameter is missing or unknown.
-    """
+    """Raise unless ``given`` are the names of the parameters of ``formula``."""
     given = list(given)
     known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
     # checked first, because a misspelled name also leaves the right one missing

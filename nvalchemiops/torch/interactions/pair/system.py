@@ -60,14 +60,9 @@ def pair_system(
 ) -> PairSystem:
     """Checked atoms with the given neighbors, or those within ``cutoff``; arguments as for `PairPotential.__call__`.
 
-    Parameters
-    ----------
-    given : GivenNeighbors or Rows
-        Rows are those of an earlier call, from which pairs with padding atoms were removed.
-    by_system : bool
-        Whether results or parameters are per system. If not, and there is no cell, all atoms count as one system.
-    is_padding : (n_atoms,) bool tensor, optional
-        Padding atoms. Their pairs are removed, whatever the list says.
+    ``given`` rows are those of an earlier call, from which pairs with padding atoms were removed. ``by_system``:
+    results or parameters are per system; if not, and there is no cell, all atoms count as one system. Pairs of padding
+    atoms, ``is_padding`` (n_atoms,), are removed, whatever the list says.
     """
     if atoms.domain is not None:
         assert isinstance(given, GivenNeighbors)

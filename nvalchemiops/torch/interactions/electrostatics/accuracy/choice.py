@@ -72,18 +72,7 @@ def choose_splitting(
     the reach of the list. If a given mesh or sphere of k-vectors is too coarse for this, a smaller alpha is used, as
     far as the reach of the list allows; if the accuracy is then missed, a warning is issued.
 
-    Parameters
-    ----------
-    system : ChargedSystem
-    long_range : LongRange
-    alpha : float, tensor or None
-    cutoff : float or None
-        Reach of the list.
-    rows : Rows or None
-        The list.
-    accuracy : float
-    sources : tuple, optional
-        What `sources_of` has found, if alpha is not given.
+    ``cutoff`` is the reach of the list, ``rows``; ``sources`` are what `sources_of` has found, if alpha is not given.
     """
     compiling = not may_read()
     if alpha is None:

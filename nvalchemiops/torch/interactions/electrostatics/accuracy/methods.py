@@ -38,16 +38,8 @@ def ways(
 ) -> list[Way]:
     """Both methods with the parameters that they choose, the faster one first.
 
-    Parameters
-    ----------
-    sizes : Sizes
-        Only ratios of lengths matter for the times.
-    costs : Costs
-        Those of the device.
-    finds_neighbors : bool
-        Whether each call searches for neighbors.
-    reach : float, optional
-        Cutoff of the neighbors. By default each method chooses it.
+    Only ratios of the lengths of ``sizes`` matter for the times. ``finds_neighbors``: each call searches for neighbors.
+    ``reach`` is the cutoff of the neighbors, which by default each method chooses.
     """
     # a search whose reach is given takes the same time for all parameters
     of_call = costs.of_call(finds_neighbors and reach is None)

@@ -30,13 +30,8 @@ Call = Callable[[], object]
 def measure(device: torch.device, seconds: float = 20.0, side: int | None = None, points: int | None = None) -> Costs:
     """Costs of the device, from sums over a cubic crystal with its atoms displaced.
 
-    Parameters
-    ----------
-    device : torch.device
-    seconds : float, optional
-        Total time for which the parts are repeated. The shortest time of each part is used.
-    side, points : int, optional
-        Number of atoms, and of mesh points of the fine mesh, along an edge.
+    The parts are repeated for so many ``seconds`` in total, and the shortest time of each is used. ``side`` and
+    ``points`` are the numbers of atoms, and of mesh points of the fine mesh, along an edge.
     """
     side, points = side or SIDE[device.type], points or POINTS[device.type]
     large, small = _Crystal(device, side), _Crystal(device, 2)
