@@ -38,7 +38,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.moments import Backgro
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair import shares
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed, parts_of
+from nvalchemiops.torch.neighbors.rows import Rows, is_listed, parts_of
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
@@ -436,9 +436,3 @@ def sum_of_parts(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
 def _pairs_alone(n_charges: int) -> Formula:
     """The short-range part without the self energy."""
     return EWALD_REAL_SPACE if n_charges == 1 else ewald_short_range(1, n_charges)._replace(self_energy="")
-
-
-def given_neighbors(*values: Any) -> GivenNeighbors:
-    """Neighbors from arguments of the public sums: the fields of `GivenNeighbors` up to ``half_list``, in order."""
-    fields: Any = (*values, "neighbor_shifts", "mask_value")
-    return GivenNeighbors(*fields)

@@ -9,6 +9,7 @@ from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def ewald_summation(
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
-    neighbors = driver.given_neighbors(*near)
+    neighbors = GivenNeighbors(*near, fill_name="mask_value")
     return driver.ewald_sum(EwaldSum(KVectorSum, vectors, atoms, neighbors, request, options))
 
 
@@ -264,7 +265,8 @@ def ewald_real_space(
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
     options = SumOptions(alpha, None, cutoff, COULOMB)  # torch 2.11 cannot trace a default value that holds functions
-    return driver.short_range_part(EwaldSum(None, (), atoms, driver.given_neighbors(*near), request, options))
+    neighbors = GivenNeighbors(*near, fill_name="mask_value")
+    return driver.short_range_part(EwaldSum(None, (), atoms, neighbors, request, options))
 
 
 def ewald_reciprocal_space(

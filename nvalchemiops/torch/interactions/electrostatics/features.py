@@ -27,13 +27,7 @@ from nvalchemiops.interactions.pair.potentials import moment_interaction, moment
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
-from nvalchemiops.torch.interactions.electrostatics.driver import (
-    check_dielectric,
-    check_split,
-    given_neighbors,
-    in_graph,
-    split,
-)
+from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, check_split, in_graph, split
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
@@ -168,9 +162,8 @@ def electrostatic_potential(
     method = checks.as_choice("method", method, ("ewald", "pme"))
     if miller_indices is not None and method == "pme":
         raise ValueError("`miller_indices` are for `method='ewald'`: a mesh has none")
-    neighbors = given_neighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
-    )
+    near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
+    neighbors = GivenNeighbors(*near, fill_name="mask_value")
     whole = slab_correction, self_interaction, check_dielectric(surface_dielectric)
     options = SumOptions(alpha, accuracy, cutoff, COULOMB, exclusions, exclusion_factors, *whole)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)

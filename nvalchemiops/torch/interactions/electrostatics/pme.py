@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed, PreparedMesh, influence
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
 from nvalchemiops.torch.systems import System
 
@@ -194,7 +195,7 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
-    neighbors = driver.given_neighbors(*near)
+    neighbors = GivenNeighbors(*near, fill_name="mask_value")
     return driver.ewald_sum(EwaldSum(MeshSum, mesh, atoms, neighbors, request, options))
 
 
