@@ -45,7 +45,7 @@ def check_sources(
             parts.append(torch.zeros_like(parts[0]).expand(-1, -1, 3))
         if may_read(quadrupoles):
             _warn_of_trace(quadrupoles)
-        parts.append(_second_order(quadrupoles.reshape(*parts[0].shape[:2], 3, 3)))
+        parts.append(_of_rows(_second_order, quadrupoles.reshape(*parts[0].shape[:2], 9)))
     if widths is not None:
         widths = _check_widths(widths, positions)
     return torch.cat(parts, -1) if len(parts) > 1 else parts[0], widths
@@ -64,9 +64,7 @@ def _check_like(
 
 def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
     if not isinstance(widths, torch.Tensor):
-        number = checks.as_float("widths", widths)
-        if not 0.0 <= number < float("inf"):
-            raise ValueError(f"`widths` must be finite and non-negative, got {number}")
+        number = checks.check_not_negative("widths", widths)
         return torch.full((positions.shape[0],), number, dtype=positions.dtype, device=positions.device)
     if tuple(widths.shape) not in ((), (positions.shape[0],)):
         raise ValueError(
@@ -109,11 +107,7 @@ def _has_dropped_parts(quadrupoles: torch.Tensor) -> torch.Tensor:
 
 
 def _second_order(quadrupoles: torch.Tensor) -> torch.Tensor:
-    """Moments (..., 6) of the symmetric traceless part of quadrupoles (..., 3, 3)."""
-    return _of_rows(_of_components, quadrupoles.flatten(-2))
-
-
-def _of_components(quadrupoles: torch.Tensor) -> torch.Tensor:
+    """Moments (..., 6) of the symmetric traceless part of quadrupoles (..., 9)."""
     xx, xy, xz, yx, yy, yz, zx, zy, zz = quadrupoles.unbind(-1)
     third = (xx + yy + zz) / 3.0
     columns = (xx - third, xy + yx, xz + zx, yy - third, yz + zy, zz - third)
