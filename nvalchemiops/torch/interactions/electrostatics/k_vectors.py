@@ -432,10 +432,8 @@ def generate_k_vectors_pme(
             )
     axes = [mesh_frequencies(n, axis == 2, cell.device) for axis, n in enumerate(dimensions)]
     x, y, z = (indices.reshape([-1 if a == axis else 1 for a in range(3)] + [1]) for axis, indices in enumerate(axes))
-    columns = [
-        column.reshape(-1, 1, 1, 1, 3) for column in (reciprocal[..., 0], reciprocal[..., 1], reciprocal[..., 2])
-    ]
-    k_vectors = x * columns[0] + y * columns[1] + z * columns[2]
+    of_x, of_y, of_z = (column.reshape(-1, 1, 1, 1, 3) for column in reciprocal.unbind(-1))
+    k_vectors = x * of_x + y * of_y + z * of_z
     k_squared = k_vectors.square().sum(-1)
     k_squared = torch.where(k_squared == 0.0, _SQUARE_AT_ORIGIN, k_squared)
     if cell.ndim == 2 or cell.shape[0] == 1:

@@ -204,9 +204,8 @@ class MeshSum(NamedTuple):
         system: ChargedSystem,
     ) -> "MeshSum":
         """The long-range part that these arguments of `particle_mesh_ewald` describe."""
-        must_be_near(
-            system.domain, system.positions, system.cell
-        )  # each rank has only a window of the mesh around its brick
+        # each rank has only a window of the mesh around its brick
+        must_be_near(system.domain, system.positions, system.cell)
         if prepared is not None:
             valid = prepared.check_cell(system.cell)
             mesh, order = prepared.mesh_dimensions, prepared.spline_order
