@@ -115,10 +115,6 @@ class Kind(NamedTuple):
     contents: list[bytes]  # values of the small tensors
     table: tables.Plans  # where the plan of the call is kept
 
-    def bytes_of_lists(self) -> int:
-        """Memory of the lists that only kernels read."""
-        return sum([t.numel() * t.element_size() for t in self.used])
-
     def with_lists_in_place(self) -> "Kind":
         """The kind of calls whose lists are in the same memory. The graph holds no reference to them."""
         parts = list(self.key)

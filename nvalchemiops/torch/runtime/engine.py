@@ -326,7 +326,7 @@ def _planned(
     """
     if isinstance(kind, str):
         return _noted(call, "once", kind, None)
-    if kind.place is not None and (n_bytes := kind.bytes_of_lists()) >= LONG_LISTS:
+    if kind.place is not None and (n_bytes := sum([t.nbytes for t in kind.used])) >= LONG_LISTS:
         found = _planned(call, kind.with_lists_in_place(), levels, needed, tensors)
         if found is not None or 2 * n_bytes > graphs.most_bytes(kind.place[0]):
             return found
