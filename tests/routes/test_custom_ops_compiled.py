@@ -202,7 +202,7 @@ def test_opcheck_of_the_backward_of_a_tape_op():
     op = ops.weighted_square.op
     x, w = ops.leaf(5).detach(), ops.leaf(5, seed=1).detach()
     y, token = op.overload(x, w, 1.0, 0b11, 1)
-    torch.library.opcheck(op.backward_overload, (token, x, w, 1.0, y, torch.ones_like(y), 0b11, 1))
+    torch.library.opcheck(op.backward.op.overload, (token, x, w, 1.0, y, torch.ones_like(y), 0b11, 1))
 
 
 @pytest.mark.everyday_cases("aot_eager")

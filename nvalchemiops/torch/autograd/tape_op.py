@@ -33,7 +33,6 @@ class TapeOp(WarpOp):
         super()._register()
         replay = _Replay(self)
         self.backward = self._replay = replay.public
-        self.backward_overload = replay.overload
 
     def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
         return record, self.identity
