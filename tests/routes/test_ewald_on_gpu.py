@@ -16,7 +16,7 @@ from nvalchemiops.torch import launch as tensors
 from nvalchemiops.torch import plans, spline
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics.potentials import power_law
-from nvalchemiops.torch.interactions.electrostatics.terms.mesh import influence
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import lattice_of
@@ -292,17 +292,17 @@ def test_what_is_compared_on_a_gpu_is_finite_and_repeats_on_a_cpu(name):
 @pytest.mark.parametrize("exponent", [1, 4, 6, 10])
 def test_the_kernel_of_the_influence_function_agrees_with_its_formula(exponent, planes, gpu):
     """The formula in torch's operations is used where a derivative by cells is asked for."""
-    potential, mesh = power_law(exponent), (8, 9, 10)
 
     def both(device):
         torch.manual_seed(3)
         cell = 9.0 * torch.eye(3, dtype=torch.float64) + 3.0 * torch.rand(3, 3, 3, dtype=torch.float64)
         lattice = lattice_of(cell.to(device), None, 0)
         alpha = torch.tensor([0.4, 0.5, 0.3], dtype=torch.float64, device=device)
-        tabulated = influence(potential, lattice, alpha, mesh, 5, True, planes)
-        single = influence(potential, lattice, alpha, mesh, 5, False, planes, torch.float32)
+        term = MeshTerm(power_law(exponent), alpha, (8, 9, 10), 5)
+        tabulated, single = term.influence(lattice, True, planes), term.influence(lattice, False, planes, torch.float32)
         assert tabulated.value.shape[-1] == 1 and single.derivative is None and single.value.dtype is torch.float32
-        formula = influence(potential, lattice, alpha.requires_grad_(), mesh, 5, True, planes)
+        alpha.requires_grad_()
+        formula = term.influence(lattice, True, planes)
         assert formula.value.requires_grad and formula.value.shape[-1] == 2
         return [*(t.expand_as(formula.value) for t in (*tabulated, single.value)), *(t.detach() for t in formula)]
 

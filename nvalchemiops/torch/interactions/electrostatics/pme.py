@@ -12,7 +12,7 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
-from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed, PreparedMesh, influence
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, MeshTerm, Precomputed, PreparedMesh
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
 from nvalchemiops.torch.systems import System
@@ -73,7 +73,7 @@ def prepare_mesh(
     # copies, unaffected by changes of the caller's tensors
     cells, splitting = (t.to(torch.float64, copy=True) for t in (cells, splitting))
     lattice = lattice_of(cells, None, 0)
-    found = influence(potential, lattice, splitting, mesh, order, True)
+    found = MeshTerm(potential, splitting, mesh, order).influence(lattice, True)
     return PreparedMesh(cells, splitting, mesh, order, potential, found)
 
 

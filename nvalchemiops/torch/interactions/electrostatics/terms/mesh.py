@@ -350,7 +350,7 @@ class MeshTerm(NamedTuple):
         spread = mesh_spread(frames.moments.to(dtype), coordinates, *plan, frames.highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
         of_rows: torch.Tensor | None = None
-        tables = _tables_of(potential, lattice, alpha, mesh, spline_order, planes) if prepared is None else None
+        tables = self._tables(lattice, planes) if prepared is None else None
         if tables is not None and not density.requires_grad:
             powers = multiply_by_influence(density, *tables, with_virial)
             product, of_rows = density, powers if with_virial else None
@@ -360,7 +360,7 @@ class MeshTerm(NamedTuple):
                     "influence",
                     (system.cell, alpha),
                     (potential, mesh, planes, spline_order, with_virial) if potential.is_constant else None,
-                    lambda: influence(potential, lattice, alpha, mesh, spline_order, with_virial, planes, dtype),
+                    lambda: self.influence(lattice, with_virial, planes, dtype),
                 )
             else:
                 value, derivative = prepared.value, prepared.derivative if with_virial else None
@@ -382,61 +382,48 @@ class MeshTerm(NamedTuple):
         of_frames = contribution.virial  # not None for a system with moments
         return contribution._replace(virial=virial if of_frames is None else virial + of_frames)
 
+    def influence(
+        self, lattice: Lattice, with_derivative: bool, planes: Planes | None = None, dtype: torch.dtype = torch.float64
+    ) -> Influence:
+        """The influence function of the half mesh, or of some of its planes.
 
-def influence(
-    potential: LongRangePotential,
-    lattice: Lattice,
-    alpha: torch.Tensor,
-    mesh: tuple[int, int, int],
-    order: int,
-    with_derivative: bool,
-    planes: Planes | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> Influence:
-    """The influence function of the half mesh, or of some of its planes.
+        On a GPU a kernel tabulates that of a power law if no derivative is asked for, with values in ``dtype``: for
+        torch's operations these are some thirty passes over arrays of float64. On a CPU values are kept from call to
+        call.
+        """
+        potential, alpha = self.potential, self.alpha
+        planes = _all_planes(self.mesh) if planes is None else planes
+        if (tables := self._tables(lattice, planes)) is not None:
+            value, derivative = mesh_influence(*tables, with_derivative, dtype == torch.float32)
+            return Influence(value, derivative if with_derivative else None)
+        xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(self.mesh, planes, self.spline_order, alpha.device)
+        m = lattice.metric.flatten(1)[..., None, None, None].unbind(1)
+        # k² as a sum of functions of two indices
+        k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz)
+        k2 = k2 + torch.addcmul(m[8] * zz, m[2], zx)
+        origin = k2 == 0.0
+        of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], 0)[..., None, None, None]
+        k2 = torch.where(origin, 1.0, k2)
+        b_xy = b_xy / of_system[2]
+        derivative = None
+        if with_derivative:
+            value, derivative = potential.reciprocal_and_derivative(k2, of_system[0])
+        else:
+            value = potential.reciprocal(k2, of_system[0])
+        value = _for_both_parts(torch.where(origin, of_system[1] / of_system[2], value * b_xy * b_z))
+        if derivative is None:
+            return Influence(value, None)
+        return Influence(value, _for_both_parts(torch.where(origin, 0.0, derivative * b_xy * (b_z * doubled))))
 
-    On a GPU a kernel tabulates that of a power law if no derivative is asked for, with values in ``dtype``: for torch's
-    operations these are some thirty passes over arrays of float64. On a CPU values are kept from call to call.
-    """
-    planes = _all_planes(mesh) if planes is None else planes
-    if (tables := _tables_of(potential, lattice, alpha, mesh, order, planes)) is not None:
-        value, derivative = mesh_influence(*tables, with_derivative, dtype == torch.float32)
-        return Influence(value, derivative if with_derivative else None)
-    xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, planes, order, alpha.device)
-    m = lattice.metric.flatten(1)[..., None, None, None].unbind(1)
-    # k² as a sum of functions of two indices
-    k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
-    origin = k2 == 0.0
-    of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], 0)[..., None, None, None]
-    k2 = torch.where(origin, 1.0, k2)
-    b_xy = b_xy / of_system[2]
-    derivative = None
-    if with_derivative:
-        value, derivative = potential.reciprocal_and_derivative(k2, of_system[0])
-    else:
-        value = potential.reciprocal(k2, of_system[0])
-    value = _for_both_parts(torch.where(origin, of_system[1] / of_system[2], value * b_xy * b_z))
-    if derivative is None:
-        return Influence(value, None)
-    return Influence(value, _for_both_parts(torch.where(origin, 0.0, derivative * b_xy * (b_z * doubled))))
-
-
-def _tables_of(
-    potential: LongRangePotential,
-    lattice: Lattice,
-    alpha: torch.Tensor,
-    mesh: tuple[int, int, int],
-    order: int,
-    planes: Planes,
-) -> tuple[Any, ...] | None:
-    """The first arguments of `mesh_influence`, where a kernel computes the influence function; see `influence`."""
-    of_cells = (lattice.metric, lattice.volume, alpha)
-    if potential.exponent is None or layout(alpha.device.type).reads or not is_eager(*of_cells):
-        return None
-    if any(map(is_differentiated, of_cells)):
-        return None
-    b_xy, b_z = _axes_of(mesh, planes, order, alpha.device)[6:8]
-    return (*of_cells, b_xy, b_z, mesh, (planes[0][0], planes[1][0]), potential.exponent)
+    def _tables(self, lattice: Lattice, planes: Planes) -> tuple[Any, ...] | None:
+        """The first arguments of `mesh_influence`, where a kernel computes the `influence` function."""
+        of_cells, exponent = (lattice.metric, lattice.volume, self.alpha), self.potential.exponent
+        if exponent is None or layout(self.alpha.device.type).reads or not is_eager(*of_cells):
+            return None
+        if any(map(is_differentiated, of_cells)):
+            return None
+        b_xy, b_z = _axes_of(self.mesh, planes, self.spline_order, self.alpha.device)[6:8]
+        return (*of_cells, b_xy, b_z, self.mesh, (planes[0][0], planes[1][0]), exponent)
 
 
 def _for_both_parts(values: torch.Tensor) -> torch.Tensor:
