@@ -132,6 +132,25 @@ def compile_module(kernel: wp.Kernel, block_dim: int, capability: int, folder: P
     return Path(compiled)
 
 
+def header_folder() -> Path | None:
+    """The folder in which Warp looks for its precompiled header when this thread compiles a kernel for a CPU.
+
+    None if it does not precompile it.
+    """
+    find = getattr(getattr(wp._src.context, "runtime", None), "get_clang_pch_dir", None)
+    folder = find() if callable(find) and wp.config.use_precompiled_headers else None
+    return None if folder is None else Path(folder)
+
+
+@functools.cache
+def header_identity() -> str:
+    """What the precompiled header depends on, besides flags, which are in its name: files, compiler and processor."""
+    native = Path(wp.__file__).parent / "native"
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(native.glob("*.h"))]
+    target = getattr(wp._src.context, "_get_cpu_target_hash", str)("-march=native")
+    return repr((str(native), files, target))
+
+
 def failed_to_build(kernel: wp.Kernel) -> bool:
     """Whether the source of the module did not compile."""
     return bool(kernel.module.failed_builds)

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from nvalchemiops._warp_internals import (
     parameters,
     unload_module,
 )
+from nvalchemiops.kernels.kept_headers import kept_headers
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import fork_safe
 
@@ -176,8 +177,10 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None, stream:
             _refuse_in_capture(kernel, device, device.stream if stream is None else stream)
         folder = compiled_folder(kernel, block_dim)
         from_before = folder.exists()
+        to_compile = kept_headers() if device.is_cpu and not from_before else nullcontext()
         try:
-            find_kernel(kernel, device, block_dim)
+            with to_compile:
+                find_kernel(kernel, device, block_dim)
             return
         except Exception as error:
             if not from_before or failed_to_build(kernel):

@@ -40,12 +40,17 @@ def kept_text(sources: tuple[str, ...], key: Any, derive: Callable[[], Any]) -> 
         found = derive()
     try:
         path.parent.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-            json.dump(found, part)
-        os.replace(part.name, path)  # in one step, so that other processes never read an incomplete file
+        write_whole(path, json.dumps(found).encode())
     except OSError:  # the cache cannot be written: derive again in the next process
         pass
     return found
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file in one step, so that other processes never read an incomplete one."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
+        part.write(content)
+    os.replace(part.name, path)
 
 
 def _path_of(sources: tuple[str, ...], key: Any) -> Path | None:
