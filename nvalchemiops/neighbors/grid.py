@@ -532,6 +532,8 @@ def _kernels() -> dict[str, wp.Kernel]:
     cells, both in the order of the slots.
     """
     module, serial = kernel_module("neighbor_grid"), kernel_module("neighbor_grid_serial")
+    # the compiler of a CPU unrolls short loops itself where that is worth it, and has half as much to read
+    wp.set_module_options({"max_unroll": 0}, module=serial)
 
     @wp.kernel(module=serial, enable_backward=False)
     def sort(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32), order: wp.array(dtype=wp.int32)):
@@ -562,29 +564,32 @@ def _kernels() -> dict[str, wp.Kernel]:
         if fault[BAD_SYSTEM] == 0:  # else pointers may lead anywhere
             in_order = has_systems_in_order(system, first_atom)
         # system by system where that is possible: atoms of systems that are not searched are hardly looked at
-        if in_order:
-            for s in range(grids.shape[0]):
-                ring = grids[s].ring
-                for i in range(first_atom[s], first_atom[s + 1]):
-                    if ring[1] == 0:
-                        if not wp.isfinite(positions[i]):
-                            fault[BAD_POSITIONS] = 1
-                        order[i] = i
-                        entry[i] = wp.vec4i(i, 0, 0, 0)
-                    else:
-                        locate(i, positions, system, first_atom, grids, slot, fault)
-                if ring[1] > 0:
-                    first = first_atom[s]
-                    last = first_atom[s + 1]
-                    sort_by_slot(first, last, ring[0], ring[0] + ring[1], slot, begin, order)
-                    for k in range(first, last):
-                        put(k, positions, system, grids, order, coordinates, entry)
-        else:
-            for i in range(n_atoms):
-                locate(i, positions, system, first_atom, grids, slot, fault)
-            sort_by_slot(0, n_atoms, 0, begin.shape[0] - 1, slot, begin, order)
-            for k in range(n_atoms):
-                put(k, positions, system, grids, order, coordinates, entry)
+        n_parts = wp.where(in_order, grids.shape[0], 1)
+        for part in range(n_parts):
+            first = int(0)
+            last = n_atoms
+            low = int(0)
+            high = begin.shape[0] - 1
+            is_searched = bool(True)
+            if in_order:
+                ring = grids[part].ring
+                first = first_atom[part]
+                last = first_atom[part + 1]
+                low = ring[0]
+                high = ring[0] + ring[1]
+                is_searched = ring[1] > 0
+            for i in range(first, last):
+                if is_searched:
+                    locate(i, positions, system, first_atom, grids, slot, fault)
+                else:
+                    if not wp.isfinite(positions[i]):
+                        fault[BAD_POSITIONS] = 1
+                    order[i] = i
+                    entry[i] = wp.vec4i(i, 0, 0, 0)
+            if is_searched:
+                sort_by_slot(first, last, low, high, slot, begin, order)
+                for k in range(first, last):
+                    put(k, positions, system, grids, order, coordinates, entry)
 
     @wp.kernel(module=serial, enable_backward=False)
     def end(

@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warp as wp
 
+from nvalchemiops._warp_internals import compiled_folder
+from nvalchemiops.launch import load
+from nvalchemiops.neighbors.grid import prepare_search
 from tests.support.processes import in_threads, output_of, run_python
 
 # What most programs do first: a list, and the sum of a potential over it.
@@ -245,3 +249,11 @@ def test_damaged_files_that_cannot_be_removed(folder, read_only):
     assert finished.returncode == 1
     last = finished.stderr.splitlines()[-1]
     assert last.startswith("RuntimeError") and str(victim.parent) in last and "delete that folder" in last, last
+
+
+def test_the_bins_of_a_small_search_are_a_short_text():
+    """The first module that most programs compile: with unrolled loops it has half as much again to read."""
+    kernel = prepare_search()
+    load(kernel, wp.get_device("cpu"))
+    (text,) = compiled_folder(kernel, 1).glob("*.cpp")
+    assert text.stat().st_size < 160_000
