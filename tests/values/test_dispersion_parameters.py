@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -288,6 +289,13 @@ def test_without_the_package_with_the_data(package):
     """It is optional: everything can be imported, and the error says what to install and what to do else."""
     said = output_of(run_python(MISSING.format(package=package)))
     assert re.search(r"tad-dftd3.*pip install 'nvalchemiops\[dispersion\]'.*'\.\[dispersion\]'.*file", said)
+
+
+def test_published_data_do_not_import_their_package(monkeypatch):
+    """It imports the compiler of torch, which takes longer than the first sum."""
+    monkeypatch.delitem(sys.modules, "tad_dftd3", raising=False)
+    dispersion.D3Parameters.load()
+    assert "tad_dftd3" not in sys.modules
 
 
 # -- prepared states ------------------------------------------------------------------------------

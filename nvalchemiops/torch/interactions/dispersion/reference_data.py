@@ -1,7 +1,6 @@
 """Reference data of DFT-D3: coordination numbers and C6 of reference molecules, and radii of elements."""
 
 import dataclasses
-import importlib
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -13,16 +12,10 @@ import torch
 from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.dispersion.published import from_package
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.cache import KeptTensors, stream_of
 from nvalchemiops.torch.runtime.context import eager, may_read, on_host, values_of
-
-_TABLE_BOHR = 0.5291772109044924
-"""Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, with which s-dftd3 converts radii.
-
-An error in its eleventh digit would be visible when energies are compared with those of s-dftd3.
-"""
-
 
 _CLOSE_CN = 1e-4
 """Largest difference of coordination numbers of one reference molecule between entries for different partners."""
@@ -229,7 +222,7 @@ class D3Parameters:
             The file lacks an entry, or its name has another ending.
         """
         with torch.device("cpu"):  # independent of the default device
-            return cls(**(_from_package() if path is None else _from_file(Path(path))))
+            return cls(**(from_package() if path is None else _from_file(Path(path))))
 
     @property
     def has_reference(self) -> torch.Tensor:
@@ -420,31 +413,6 @@ def given_or_published(parameters: Any) -> D3Parameters:
     if not isinstance(parameters, D3Parameters):
         raise TypeError(f"`parameters` must be D3Parameters, got {type(parameters).__name__}")
     return parameters
-
-
-def _from_package() -> dict[str, Any]:
-    try:
-        reference, r4r2, radii = (
-            importlib.import_module(name) for name in ("tad_dftd3.reference", "tad_dftd3.data", "tad_mctc.data.radii")
-        )
-    except ImportError as error:
-        raise ImportError(
-            "the D3 data are in the package tad-dftd3, which is not installed: pip install 'nvalchemiops[dispersion]' "
-            "(in a checkout '.[dispersion]'), or give a file to D3Parameters.load"
-        ) from error
-    data = reference.Reference(dtype=torch.float64)
-    # published in angstrom with four and two decimals; the package converts them with another bohr, or to float32
-    r0ab = (radii.VDW_PAIRWISE(dtype=torch.float64) * _TABLE_BOHR).round(decimals=4) / _TABLE_BOHR
-    covalent = (0.75 * radii.COV_D3(dtype=torch.float64) * _TABLE_BOHR).round(decimals=2) / _TABLE_BOHR
-    n = data.cn.shape[0]
-    return {
-        "rcov": covalent[:n] * (4.0 / 3.0),
-        "r4r2": r4r2.R4R2(dtype=torch.float64)[:n],
-        "c6ab": data.c6.where((data.cn >= 0)[:, None, :, None] & (data.cn >= 0)[None, :, None, :], 0.0),
-        "cn_ref": data.cn,
-        "interp_mesh": data.cn.shape[1],
-        "r0ab": r0ab[:n, :n],
-    }
 
 
 def _from_file(path: Path) -> dict[str, Any]:
