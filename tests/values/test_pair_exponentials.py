@@ -19,7 +19,7 @@ from nvalchemiops.torch.interactions.pair import PairPotential
 def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
     """Where their exponentials are infinite, too, also with terms that are zero and with numbers as factors."""
     text = "1/(1 + x + step(r - 99)) + 1/cosh(k*(r - 5))^2 + exp(-r)/(1 + exp(20*r - 100)); x = exp(k*(r - 5))"
-    text = f"1/(x + 1/x + 2) + {text}"
+    text = f"1/(x + 1/x + 2) + exp(-k*r^2)*(1 + exp(k*r)) + {text}"
     at = torch.tensor([0.02, 4.9, 5.2, far / 2, far], dtype=dtype)
     directions = torch.tensor([0.48, -0.6, 0.64], dtype=dtype)
     positions = torch.stack([torch.zeros(5, 3, dtype=dtype), at[:, None] * directions], dim=1).flatten(0, 1)
@@ -31,6 +31,7 @@ def test_functions_that_fall_off_have_forces_at_any_distance(dtype, far):
     x = 20.0 * (r - 5.0)
     expected = (1.0 + torch.exp(-r)) * torch.sigmoid(-x) + 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
     expected = expected + torch.sigmoid(x) * torch.sigmoid(-x)
+    expected = expected + torch.exp(-20.0 * r**2) + torch.exp(20.0 * (r - r**2))
     (slope,) = torch.autograd.grad(expected.sum(), r)
     found = (forces[::2].double() * directions).sum(1)
     torch.testing.assert_close(found, slope, rtol=2e-5 if dtype == torch.float32 else 1e-12, atol=1e-30)
@@ -85,6 +86,12 @@ SUMS_OF_EXPONENTIALS = {
     "exp(-2*x)*sinh(x)": lambda x: -0.5 * torch.exp(-x) * torch.expm1(-2.0 * x),
     "exp(x)/cosh(x)^2": lambda x: 4.0 * torch.exp(-x) * torch.sigmoid(2.0 * x) ** 2,
     "(cosh(x) - 1)*exp(-2*x)": lambda x: 0.5 * torch.exp(-x) * torch.expm1(-x) ** 2,
+    "exp(x)/(1 + exp(x^2))": lambda x: torch.exp(x - torch.nn.functional.softplus(x**2)),
+    "exp(x/3)/(1 + exp(x))": lambda x: torch.exp(x / 3.0 - torch.nn.functional.softplus(x)),
+    "(exp(-x) + exp(x))^2*exp(-x^2)": lambda x: torch.exp(2.0 * torch.logaddexp(x, -x) - x**2),
+    "(1 + exp(x))^2*erfc(x^2/2)": lambda x: (
+        torch.special.erfcx(x**2 / 2.0) * torch.exp(2.0 * torch.nn.functional.softplus(x) - x**4 / 4.0)
+    ),
     "1/(2 + sinh(x))": lambda x: 2.0 / (4.0 + torch.exp(x.clamp(max=700.0)) - torch.exp(-x)),
     "exp(x)/(3 + sinh(x)^2)": lambda x: 4.0 * torch.exp(-x) / (10.0 * torch.exp(-2.0 * x) + 1.0 + torch.exp(-4.0 * x)),
     "1/(3 + cosh(x)^24)": lambda x: 1.0 / (3.0 + torch.cosh(x.clamp(max=28.0)) ** 24),

@@ -1,7 +1,7 @@
 """Rewriting of formulas whose exponentials are out of range where the formula is not."""
 
 import functools
-import math
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,8 +14,10 @@ LARGE_EXPONENT = 5
 def in_range(expression: Any) -> Any:
     """Products such as ``exp(x) (1 + exp(x))^-2`` and ``sinh(x) cosh(x)^-3`` with factors that stay finite at large x.
 
-    The two are ``(exp(-x) + 1)^-1 (1 + exp(x))^-1`` and ``tanh(x) cosh(x)^-2``. Derivatives of functions that fall off
-    consist of such products, which would become infinity times zero at distances where the function is zero.
+    Derivatives of functions that fall off consist of such products, which would become infinity times zero at distances
+    where the function is zero. A product in which this may happen (``clashes``) is divided by one of its exponentials,
+    above and below, as in ``(exp(-x) + 1)^-1 (1 + exp(x))^-1``. If it may then still happen, the product becomes one
+    exponential times factors of ordinary size (``parts_of``), where the largest exponential is taken out of each sum.
     """
     import sympy
 
@@ -42,11 +44,8 @@ def in_range(expression: Any) -> Any:
         """Whether this exponent grows, unlike that of ``exp(-a^2 r^2)``, which error functions have."""
         return not with_signs(x).is_nonpositive and grows(x.expand())
 
-    def multiple(y: Any, x: Any) -> int:
-        """How often x is in y, rounded for each term: without it y is smaller."""
-        there = y.expand().as_coefficients_dict()
-        ratios = [there[term] / number for term, number in x.expand().as_coefficients_dict().items()]
-        return min(math.ceil(ratio - 0.5) for ratio in ratios)
+    def factors_of(product: Any) -> list[tuple[Any, Any]]:
+        return [factor.as_base_exp() for factor in sympy.Mul.make_args(product)]
 
     def split(product: Any) -> tuple[Any, Any]:
         """All factors but exponentials, and the sum of exponents; sympy leaves ``exp(r - a) exp(a - r)`` as it is."""
@@ -56,40 +55,6 @@ def in_range(expression: Any) -> Any:
 
     def times(rest: Any, x: Any) -> Any:
         return rest if x.expand() == 0 else rest * sympy.exp(x)
-
-    def divided(base: Any, x: Any) -> Any:
-        """The sum by ``exp(x)``; terms without exponentials at once: one may be zero where ``exp(-x)`` is infinite."""
-        parts = [split(term) for term in base.args]
-        plain = sympy.Add(*(rest for rest, y in parts if y == 0))
-        return sympy.Add(plain * sympy.exp(-x), *(times(rest, y - x) for rest, y in parts if y != 0))
-
-    def regrouped(product: Any) -> Any:
-        powers = dict(factor.as_base_exp() for factor in product.args if not isinstance(factor, sympy.exp))
-        for base, exponent in powers.items():
-            if base.func in (sympy.sinh, sympy.cosh) and exponent.is_number and grows(base.args[0].expand()):
-                other = (sympy.cosh if base.func == sympy.sinh else sympy.sinh)(*base.args)
-                power = powers.get(other, sympy.S.Zero)
-                n = min(int(-exponent), int(power)) if power.is_Integer else 0
-                if n > 0:
-                    quotient = sympy.tanh(*base.args) ** (n if base.func == sympy.cosh else -n)
-                    product = product / other**n * base**n * quotient
-        rest, outer = split(product)
-        exponents = [f.args[0] for f in sympy.Mul.make_args(product) if isinstance(f, sympy.exp)]
-        if len(exponents) > 1 and (
-            outer.expand() == 0 or any(y.has(sympy.exp) or may_be_infinite(y) for y in exponents)
-        ):
-            product = times(rest, outer)  # one exponential: exp(y) exp(-exp(y)) is infinity times zero
-        found = with_scaled_sums(product)
-        found = without_infinities(product) if found == product else found
-        # a step where its factors may be infinite: zero times infinity
-        factors = sympy.Mul.make_args(found)
-        steps = [f for f in factors if type(f).__name__ == "Step"]
-        if steps and any(may_be_infinite(e.args[0]) for e in found.atoms(sympy.exp, sympy.sinh, sympy.cosh)):
-            condition, others = sympy.Mul(*steps), sympy.Mul(*(f for f in factors if f not in steps))
-            # zero, but for parameters that are NaN
-            symbols = sorted(others.free_symbols, key=sympy.default_sort_key)
-            return Select(condition, others, condition * Step(sympy.Add(*symbols)))
-        return found
 
     def taken_out(x: Any) -> tuple[Any, Any]:
         """A factor in range, and the exponent by which it is ``x``: zero but for sums, hyperbolic functions and erfc.
@@ -118,7 +83,7 @@ def in_range(expression: Any) -> Any:
         """A product without exponentials, in its factors neither, and the exponent of what is missing."""
         found, outer = split(product)
         rest = sympy.S.One
-        for base, e in (f.as_base_exp() for f in sympy.Mul.make_args(found)):
+        for base, e in factors_of(found):
             smaller, exponent = taken_out(base) if e.is_number else (base, sympy.S.Zero)
             rest, outer = rest * smaller**e, outer + e * exponent
         return rest, outer
@@ -128,15 +93,16 @@ def in_range(expression: Any) -> Any:
         """The `parts_of` the terms of a sum."""
         return [parts_of(term) for term in x.args] if x.is_Add else []
 
+    def falls_off(exponents: Iterable[Any]) -> bool:
+        """Whether no term of a sum with these exponents is left where they fall."""
+        return all(grows(y.expand()) for y in exponents)
+
+    @functools.cache
     def exponents_of(x: Any) -> list[Any]:
         """Exponents of the terms of a sum that may be large, or all of them if the whole sum may fall off."""
         found = {y for _, y in terms_of(x)} or {taken_out(x)[1]}
         found = found if falls_off(found) else {y for y in found if may_be_infinite(y)}
         return sorted(found, key=sympy.default_sort_key)
-
-    def falls_off(exponents: Iterable[Any]) -> bool:
-        """Whether no term of a sum with these exponents is left where they fall."""
-        return all(grows(y.expand()) for y in exponents)
 
     def scaled(x: Any) -> tuple[Any, Any]:
         """A sum with exponentials, of which the largest is taken out where it is large, and the exponent of that."""
@@ -149,52 +115,66 @@ def in_range(expression: Any) -> Any:
         divided = sympy.Add(*(times(rest, y - largest) for rest, y in terms_of(x)))
         return Select(is_large, divided, x), Select(is_large, largest, sympy.S.Zero)
 
+    @functools.cache
     def directions(x: Any) -> set[int]:
-        """Signs that an exponent may have where it is large: 1, -1 or both."""
-        found: set[int] = set()
-        if x.has(*lengths) and (with_signs(x).is_nonnegative or with_signs(x).is_nonpositive):
-            return {1 if with_signs(x).is_nonnegative else -1}
-        for term in map(with_signs, sympy.Add.make_args(x.expand())):
-            if term.has(*lengths) or not term.is_number or abs(term) > LARGE_EXPONENT:
-                found |= {1} if term.is_nonnegative else {-1} if term.is_nonpositive else {1, -1}
+        """Signs that an exponent may have: 1, -1 or both; none if it is the same at all distances."""
+        whole = with_signs(x)
+        signs = {1} if whole.is_nonnegative else {-1} if whole.is_nonpositive else {1, -1}
+        return signs if x.has(*lengths) else set()
+
+    def trend(x: Any) -> dict[Any, Any]:
+        """The terms that change with distance, with their factors."""
+        return {term: n for term, n in x.expand().as_coefficients_dict().items() if term.has(*lengths)}
+
+    def together(x: Any, y: Any) -> bool:
+        """Whether two exponents grow and fall together."""
+        here, there = trend(x), trend(y)
+        return here.keys() == there.keys() and all(there[term] * n > 0 for term, n in here.items())
+
+    @functools.cache
+    def clashes(product: Any) -> bool:
+        """Whether a factor may be infinite where another one is zero, or in a term of a sum."""
+        sizes = []  # for each factor exponents, and the signs that they may have
+        for base, e in factors_of(product):
+            if base.is_Add and any(clashes(term) for term in base.args):
+                return True
+            if base == sympy.E:
+                sizes.append([(e, directions(e))])
+            elif e.is_number and (exponents := exponents_of(base)):
+                sign = 1 if e > 0 else -1
+                signs = {1, -1} if falls_off(y for _, y in terms_of(base)) else {1}
+                sizes.append([(sign * y, {sign * d for d in directions(y) & signs}) for y in exponents])
+        pairs = (two for a, b in itertools.combinations(sizes, 2) for two in itertools.product(a, b))
+        return any(any(-d in there for d in here) and not together(x, y) for (x, here), (y, there) in pairs)
+
+    def divided(product: Any) -> Any:
+        """``exp(x) (1 + exp(x))^-2`` as ``(exp(-x) + 1)^-1 (1 + exp(x))^-1``, otherwise with one exponential."""
+        rest, outer = split(product)
+        for base, e in factors_of(rest):
+            parts = [split(term) for term in base.args] if base.is_Add and e.is_number else []
+            for x in (y for _, y in parts if grows(y.expand())):
+                n = int(min(-e, *(trend(outer).get(term, 0) / number for term, number in trend(x).items())))
+                if n > 0:
+                    # terms without exponentials at once: one may be zero where exp(-x) is infinite
+                    plain = sympy.Add(*(rest for rest, y in parts if y == 0))
+                    new = sympy.Add(plain * sympy.exp(-x), *(times(rest, y - x) for rest, y in parts if y != 0))
+                    return divided(times(rest * base**n / new**n, outer - n * x))
+        return times(rest, outer)
+
+    def regrouped(product: Any) -> Any:
+        found = product
+        if clashes(product):
+            found = divided(product)
+            found = times(*parts_of(product)) if clashes(found) else found
+        # a step where its factors may be infinite: zero times infinity
+        factors = sympy.Mul.make_args(found)
+        steps = [f for f in factors if type(f).__name__ == "Step"]
+        if steps and any(may_be_infinite(e.args[0]) for e in found.atoms(sympy.exp, sympy.sinh, sympy.cosh)):
+            condition, others = sympy.Mul(*steps), sympy.Mul(*(f for f in factors if f not in steps))
+            # zero, but for parameters that are NaN
+            symbols = sorted(others.free_symbols, key=sympy.default_sort_key)
+            return Select(condition, others, condition * Step(sympy.Add(*symbols)))
         return found
-
-    def grow_together(x: Any, y: Any) -> bool:
-        there, here = (z.expand().as_coefficients_dict() for z in (x, y))
-        if directions(x) in ({1}, {-1}) and directions(x) == directions(y):
-            return True  # such as r and r^2
-        if any(type(e).__name__ == "Select" for e in (y, *y.args)):  # of a sum in a sum
-            return bool(directions(x) & directions(y))
-        return any(there[term] * number > 0 for term, number in here.items() if term.has(*lengths))
-
-    def with_scaled_sums(product: Any) -> Any:
-        """``exp(x) - exp(-x)`` by sums with exponentials, or times ``exp(-2 x)``, is infinity times zero at large x."""
-        rest, outer = split(product)
-        powers = [f.as_base_exp() for f in sympy.Mul.make_args(rest)]
-        exponents = [(exponents_of(base), 1 if e > 0 else -1) for base, e in powers if e.is_number]
-        if any(base.has(sympy.sinh, sympy.cosh, erfc_from) for base, _ in powers):
-            signs = [{sign * d for x in found for d in directions(x)} for found, sign in [*exponents, ([outer], 1)]]
-            if not any(-d in there for n, here in enumerate(signs) for d in here for there in signs[:n]):
-                return product
-        else:  # exponentials by themselves are left to `without_infinities`
-            above, below = ([x for found, sign in exponents if sign == s for x in found] for s in (1, -1))
-            if not any(grow_together(x, y) for x in above for y in (*below, -outer)):
-                return product
-        return times(*parts_of(product))
-
-    def without_infinities(product: Any) -> Any:
-        rest, outer = split(product)
-        found: list[tuple[Any, ...]] = []
-        for base, exponent in (factor.as_base_exp() for factor in sympy.Mul.make_args(rest)):
-            if base.is_Add and exponent.is_number and exponent <= -1:
-                for x in (y for _, y in map(split, base.args) if grows(y.expand())):
-                    n = min(int(-exponent), multiple(outer, x))
-                    found.append(((outer - n * x).expand() == 0, n, len(found), base, x))
-        # first what leaves nothing
-        _, n, _, base, x = max((entry for entry in found if entry[1] > 0), default=(False, 0, 0, None, None))
-        if n > 0:
-            return without_infinities(times(rest * base**n / divided(base, x) ** n, outer - n * x))
-        return product
 
     def logarithm(x: Any) -> Any:
         smaller, exponent = parts_of(x)
