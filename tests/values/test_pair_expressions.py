@@ -85,6 +85,12 @@ def test_definitions_come_in_any_order_with_any_spaces(text):
     assert same(text, "3*(r + 1)")
 
 
+def test_texts_of_sympy_are_read():
+    r, k = sympy.symbols("r k", positive=True)
+    expression = k * sympy.erfc(r / 2) * sympy.exp(-k * r) / sympy.sqrt(r) + sympy.Rational(1, 3) * sympy.tanh(r) ** 2
+    assert value(str(expression), k=0.7) == pytest.approx(float(expression.subs({r: R, k: 0.7})), rel=1e-14)
+
+
 def test_a_definition_is_a_value_and_no_text():
     assert same("a*2; a = r + 1", "(r + 1)*2")
     assert same("2^a; a = 1 + r", "2^(1 + r)")
@@ -130,6 +136,8 @@ GROUPS = {
         "erf(r - 2)": lambda r, a, b, c: torch.erf(r - 2),
         "erfc(a*r)/r": lambda r, a, b, c: torch.erfc(a * r) / r,
         "erfc(2 - r)": lambda r, a, b, c: torch.erfc(2 - r),
+        "erfcx(b*r)": lambda r, a, b, c: torch.special.erfcx(b * r),
+        "erfcx(r - 2)": lambda r, a, b, c: torch.special.erfcx(r - 2),
         "erfc(a)*r": lambda r, a, b, c: torch.erfc(a) * r,
         "erf(b)*exp(-r^2)*erfc(r)": lambda r, a, b, c: torch.erf(b) * torch.exp(-(r**2)) * torch.erfc(r),
     },

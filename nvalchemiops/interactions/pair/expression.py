@@ -601,6 +601,7 @@ _ELEMENTARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan"
 FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     **{name: (1, _sympy(name)) for name in _ELEMENTARY},
     "erfc": (1, lambda x: _erfc()(x)),
+    "erfcx": (1, lambda x: _sympy("exp")(x**2) * _erfc()(x)),  # one function of kernels where x > 0
     "abs": (1, _absolute),
     "min": (2, lambda a, b: Select(Step(b - a), a, b)),
     "max": (2, lambda a, b: Select(Step(a - b), a, b)),
@@ -611,5 +612,6 @@ FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
 """Functions that expressions may contain, with their number of arguments.
 
 ``step(x)`` is 1 for x >= 0 and otherwise 0; ``select(c, a, b)`` is a where c is not zero, otherwise b;
-``lower_gamma(a, x)`` is ``x^-a γ(a, x)`` for a positive integer or half-integer a.
+``lower_gamma(a, x)`` is ``x^-a γ(a, x)`` for a positive integer or half-integer a;
+``erfcx(x)`` is ``exp(x^2) erfc(x)``.
 """

@@ -39,10 +39,11 @@ class PairPotential:
     ----------
     expression : str
         The energy of a pair as a function of the distance ``r``: arithmetic as in Python (``^`` is ``**``) with the
-        functions sqrt, exp, log, sin, cos, tan, asin, acos, atan, sinh, cosh, tanh, erf, erfc, abs, ``min(a, b)``,
-        ``max(a, b)``, ``step(x)`` (1 for x >= 0, otherwise 0) and ``select(c, a, b)`` (a where c is not zero, otherwise
-        b). After semicolons, definitions may follow in any order: ``"...; sigma = (sigma1 + sigma2)/2"``. ``cutoff``,
-        ``r_switch`` and ``pi`` are predefined. The value must not change when the two atoms are exchanged.
+        functions sqrt, exp, log, sin, cos, tan, asin, acos, atan, sinh, cosh, tanh, erf, erfc, ``erfcx(x)``
+        (exp(x^2) erfc(x)), abs, ``min(a, b)``, ``max(a, b)``, ``step(x)`` (1 for x >= 0, otherwise 0) and
+        ``select(c, a, b)`` (a where c is not zero, otherwise b). After semicolons, definitions may follow in any order:
+        ``"...; sigma = (sigma1 + sigma2)/2"``. ``cutoff``, ``r_switch`` and ``pi`` are predefined. The value must not
+        change when the two atoms are exchanged.
     per_atom : sequence of str, optional
         Parameters of each atom. In the expression, 1 and 2 are appended for the two atoms, as in ``q1*q2/r``.
     global_parameters : sequence of str, optional
