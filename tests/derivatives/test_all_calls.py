@@ -1,5 +1,7 @@
 """Derivatives of every output by every input, in each way that torch has for them."""
 
+import warnings
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +92,21 @@ def test_returned_derivatives_are_those_of_autograd(case, system):
     of_systems = case.energies(*inputs, near, energy_reduction="system")
     assert of_systems.shape == (len(system.cell),)
     close(torch.autograd.grad(of_systems.sum(), [by[name] for name in case.outputs]), expected, 1e-10)
+
+
+@each(*SUMS[1:])
+def test_linearized_is_forward_mode(case):
+    """Torch traces operations with values, and computes once what does not depend on directions."""
+    inputs, near = case.inputs(SMALL), case.near(SMALL)
+    directions = random_like([inputs.x], 1)
+
+    def virial(x):
+        return output_of(case, "virial", x, *inputs[1:], near)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
+        _, linear = torch.func.linearize(virial, inputs.x)
+    close([linear(*directions)], [torch.func.jvp(virial, (inputs.x,), tuple(directions))[1]], 1e-12)
 
 
 # -- weights --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Sources: T. Darden, D. York and L. Pedersen, J. Chem. Phys. 98, 10089 (1993), do
 J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has no zero of b when it is centred.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -490,12 +491,18 @@ def _axes(mesh: Sequence[int], planes: Planes, order: int, device: torch.device)
     # planes that are their own mirror images
     doubled = torch.where((z == 0) | (2 * z == mesh[2]), 1.0, 2.0).to(torch.float64)
     powers_of_z = torch.stack([torch.ones_like(z), s_z, z * z], -1).reshape(-1, 3).repeat_interleave(2, 0)
-    dyads = torch.zeros((mesh[0], y.shape[1], 3, 3, 3), dtype=torch.float64, device=device)
     x, y, s_x, s_y = (t[..., 0] for t in (x, y, s_x, s_y))
-    parts = ((0, 0, 0, x * x), (0, 0, 1, s_x * s_y), (0, 1, 1, y * y), (1, 0, 2, s_x), (1, 1, 2, s_y))
-    for power, a, b, product in parts:
-        dyads[:, :, power, a, b] = dyads[:, :, power, b, a] = product
-    dyads[:, :, 2, 2, 2].fill_(1.0)  # a constant from the host would have to be copied by a graph
+    entries = {(0, 0, 0): x * x, (0, 0, 1): s_x * s_y, (0, 1, 1): y * y, (1, 0, 2): s_x, (1, 1, 2): s_y}
+    entries[2, 2, 2] = torch.ones_like(x)  # a constant from the host would have to be copied by a graph
+    none = torch.zeros_like(x * y)
+    # stacked, not written into zeros: `torch.func.linearize` loses what is written into a constant (torch 2.13)
+    dyads = torch.stack(
+        [
+            entries.get((power, min(a, b), max(a, b)), none).expand_as(none)
+            for power, a, b in itertools.product(range(3), repeat=3)
+        ],
+        -1,
+    )
     deconvolved = (deconvolution[0] * deconvolution[1], deconvolution[2])
     sizes = torch.cat([torch.full((1,), float(n), dtype=torch.float64, device=device) for n in mesh])
     identity = torch.eye(3, dtype=torch.float64, device=device)
