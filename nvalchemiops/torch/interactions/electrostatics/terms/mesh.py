@@ -400,8 +400,8 @@ class MeshTerm(NamedTuple):
         xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(self.mesh, planes, self.spline_order, alpha.device)
         m = lattice.metric.flatten(1)[..., None, None, None].unbind(1)
         # k² as a sum of functions of two indices
-        k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz)
-        k2 = k2 + torch.addcmul(m[8] * zz, m[2], zx)
+        k2 = torch.addcmul(m[0] * xx, m[1], xy)
+        k2 = k2 + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
         origin = k2 == 0.0
         of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], 0)[..., None, None, None]
         k2 = torch.where(origin, 1.0, k2)
