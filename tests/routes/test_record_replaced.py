@@ -46,6 +46,23 @@ def test_tensors_that_the_function_makes_and_keeps():
     assert "Calls: 1 recorded, 2 replayed, 1 ordinary" in again.explain()
 
 
+def test_tensors_of_a_module_that_are_no_buffers():
+    """The recorded function has its attributes as they are, and keeps none."""
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            return x @ self.cell
+
+    model = Scaled()
+    again = record(model)
+    for _ in range(2):
+        model.cell = torch.rand(3, 3)
+        for k in range(3):
+            assert torch.equal(again(x := torch.ones(2, 3) + k), model(x))
+        assert again.cell is model.cell and not hasattr(again, "other")
+    assert "Calls: 2 recorded, 2 replayed, 2 ordinary" in again.explain()
+
+
 def test_modules_in_training_and_not():
     """The module is the function, has it as a method, or is an argument of it."""
     model = torch.nn.Sequential(torch.nn.Dropout()).eval()

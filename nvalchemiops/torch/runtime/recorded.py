@@ -168,7 +168,7 @@ class Recorded:
         if_changed: str,
         most_plans: int,
     ) -> None:
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # see `__getattr__`
         self._function, self._changing, self._if_changed = function, tuple(changing), if_changed
         self._most = most_plans
         self._takes_apart = True  # all dataclasses; if False hashable ones are constants
@@ -231,6 +231,13 @@ class Recorded:
             return self._ordinary(_NOT_NOW, args, kwargs)
         self._note("replayed")
         return put_together(found.form, results)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is set on the function, as it is now: copies would keep tensors of a module that others replace."""
+        own = getattr(self.__dict__.get("_function"), "__dict__", {})
+        if name not in own:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return own[name]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the instance is the first argument."""
