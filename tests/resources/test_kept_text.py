@@ -15,10 +15,11 @@ PROGRAM = """
 import sys, torch
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation
 from nvalchemiops.torch.interactions.pair import lennard_jones
-x = torch.rand(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 6
-cell = 6.0 * torch.eye(3, dtype=torch.float64)
-lennard_jones(3.0)(x, cell, sigma=1.0, epsilon=1.0, compute_forces=True)
-ewald_summation(x, torch.ones(8, dtype=torch.float64), cell, compute_forces=True)
+for dtype in (torch.float64, torch.float32):
+    x = torch.rand(8, 3, dtype=dtype, generator=torch.Generator().manual_seed(0)) * 6
+    cell = 6.0 * torch.eye(3, dtype=dtype)
+    lennard_jones(3.0)(x, cell, sigma=1.0, epsilon=1.0, compute_forces=True)
+    ewald_summation(x, torch.ones(8, dtype=dtype), cell, compute_forces=True)
 print("sympy" in sys.modules)
 """
 

@@ -102,6 +102,20 @@ def program(request: Request) -> Program:
     return Program(*kept_text(FILES, request, lambda: printed(derivatives(request))))
 
 
+@functools.cache
+def has_high_powers(formula: Formula) -> bool:
+    """Whether the energy of a pair has powers beyond the second, which leave the range of float32 in some units."""
+
+    def found() -> bool:
+        import sympy
+
+        squared = symbols_of(formula).squared
+        powers = (p for p in pair_energy(formula).atoms(sympy.Pow) if p.exp.is_number and not p.base.is_number)
+        return any(bool(abs(p.exp) > (1 if p.base == squared else 2)) for p in powers)
+
+    return kept_text(FILES, ("high powers", formula), found)
+
+
 def printed(results: Mapping[str, Any], definitions: Mapping[Any, Any] | None = None) -> Program:
     """Statements that compute the expressions ``results``.
 

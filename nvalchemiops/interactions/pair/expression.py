@@ -200,16 +200,6 @@ def _no_numbers() -> tuple[Any, ...]:
 
 
 @functools.cache
-def has_high_powers(formula: Formula) -> bool:
-    """Whether the energy of a pair has powers beyond the second, which leave the range of float32 in some units."""
-    import sympy
-
-    squared = symbols_of(formula).squared
-    powers = (p for p in pair_energy(formula).atoms(sympy.Pow) if p.exp.is_number and not p.base.is_number)
-    return any(abs(p.exp) > (1 if p.base == squared else 2) for p in powers)
-
-
-@functools.cache
 def self_energy(formula: Formula) -> Any:
     """The self energy of an atom as a sympy expression of its parameters, or None. Raises as `pair_energy` does."""
     import sympy

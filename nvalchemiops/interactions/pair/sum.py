@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from nvalchemiops.interactions.pair import derivatives, loop, loop_in_warps, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
-from nvalchemiops.interactions.pair.expression import Formula, has_high_powers
+from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.loop import Array
 from nvalchemiops.kernels.simd import lanes_of
 from nvalchemiops.launch import kernel_variants
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
     @property
     def arithmetic(self) -> str:
         """The precision in which a CPU evaluates pairs: float32 where its range and digits are certain to suffice."""
-        if self.precision == "float32" and (self.request.directions or has_high_powers(self.formula)):
+        if self.precision == "float32" and (self.request.directions or derivatives.has_high_powers(self.formula)):
             return "float64"
         return self.precision
 
