@@ -318,50 +318,41 @@ class _Printer:
     def power(self, base: Any, exponent: Any) -> _Code:
         import sympy
 
-        if base == self.squared and exponent.is_Rational and exponent.q <= 2:
-            return self.power_of_distance(exponent)
+        half = sympy.Rational(1, 2)
+        if exponent.is_Integer and exponent > 0:
+            return self.integer_power(base, int(exponent))
+        if base == self.squared and exponent.is_Rational and exponent < 0 and exponent.q <= 2 and exponent != -half:
+            return self.inverse_power_of_distance(exponent)
         if exponent.is_Integer:
-            if exponent > 0:
-                return self.integer_power(base, int(exponent))
             code = self.code(base**-exponent)
             return self.keep(f"one(1.0) / {code.text}", code.shared)
         if exponent.is_Rational and exponent.q == 2:
-            whole, root = divmod(exponent.p, 2)[0], sympy.Symbol("root of") * base
+            root = sympy.Symbol("root of") * base
             if root not in self.done:
                 code = self.code(base)
                 self.done[root] = self.keep(f"{self.function('sqrt', code.shared)}({code.text})", code.shared)
-            if exponent == sympy.Rational(1, 2):
+            if exponent == half:
                 return self.done[root]
-            if exponent == -sympy.Rational(1, 2):
+            if exponent == -half:
                 return self.keep(f"one(1.0) / {self.done[root].text}", self.done[root].shared)
-            factor = self.code(base**whole)
+            factor = self.code(base ** (exponent.p // 2))
             return self.keep(f"{factor.text} * {self.done[root].text}", factor.shared)
         a, b = self.code(base), self.code(exponent)
         shared = a.shared and b.shared
         return self.keep(f"{self.function('pow', shared)}({self.wide(a, shared)}, {self.wide(b, shared)})", shared)
 
-    def power_of_distance(self, exponent: Any) -> _Code:
-        """A power of s, from its square root and its inverse, each of which is computed only once."""
+    def inverse_power_of_distance(self, exponent: Any) -> _Code:
+        """A power of s from the inverse of s or of its root, each of which is computed only once."""
         import sympy
 
-        half = sympy.Rational(1, 2)
-        if exponent == half:
-            self.code(self.squared)
-            return self.keep(f"{self.function('sqrt', False)}(s)", False)
-        if exponent == -half:
-            return self.keep(f"one(1.0) / {self.code(sympy.sqrt(self.squared)).text}", False)
-        if exponent == -1:
-            if self.has_root:
-                inverse = self.code(self.squared**-half).text
-                return self.keep(f"{inverse} * {inverse}", False)
+        inverse_root = self.squared ** -sympy.Rational(1, 2)
+        if exponent == -1 and not self.has_root:
             return self.keep(f"one(1.0) / {self.code(self.squared).text}", False)
-        if not exponent.is_Integer:
-            whole = exponent - (half if exponent > 0 else -half)
-            root = self.code(self.squared ** (half if exponent > 0 else -half))
-            return self.keep(f"{self.code(self.squared**whole).text} * {root.text}", False)
-        if exponent > 0:
-            return self.integer_power(self.squared, int(exponent))
-        if exponent % 2:
+        if exponent == -1:
+            a = b = self.code(inverse_root)
+        elif not exponent.is_Integer:
+            a, b = self.code(self.squared**exponent / inverse_root), self.code(inverse_root)
+        elif exponent % 2:
             a, b = self.code(self.squared ** (exponent + 1)), self.code(1 / self.squared)
         else:
             a = b = self.code(self.squared ** (exponent / 2))
