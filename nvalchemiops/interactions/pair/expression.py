@@ -156,9 +156,7 @@ def pair_energy(formula: Formula) -> Any:
     known |= dict(zip(formula.global_parameters, symbols.of_system))
     known |= dict(zip(formula.per_pair, symbols.of_pair))
 
-    energy = without_absolutes(_Reader("expression", formula.expression, known, formula.per_atom).read())
-    if energy.has(sympy.I):
-        raise ValueError("`expression` is not real: it takes a root or a logarithm of something negative")
+    energy = _Reader("expression", formula.expression, known, formula.per_atom).read()
     _check_uses(energy, formula, symbols)
     _check_symmetry(energy, symbols)
     if formula.shifted:
@@ -214,10 +212,7 @@ def self_energy(formula: Formula) -> Any:
                 f"`self_energy`: '{name}' is reserved, and a parameter in `per_atom`: rename the parameter"
             )
     known |= dict(zip(formula.per_atom, symbols.own)) | dict(zip(formula.global_parameters, symbols.of_system))
-    energy = without_absolutes(_Reader("self_energy", formula.self_energy, known, ()).read())
-    if energy.has(sympy.I):
-        raise ValueError("`self_energy` is not real: it takes a root or a logarithm of something negative")
-    return energy
+    return _Reader("self_energy", formula.self_energy, known, ()).read()
 
 
 def _switch(r: Any, symbols: Symbols) -> Any:
@@ -274,7 +269,9 @@ def _check_symmetry(energy: Any, symbols: Symbols) -> None:
     modules: list[Any] = [functions, "mpmath"]
     both = []
     for expression in (energy, exchanged):
-        limited = expression.replace(lambda e: e.is_Pow and not e.exp.is_number, _power_of)
+        limited = expression.replace(
+            lambda e: e.is_Pow and not e.exp.is_number, lambda e: sympy.Function("Power")(*e.as_base_exp())
+        )
         both.append(sympy.lambdify(arguments, limited, modules))
     source = random.Random(0)
     compared = 0
@@ -308,12 +305,6 @@ def _check_symmetry(energy: Any, symbols: Symbols) -> None:
         raise ValueError(f"`expression` is not a finite real number at any of {SAMPLES} random points")
 
 
-def _power_of(power: Any) -> Any:
-    import sympy
-
-    return sympy.Function("Power")(*power.as_base_exp())
-
-
 class _Reader:
     """Reads one expression with its definitions, by walking its Python syntax tree."""
 
@@ -331,6 +322,8 @@ class _Reader:
         self.reading: list[str] = []
 
     def read(self) -> Any:
+        import sympy
+
         parts: list[tuple[str, int]] = []
         start = 0
         for part in self.text.split(";"):
@@ -353,6 +346,9 @@ class _Reader:
                 self.symbol(name, self.definitions[name][1])
         except (RecursionError, MemoryError):  # Python's parser has a stack of its own
             raise ValueError(f"`{self.label}` is nested too deeply") from None
+        result = without_absolutes(result)
+        if result.has(sympy.I):
+            raise ValueError(f"`{self.label}` is not real: it takes a root or a logarithm of something negative")
         return result
 
     def error(self, message: str, position: int) -> ValueError:
@@ -511,17 +507,18 @@ def _own_functions() -> tuple[Any, Any, Any, Any]:
     """The classes of these sympy functions, made on first use: importing this module must not import sympy."""
     import sympy
 
-    class LowerGamma(sympy.Function):
+    class Real(sympy.Function):
+        def _eval_is_real(self) -> bool:
+            return True
+
+    class LowerGamma(Real):
         nargs = 2
 
         def fdiff(self, argindex: int = 1) -> Any:
             a, x = self.args
             return -self.func(a + 1, x) if argindex == 2 else sympy.S.Zero
 
-        def _eval_is_real(self) -> bool:
-            return True
-
-    class Step(sympy.Function):
+    class Step(Real):
         nargs = 1
 
         @classmethod
@@ -531,10 +528,7 @@ def _own_functions() -> tuple[Any, Any, Any, Any]:
         def _eval_derivative(self, x: Any) -> Any:
             return sympy.S.Zero
 
-        def _eval_is_real(self) -> bool:
-            return True
-
-    class Select(sympy.Function):
+    class Select(Real):
         nargs = 3
 
         @classmethod
@@ -547,12 +541,8 @@ def _own_functions() -> tuple[Any, Any, Any, Any]:
             condition, a, b = self.args
             return self.func(condition, a.diff(x), b.diff(x))
 
-        def _eval_is_real(self) -> bool:
-            return True
-
-    class Largest(sympy.Function):
-        def _eval_is_real(self) -> bool:
-            return True
+    class Largest(Real):
+        """Of any number of numbers."""
 
     return Step, Select, LowerGamma, Largest
 
