@@ -99,7 +99,7 @@ VARIANTS = {
         Request(
             Formula(
                 "log(r) + sin(r) + cos(r) + tan(r) + asin(r/9) + acos(r/9) + atan(r) + sinh(r) + cosh(r) + tanh(r) "
-                "+ sqrt(r) + exp(-r) + erf(r) + erfc(r) + r^a + abs(r - 1) + min(r, 2) + max(r, 3) "
+                "+ sqrt(r) + exp(-r) + erf(r) + erfc(r) + erfcx(r) + r^a + abs(r - 1) + min(r, 2) + max(r, 3) "
                 "+ select(step(r), r, 1)",
                 (),
                 ("a",),
