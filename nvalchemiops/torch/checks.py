@@ -12,7 +12,7 @@ from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
 from nvalchemiops.torch.runtime.calls import int32_of
-from nvalchemiops.torch.runtime.context import ValuesNeededError, is_capturing, may_read
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_capturing, may_read, on_host
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
 FLOATS = (torch.float32, torch.float64)
@@ -391,13 +391,13 @@ def check_pairs(name: str, pairs: Any, n_atoms: int, beside: torch.Tensor) -> No
     check_index(name, pairs, beside, (2, None))
     if not pairs.shape[1] or not may_read(pairs):
         return
-    i, j = pairs.to(torch.int64)
-    if int(pairs.min()) < 0 or int(pairs.max()) >= n_atoms:
+    i, j = on_host(pairs).astype(np.int64)
+    if min(i.min(), j.min()) < 0 or max(i.max(), j.max()) >= n_atoms:
         raise ValuesError(f"`{name}` must hold atoms in 0 .. {n_atoms - 1}")
-    if bool((i == j).any()):
+    if (i == j).any():
         raise ValuesError(f"`{name}` joins an atom with itself")
-    keys = torch.minimum(i, j) * n_atoms + torch.maximum(i, j)
-    if torch.unique(keys).shape[0] != pairs.shape[1]:
+    keys = np.minimum(i, j) * n_atoms + np.maximum(i, j)
+    if np.unique(keys).shape[0] != pairs.shape[1]:
         raise ValuesError(f"`{name}` holds a pair twice")
 
 

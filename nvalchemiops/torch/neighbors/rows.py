@@ -203,7 +203,7 @@ def reach_of_all_pairs(positions: torch.Tensor) -> float:
     """
     if not may_read() or not may_read(x := slices_of(positions).detach(), wait=True):
         return FARTHEST
-    extent = float((x.amax(1) - x.amin(1)).norm(dim=1).max()) if x.numel() else 0.0
+    extent = (x.amax(1) - x.amin(1)).norm(dim=1).amax(0, keepdim=True).tolist()[0] if x.numel() else 0.0
     return 1.001 * extent + 1.0
 
 

@@ -12,7 +12,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
 from nvalchemiops.torch.runtime.recorder import current_recorder, differ_in_replays, read_fault
 
 FEW = 64 * BLOCK
@@ -71,7 +71,7 @@ def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
         is_wrong = read_fault(((batch_idx < 0) | (batch_idx >= n_systems)).any().to(torch.int32))
         if not is_wrong:
             return
-    low, high = (int(end) for end in torch.aminmax(batch_idx))
+    low, high = torch.stack(torch.aminmax(values_of(batch_idx))).tolist()  # read together, also where torch traces
     if not 0 <= low <= high < n_systems:
         raise ValuesError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
 
@@ -114,8 +114,8 @@ def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None,
     descends = (batch_idx[1:] < batch_idx[:-1]).any()
     recorder = current_recorder()
     with nullcontext() if recorder is None else recorder.pause():
-        is_sorted = not bool(descends)
-    if not is_sorted:
+        (descended,) = descends.reshape(1).tolist()  # also where torch traces, which refuses `bool`
+    if descended:
         return sort_by_system(batch_idx, n_systems)
     if differ_in_replays(batch_idx):
         read_fault(descends.to(torch.int32), only_in_replays=True)

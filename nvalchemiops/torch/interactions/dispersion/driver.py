@@ -24,7 +24,7 @@ from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, values_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, values_of
 from nvalchemiops.torch.systems import System
 
 K1, K3 = 16.0, -4.0
@@ -196,7 +196,7 @@ def _system(structure: System, settings: Settings, given: GivenNeighbors) -> Pai
     numbers, domain, ranges = structure.numbers, structure.domain, settings.ranges
     assert numbers is not None
     is_padding = numbers == 0
-    has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
+    has_padding = not may_read(numbers) or bool((on_host(numbers) == 0).any())
     if has_padding:
         structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, structure.positions))
     # with a domain, cutoffs of sums that are not requested do not count, so that ranks need fewer ghosts

@@ -15,7 +15,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.dispersion.published import from_package
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.cache import KeptTensors, stream_of
-from nvalchemiops.torch.runtime.context import eager, may_read, on_host, values_of
+from nvalchemiops.torch.runtime.context import eager, may_read, on_host
 
 _CLOSE_CN = 1e-4
 """Largest difference of coordination numbers of one reference molecule between entries for different partners."""
@@ -79,9 +79,9 @@ class ReferenceStates(NamedTuple):
         known = torch.where(numbers < 0, last, numbers.clamp(max=last))
         row = self.row_of_number.index_select(0, known.to(torch.int64))
         if may_read(numbers):
-            unknown = values_of(row) == len(self.elements)
-            if bool(unknown.any()):
-                absent = values_of(numbers)[unknown].unique().tolist()
+            unknown = on_host(row) == len(self.elements)
+            if unknown.any():
+                absent = np.unique(on_host(numbers)[unknown]).tolist()
                 there = ", ".join(map(str, self.elements))
                 raise ValueError(f"`numbers` holds the elements {absent}; the parameters are for {there}")
         return row

@@ -12,6 +12,7 @@ Source: A. J. Stone, The Theory of Intermolecular Forces, 2nd ed., Oxford 2013, 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.runtime.context import eager, is_eager, may_read
+from nvalchemiops.torch.runtime.context import eager, is_eager, may_read, on_host
 from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
 NEGLIGIBLE = 1e-5
@@ -73,7 +74,8 @@ def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
     widths = checks.as_real("widths", widths, positions).expand(positions.shape[0])
     if not may_read(widths):
         return nan_unless_allowed(widths)
-    if not bool(((widths >= 0.0) & (widths < torch.inf)).all()):
+    values = on_host(widths)
+    if not ((values >= 0.0) & (values < math.inf)).all():
         raise ValueError("`widths` must be finite and non-negative")
     return widths
 
