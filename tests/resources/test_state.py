@@ -324,6 +324,18 @@ def test_modules_that_lost_their_memory(make):
         same(base.to_empty(device="cpu"), module)
 
 
+@pytest.mark.parametrize("make", [ewald, lambda: pme().prepare(CELL), d3])
+def test_a_call_without_memory_leaves_the_module_as_it_was(make):
+    """It is an error, since kernels have nothing to read."""
+    module = make()
+    with pytest.raises(ValueError, match="is on meta"):
+        if isinstance(module, DFTD3):
+            module(**{name: value.to("meta") for name, value in MOLECULE.items()})
+        else:
+            module(X.to("meta"), Q.to("meta"), CELL.to("meta"))
+    same(module, make())
+
+
 def test_modules_share_memory():
     module = torch.nn.Sequential(ewald().prepare(CELL), pme().prepare(CELL), d3())
     module.share_memory()
