@@ -25,6 +25,7 @@ from nvalchemiops.torch.batching import joined_neighbors, joined_systems
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import volumes_of
+from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.runtime.releases import Class, replaceable
 
@@ -82,8 +83,8 @@ class System(NamedTuple):
     Notes
     -----
     `nvalchemiops.torch.dynamics.save_state` and ``load_state`` write and read it. ``torch.save`` writes an object of
-    this class: ``torch.load`` then needs ``weights_only=False``, or ``torch.serialization.safe_globals([System])``
-    around it; ``torch.save(system._asdict(), ...)`` needs neither.
+    this class, which ``torch.load`` reads where this library has been imported; ``torch.save(system._asdict(), ...)``
+    needs no import.
     """
 
     positions: torch.Tensor
@@ -547,6 +548,8 @@ _TYPES: dict[tuple[str, ...], Any] = {
 for _type in _TYPES.values():
     _type.__getattr__ = _missing
 globals().update({kind.__name__: kind for kind in _TYPES.values()})  # pickle looks for them here
+named_in_files(System, Neighbors, *_TYPES.values())
+torch.serialization.add_safe_globals([System, Neighbors, *_TYPES.values()])  # for `weights_only`: they run no code
 
 
 def named(names: Sequence[str], values: Any) -> Results:

@@ -368,6 +368,7 @@ CASES = {
     "zeros": ["Tensor._is_zerotensor"],
     "frames": ["_C._dynamo.eval_frame.set_code_exec_strategy"],
     "backward": ["autograd.Variable._execution_engine.queue_callback"],
+    "files": ["utils._pytree._register_namedtuple"],
     "all of the dispatcher": [
         "_C._dispatch_keys",
         "_C._AutoDispatchBelowAutograd",

@@ -1,5 +1,6 @@
 """Systems, neighbors and named results: the short calls give what the long ones give, to the last bit."""
 
+import io
 import pickle
 
 import numpy as np
@@ -314,9 +315,19 @@ def test_systems_and_neighbors_are_printed_on_one_line():
 def test_systems_are_saved_by_torch_as_documented(tmp_path):
     torch.save(SYSTEM, tmp_path / "object.pt")
     torch.save(SYSTEM._asdict(), tmp_path / "fields.pt")
-    found = [torch.load(tmp_path / "object.pt", weights_only=False), System(**torch.load(tmp_path / "fields.pt"))]
-    with torch.serialization.safe_globals([System]):
-        found.append(torch.load(tmp_path / "object.pt"))
-    for system in found:
+    for system in (torch.load(tmp_path / "object.pt"), System(**torch.load(tmp_path / "fields.pt"))):
         assert isinstance(system, System) and repr(system) == repr(SYSTEM)
         assert torch.equal(system.positions, SYSTEM.positions)
+
+
+def test_a_program_in_a_file_takes_systems_and_returns_named_results():
+    class Model(torch.nn.Module):
+        def forward(self, system, neighbors):
+            return PAIR(system, neighbors, **PAIR_PARAMETERS, compute_forces=True)
+
+    near, file = SYSTEM.neighbors(4.0), io.BytesIO()
+    torch.export.save(torch.export.export(Model(), (SYSTEM, near)), file)
+    file.seek(0)
+    found, expected = torch.export.load(file).module()(SYSTEM, near), Model()(SYSTEM, near)
+    assert type(found) is type(expected)
+    assert torch.equal(found.energies, expected.energies) and torch.equal(found.forces, expected.forces)

@@ -622,6 +622,16 @@ def assume_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_tuples_in_files = _find("named tuples in files of exported programs", "utils._pytree._register_namedtuple")
+
+
+def named_in_files(*kinds: type[Any]) -> None:
+    """Exported programs that have named tuples of these types as arguments or results can be saved, and loaded."""
+    if _tuples_in_files is not None:
+        for kind in kinds:
+            _tuples_in_files[0](kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+
+
 _frames = _find(
     "reading values behind graph breaks of torch.compile",
     "_C._dynamo.eval_frame.set_code_exec_strategy",
