@@ -107,12 +107,24 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
         raise ValueError(f"`{name}` must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
+def _of_autocast(lengths: torch.Tensor) -> str:
+    """What to do, if autocast has rounded positions or cells, which have few digits left then."""
+    device = lengths.device.type
+    if device not in DEVICES or not torch.is_autocast_enabled(device):
+        return ""
+    if lengths.dtype not in (torch.bfloat16, torch.float16):
+        return ""
+    return (
+        f": products of matrices are rounded under autocast; deform under `torch.autocast({device!r}, enabled=False)`"
+    )
+
+
 def check_positions(positions: Any, finite: bool = True, name: str = "positions") -> None:
     """Raise unless ``positions`` is a float32 or float64 tensor (n_atoms, 3), with finite values if ``finite``."""
     check_tensor(name, positions)
     check_place(name, positions)
     if positions.dtype not in FLOATS:
-        raise TypeError(f"`{name}` must be float32 or float64, got {positions.dtype}")
+        raise TypeError(f"`{name}` must be float32 or float64, got {positions.dtype}{_of_autocast(positions)}")
     if positions.ndim != 2 or positions.shape[1] != 3:
         raise ValueError(f"`{name}` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
     if finite and not bool(torch.isfinite(positions).all()):
@@ -168,9 +180,10 @@ def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
     """Raise unless ``value`` is a tensor of the dtype and on the device of the positions."""
     check_tensor(name, value)
     if value.dtype != positions.dtype:
-        raise TypeError(
-            f"`{name}` has dtype {value.dtype}, but `positions` has {positions.dtype}: use `{name}.to(positions.dtype)`"
-        )
+        advice = f": use `{name}.to(positions.dtype)`"
+        if name == "cell":
+            advice = _of_autocast(value) or advice
+        raise TypeError(f"`{name}` has dtype {value.dtype}, but `positions` has {positions.dtype}{advice}")
     if value.device != positions.device:
         raise ValueError(f"`{name}` is on {value.device}, but `positions` is on {positions.device}")
 

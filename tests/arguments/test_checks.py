@@ -189,3 +189,16 @@ def test_periodicity_in_code_compiled_for_another_device(monkeypatch):
     assert all(flag.is_meta and flag.dtype is torch.bool for flag in found)
     made = [node.args[1] for node in graphs[0].nodes if node.target is torch.full]
     assert made == [True, True, False, True, False]
+
+
+def test_lengths_that_autocast_has_rounded_are_not_to_be_cast():
+    """They have three digits left, so that casting them would hide a wrong energy."""
+    turn = torch.eye(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        for x, cell in ((X.float() @ turn, CELL.float()), (X.float(), CELL.float() @ turn)):
+            with pytest.raises(
+                TypeError, match=r"rounded under autocast; deform under `torch\.autocast\('cpu', enabled"
+            ):
+                neighbor_list(x, 1.0, cell)
+    with pytest.raises(TypeError, match=r"`cell\.to\(positions\.dtype\)`"):
+        neighbor_list(X.float(), 1.0, CELL.bfloat16())
