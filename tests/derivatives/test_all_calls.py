@@ -108,6 +108,13 @@ def test_the_virial_of_a_mesh_is_linearized():
     linearized_is_forward_mode(lambda x: output_of(SUMS[1], "virial", x, *inputs[1:], near), inputs.x)
 
 
+def test_a_prepared_sum_is_linearized():
+    """Whose alpha is compared with that of its k-vectors."""
+    x, charges, cell, _ = SUMS[0].inputs(SMALL)
+    ewald = electrostatics.EwaldSummation(0.8, 3.0, CUTOFF).prepare(cell)
+    linearized_is_forward_mode(lambda x: ewald(x, charges, cell), x)
+
+
 def test_dispersion_of_a_batch_is_linearized():
     """Whose elements and systems are read."""
     inputs, near = D3.inputs(MIXED), D3.near(MIXED)

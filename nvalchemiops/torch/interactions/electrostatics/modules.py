@@ -30,7 +30,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.mesh import NOT_CHOSEN
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.context import may_read, on_host, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, System, long_arguments, named, neighbors_beside
 
@@ -67,7 +67,7 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
     If values cannot be read, a changed value becomes NaN instead.
     """
     value = per_system(name, value, prepared.shape[0], prepared.device)  # callers may have set a number
-    if may_read(value) and torch.equal(values_of(value), prepared):
+    if may_read(value) and np.array_equal(on_host(value), on_host(prepared)):
         return prepared
     # the dtype of a cell may have rounded it
     same = (value.detach() - prepared).abs() <= 1e-6 * prepared
