@@ -1,0 +1,43 @@
+"""`torch.func.linearize` gives forward mode: torch traces operations with values, and computes constants once."""
+
+import warnings
+
+import torch
+
+from nvalchemiops.torch.interactions import electrostatics
+from tests.support.cases import CUTOFF, D3, MIXED, SMALL, SUMS
+from tests.support.comparing import close, random_like
+
+
+def linearized_is_forward_mode(function, x):
+    (direction,) = random_like([x], 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
+        _, linear = torch.func.linearize(function, x)
+    close([linear(direction)], [torch.func.jvp(function, (x,), (direction,))[1]], 1e-12)
+
+
+def test_the_virial_of_a_mesh_is_linearized():
+    """Torch loses what is written in place into a constant."""
+    inputs, near = SUMS[1].inputs(SMALL), SUMS[1].near(SMALL)
+    linearized_is_forward_mode(lambda x: SUMS[1].call(x, *inputs[1:], near, compute_virial=True)[-1], inputs.x)
+
+
+def test_a_prepared_sum_is_linearized():
+    """Whose alpha is compared with that of its k-vectors."""
+    x, charges, cell, _ = SUMS[0].inputs(SMALL)
+    ewald = electrostatics.EwaldSummation(0.8, 3.0, CUTOFF).prepare(cell)
+    linearized_is_forward_mode(lambda x: ewald(x, charges, cell), x)
+
+
+def test_dispersion_of_a_batch_is_linearized():
+    """Whose elements and systems are read."""
+    inputs, near = D3.inputs(MIXED), D3.near(MIXED)
+    linearized_is_forward_mode(lambda x: D3.energies(x, *inputs[1:], near, energy_reduction="system"), inputs.x)
+
+
+def test_a_molecule_of_gaussians_is_linearized():
+    """Whose widths, exclusions and extent are read."""
+    x, charges = SUMS[0].inputs(SMALL)[:2]
+    sources = {"widths": torch.tensor([0.3, 0.4, 0.5]), "exclusions": torch.tensor([[0], [1]])}
+    linearized_is_forward_mode(lambda x: electrostatics.ewald_summation(x, charges, None, pbc=False, **sources), x)
