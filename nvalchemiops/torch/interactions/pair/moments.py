@@ -441,7 +441,7 @@ def gather_moments(
     """Derivatives (n_atoms, n_channels, count) of the potential of moments and, if requested, twice the virial.
 
     ``row_parameters`` are the parameters of the atoms at which the potential is taken, if they differ from
-    ``parameters``. These, moments and global parameters are as for `sum_moments`.
+    ``parameters``. The other arguments are as for `sum_moments`.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
     cell = None if rows.shifts is None else cell  # nothing depends on it
@@ -474,20 +474,24 @@ def sum_moments(
     forces: bool = False,
     gradients: bool = False,
     virial: bool = False,
-    **others: Any,
+    cutoff: float | None = None,
+    r_switch: float | None = None,
+    exclusions: ExclusionRows | None = None,
 ) -> MomentSums:
     """Energies of moments, ``1/2 Σ_j Σ_ab m_i^a m_j^b ∂_i^a ∂_j^b u``, and first derivatives from the same launch.
 
     ``formula`` is the radial function u, without charges. Moments (n_atoms, n_channels, n_moments) are numbered by
-    `nvalchemiops.kernels.moments.components`; channels do not interact. ``parameters`` (n_atoms, n) of the atoms are
-    such as widths, ``global_parameters`` (n_systems, n). Cutoff, switching and exclusions are as for `gather_moments`.
+    `nvalchemiops.kernels.moments.components`; channels do not interact. ``parameters`` (n_atoms, n) are those of atoms,
+    such as widths, ``global_parameters`` are (n_systems, n).
 
     Energies are (n_atoms, n_channels), forces (n_atoms, 3), gradients are those with respect to the moments, and the
     virial (n_systems, 3, 3) is taken at fixed Cartesian moments. With a domain, results per system are only this rank's
     share. All are differentiable to any order in all tensors.
     """
-    of_atoms = (moments, order_of(moments.shape[-1]) + forces, parameters, None)
-    found, by_strain = gather_moments(formula, system, *of_atoms, global_parameters, virial=virial, **others)
+    given = (moments, order_of(moments.shape[-1]) + forces, parameters, None, global_parameters)
+    found, by_strain = gather_moments(
+        formula, system, *given, virial=virial, cutoff=cutoff, r_switch=r_switch, exclusions=exclusions
+    )
     potential = found[..., : moments.shape[-1]]
     return MomentSums(
         0.5 * (moments * potential).sum(-1),
