@@ -215,7 +215,7 @@ def result_of(number: int, atoms: ase.Atoms, with_forces: bool, with_stress: boo
 
 
 def as_json(options: argparse.Namespace, calculator: Calculator, units: dict[str, str], **results: Any) -> str:
-    """One JSON object, with the file, the terms and the units; a line for each innermost list, as for an atom."""
+    """One JSON object, with the file, the terms and the units; a line for each innermost list, such as a force."""
     facts = {"file": options.file, "terms": calculator.parameters["terms"], "units": units, **results}
     text = json.dumps(_finite(facts), indent=2)  # strings in it hold no line breaks
     return re.sub(r"\[\n([^][{}]*)\n\s*\]", lambda found: "[" + re.sub(r",\n\s*", ", ", found[1].strip()) + "]", text)

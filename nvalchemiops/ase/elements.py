@@ -23,7 +23,7 @@ def is_by_pair(values: Any) -> bool:
 def atom_values(name: str, values: Any, shape: tuple[int, ...] = ()) -> Callable[[ase.Atoms], np.ndarray]:
     """A function that maps atoms to values (n_atoms, *shape). ``values``: a number, a mapping by element, or an array.
 
-    It raises for elements without a value and arrays of another shape.
+    The function raises for elements without a value and arrays of another shape.
     """
     if isinstance(values, Mapping):
         return functools.partial(_of_elements, name, element_table(name, values, shape))

@@ -64,9 +64,10 @@ class InBatches(NamedTuple):
 
 
 class SharedLists:
-    """The neighbor lists of a calculator, one for each periodicity that a term requests, and how many ``searches``.
+    """The neighbor lists of a calculator, one for each periodicity that a term requests.
 
-    A list reaches to the largest cutoff requested since the number of atoms last changed, plus the skin.
+    A list reaches to the largest cutoff requested since the number of atoms last changed, plus the skin. ``searches``
+    is the number of searches so far.
     """
 
     def __init__(self, skin: float) -> None:

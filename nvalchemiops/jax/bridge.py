@@ -357,7 +357,7 @@ class Energies:
     system, a row of a system to this system.
     """
 
-    roles: tuple[tuple[int, str], ...] = ()  # for each array, what its rows belong to; empty for a single energy
+    roles: tuple[tuple[int, str], ...] = ()  # index of each array, `ATOMS` or `SYSTEMS`; empty for one energy
     batch_idx: int | None = None  # the index of the array with the system of each atom
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:

@@ -43,9 +43,9 @@ def operator(
     ``out_shapes`` and ``contract``, as for `Bridge`, are called with the arguments by keyword, without arguments that
     have their default; without ``out_shapes`` the function is traced with tensors without data. ``prepare(arguments)``
     returns changed arguments before the call. ``fold(function, arguments)`` returns the results for all slices of
-    ``vmap`` along leading axes, computed as the systems of a batch, where ``folds``, of the arguments of one slice,
-    says that these are the same. ``extra`` names further parameters that have no effect, each with the parameter that
-    it follows; ``constants``, beside numbers, have no derivatives.
+    ``vmap`` along leading axes, computed as the systems of a batch, where ``folds``, which takes the arguments of one
+    slice, says that results are the same. ``extra`` names further parameters that have no effect, each with the
+    parameter that it follows; ``constants`` have no derivatives, like parameters that are numbers in torch.
     """
     name, kinds = name or function.__name__, _kinds(function)
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})

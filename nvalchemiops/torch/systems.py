@@ -441,8 +441,8 @@ def names_beside(padding: str) -> tuple[str, ...]:
 def neighbors_beside(given: Sequence[Any], tensors: Mapping[str, Any], cutoff: float | None = None) -> Neighbors:
     """The neighbors that a caller gave with a `System`, by position or by name; empty neighbors if none were given.
 
-    ``tensors`` are arguments of calls with tensors, which must be None or False. Raises for neighbors of another type,
-    given twice, that are empty, or that do not reach to the ``cutoff``.
+    ``tensors`` are arguments of calls with tensors, which must be None or False. Raises for neighbors that have another
+    type, are given twice, are empty, or do not reach to the ``cutoff``.
     """
     for name, value in tensors.items():
         if value is not None and value is not False:

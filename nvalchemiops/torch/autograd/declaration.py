@@ -265,7 +265,7 @@ def schema_type(annotation: Any) -> str | None:
 
 
 def read_parameters(body: Callable[..., Any], op_name: str) -> tuple[Parameter, ...]:
-    """The parameters of an op's body, from its annotated signature; raises unless all are of a supported type."""
+    """The parameters of an op's body, from its annotated signature; raises for one of an unsupported type or kind."""
     try:
         hints = typing.get_type_hints(body)
     except NameError as error:

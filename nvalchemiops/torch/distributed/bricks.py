@@ -158,7 +158,7 @@ class Bricks(NamedTuple):
     axis: np.ndarray  # (2 n_ranks - 1,): the axis of each cut; 0 for bricks
     cut: np.ndarray  # (2 n_ranks - 1,): the coordinate of each cut; infinite for bricks
     largest: float  # the work of the rank with the most, over the mean, when the cuts were made
-    by_neighbors: bool = False  # whether neighbors count as the work of atoms, once they are known; else the caller's
+    by_neighbors: bool = False  # whether neighbors, once known, are the work of atoms; else the caller gives it
 
     @property
     def n_ranks(self) -> int:
@@ -313,9 +313,10 @@ def make_bricks(
     For each level of the tree two histograms are summed over the ranks: of `COARSE` bins along each axis of each part,
     and of `FINE` bins around each cut. Everything else is computed on each rank alike.
 
-    Coordinates (n, 3), from `Frames.coordinates`, and weights (n,), integers up to `ONE` that are equal by default, are
-    those of the atoms that this rank holds. A rank sees as far as ``reach`` beyond its brick. ``add`` and ``maximum``
-    replace a tensor in place by its sum, or its elementwise maximum, over the ranks, and return it.
+    Coordinates (n, 3), from `Frames.coordinates`, and weights (n,) are those of the atoms that this rank holds. Weights
+    are the work that atoms make, integers up to `ONE`, equal by default. A rank sees as far as ``reach`` beyond its
+    brick. ``add`` and ``maximum`` replace a tensor in place by its sum, or its elementwise maximum, over the ranks, and
+    return it.
     """
     n_cuts, device = len(shape.share), coordinates.device
     n_parts = 2 * n_cuts + 1
@@ -417,9 +418,9 @@ def _axes(up_to: np.ndarray, wanted: np.ndarray, extent: np.ndarray, far: tuple[
     """The axis (n_parts,) along which a cut has the fewest atoms near it, or if all are near, the longest axis.
 
     ``up_to`` (n_parts, 3, n_bins + 1) are sums over the bins from the left, ``wanted`` (n_parts,) is the sum at the
-    cut, and ``extent`` (n_parts, 3) that from the first to the last bin with atoms, in units of all bins. ``far`` has,
-    in the same units, how far a rank sees, (n_parts, 3), the distances (2, n_parts, 3) of both ends of the cell from
-    the first bin, and whether (n_parts, 3) the cell goes on there without a cut.
+    cut, and ``extent`` (n_parts, 3) the length from the first to the last bin with atoms, in units of that of all bins.
+    ``far`` has, in the same units, how far a rank sees (n_parts, 3), and the distances (2, n_parts, 3) of the lower and
+    the upper end of the cell from the first bin; and whether (n_parts, 3) the cell goes on there without a cut.
     """
     n_bins = up_to.shape[-1] - 1
 

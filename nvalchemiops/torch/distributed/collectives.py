@@ -145,7 +145,7 @@ def replicated(values: torch.Tensor, group: int) -> torch.Tensor:
 def has_shares_of_gradients(value: torch.Tensor) -> bool:
     """Whether the gradient of some tensor on which ``value`` depends would be only this rank's share.
 
-    So it is for each that requires a gradient, unless it enters by `replicated` or `sum_on_all_ranks`.
+    This holds for each tensor that requires a gradient, unless it enters through `replicated` or `sum_on_all_ranks`.
     """
     if value.grad_fn is None:
         return value.requires_grad

@@ -426,9 +426,9 @@ def swap_rows(
     group: Any,
     partners: Sequence[int],
 ) -> torch.Tensor:
-    """See `collectives.rows_from_partners`: one message goes to each rank that gets rows, none where there are none.
+    """Send rows to some ranks and return rows from them; see `collectives.rows_from_partners`.
 
-    All ranks of the group take part, also those without partners.
+    Only ranks that get rows get a message, but all ranks of the group take part, also those without partners.
     """
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
     values = values.contiguous()

@@ -97,7 +97,7 @@ def interval_of(check: Any) -> int | None:
 class Ledger:
     """What the calls of a domain have found on this rank since ranks last compared.
 
-    They do so after ``every`` so many calls (`interval_of`). Atoms have moved too far if it is by more than half of the
+    They compare again after ``every`` calls (`interval_of`). Atoms have moved too far if it is by more than half of the
     skin.
     """
 

@@ -56,7 +56,7 @@ class MeshDivision:
         return torch.where(self._is_whole, coordinates, coordinates - self._offset - self._first)
 
     def spectrum(self, values: torch.Tensor) -> torch.Tensor:
-        """`window_spectrum` of values (n_systems, n_channels, *window)."""
+        """Half of the transform of values (n_systems, n_channels, *window) of all ranks; see `window_spectrum`."""
         return window_spectrum(values, self.mesh, self._numbers, self._n_ranks, self._group)
 
     def values(self, spectrum: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,10 @@ from nvalchemiops.torch.neighbors.verlet import displacements, inverse_of_period
 
 
 class Reference:
-    """Positions (n_owned, 3) and cells (n_systems, 3, 3) with which a domain was made, and its reach."""
+    """Positions (n_owned, 3) and cells (n_systems, 3, 3), these in float64, with which a domain was made.
+
+    Its ``reach`` is the cutoff and the skin, which a strain changes.
+    """
 
     def __init__(
         self,

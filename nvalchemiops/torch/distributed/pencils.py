@@ -213,7 +213,7 @@ class Turn(NamedTuple):
 class Division(NamedTuple):
     """The division of a mesh, as seen by one rank."""
 
-    mesh: Numbers  # points along three axes, as of the window and the pencil of this rank
+    mesh: Numbers  # points along three axes; then those of the window and of the pencil of this rank
     window: Numbers
     pencil: Numbers
     n_ranks: int

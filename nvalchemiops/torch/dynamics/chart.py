@@ -516,7 +516,7 @@ def _cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _exp_minus_one(matrices: torch.Tensor, directions: torch.Tensor | None = None) -> torch.Tensor:
-    """``exp(A) - 1`` (n, 3, 3), exact for small A, too; with G beside it the derivative of ``exp(A + t G)`` at t = 0.
+    """``exp(A) - 1`` (n, 3, 3), exact for small A, too; given G, the derivative of ``exp(A + t G)`` at t = 0 beside it.
 
     By Taylor's polynomial and repeated squaring, of matrices with a derivative beside them: ``[A, G]`` means
     ``A + t G``, whose square is ``[A², A G + G A]``.

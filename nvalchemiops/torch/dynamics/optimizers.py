@@ -75,7 +75,7 @@ def adapted(
 
     After more than Nmin steps downhill, this one among them, the time step grows and the weight of the forces shrinks.
     A system that moves uphill is to stop, and starts again with a shorter time step. ``power`` is ``Σ f·v``; systems
-    ``at_rest``, without velocities, keep their pace. The other parameters are as for `FIRE2`, or (n_systems,).
+    ``at_rest``, without velocities, keep their pace. The other parameters are as for `FIRE2`, numbers or (n_systems,).
     """
     dt, a, steps = pace
     downhill = power > 0.0

@@ -96,7 +96,7 @@ class Program:
         }
         changed |= {name: (before.extra.get(name), value) for name, value in after.extra.items()}
         results = {name: new for name, (old, new) in changed.items() if new is not old}
-        # "positions", "velocities", "cell" or the name of an extra; level and shape of a row
+        # what it changes: "positions", "velocities", "cell" or the name of an extra; its level, and the shape of a row
         self.outputs = [(name, new.level, new.tail) for name, new in results.items()]
         self._encode(self._ordered(list(results.values())))
         self.forms: dict[tuple[int, int], Any] = {}
@@ -107,7 +107,7 @@ class Program:
         nodes = self.trace.nodes
         needed = self._ancestors([k for result in results for k in result.ids])
         used = sorted({nodes[k].arguments[0] for k in needed if nodes[k].operation == "load"})
-        self.inputs = [self.trace.inputs[k] for k in used]  # what it reads: how, level, shape of a row
+        self.inputs = [self.trace.inputs[k] for k in used]  # of a state: how to fetch it, its level, shape of a row
         self.fetches = [fetch for fetch, *_ in self.inputs]
         self.places = {k: n for n, k in enumerate(used, FIRST_ARRAY)}
         self.is_random = any(nodes[k].operation in ("normal", "chi_square") for k in needed)

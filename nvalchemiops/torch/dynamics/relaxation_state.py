@@ -137,8 +137,8 @@ class Batch:
     """The systems that are still evaluated, with what the optimizer knows of them, and the record of all systems.
 
     ``x`` are the coordinates (n_rows, 3) to evaluate next, and ``forces`` those of the last evaluation; ``is_step`` is
-    as in `Move`. ``known`` is None before the first evaluation, ``count`` their number so far. ``places`` are those of
-    the systems among all; on ranks of atoms that this rank held in the beginning.
+    as in `Move`. ``known`` is None before the first evaluation, ``count`` is the number of evaluations so far.
+    ``places`` are those of these systems among all; on ranks, of the atoms that this rank held in the beginning.
     """
 
     known: Record | None = None

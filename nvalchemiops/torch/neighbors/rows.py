@@ -72,9 +72,8 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
 
     A matrix without rows, or a list without pairs whose pointers are a single 0, means no pairs for any number of
     atoms. If ``periodic``, there is a cell, which requires shifts. Without a cell shifts must be zero, and are dropped;
-    if they cannot be read, they are kept for use with `cell_without_images`. With ``check``, a list that is not full
-    raises: this sorts all pairs and reads values. So do both formats, parts of one alone, bad shapes, dtypes and
-    devices.
+    if they cannot be read, they are kept for use with `cell_without_images`. Raises for both formats, parts of one, bad
+    shapes, dtypes or devices; with ``check`` also for a list that is not full, which sorts all pairs and reads values.
     """
     has_list, has_matrix = given.neighbor_list is not None, given.neighbor_matrix is not None
     if has_list and has_matrix:

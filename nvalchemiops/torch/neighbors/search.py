@@ -57,8 +57,10 @@ class Search(NamedTuple):
     target_indices: torch.Tensor | None = None
     half: bool = False
     method: int = grid.AUTOMATIC
-    nearest: int = 0  # 0: all neighbors
-    tie_tolerance: float = 0.0  # above the last squared distance; negative: exactly ``nearest``, by index
+    nearest: int = 0  # number of nearest neighbors to list; 0: all
+    # a squared length: neighbors are kept up to this far above the last squared distance; negative: exactly
+    # ``nearest``, by index
+    tie_tolerance: float = 0.0
     symmetric: bool = False
 
     @classmethod

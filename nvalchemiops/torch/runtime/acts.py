@@ -40,7 +40,7 @@ def nothing() -> None:
 def act(
     note: Step, step: Step = nothing, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Act on what is outside of the call: what the host notes, then the act.
+    """Act on what is outside of the call: ``note`` is what the host notes, then ``step`` is the act.
 
     A captured graph contains only ``step``, and the host notes the rest in each replay. ``reads`` and ``writes`` are
     memory that ``step`` uses, which a plan keeps; ``writes`` were made in this call.

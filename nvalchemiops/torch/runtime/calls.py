@@ -61,8 +61,8 @@ class Call(NamedTuple):
 
     name: str
     prepare: Callable[..., Body]  # ``prepare(inputs, near)`` checks the arguments and returns a `Body`
-    # with respect to which results may be differentiated. The first `n_moving` are *moving*: their values differ in
-    # each call
+    # tensors with respect to which results may be differentiated. The first `n_moving` are *moving*: their values
+    # differ in each call
     inputs: Tensors
     n_moving: int
     near: Any = ()  # *listed*: neighbors as a named tuple, of any length and at any address

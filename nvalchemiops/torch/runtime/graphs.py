@@ -22,7 +22,7 @@ _failed: dict[torch.device, str] = {}
 
 
 class Graph:
-    """The captured work of a call: the device memory that was reserved for it, and why the capture has failed."""
+    """The captured work of a call, with the device memory that was reserved for it, or why the capture has failed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.n_bytes, self.reason = device, 0, ""

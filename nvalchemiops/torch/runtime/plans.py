@@ -49,10 +49,10 @@ def _comes_again(error: Exception, step: Step | None) -> bool:
 class Plan:
     """The steps of a call, with their own memory.
 
-    Made by the recorder that has followed the call, of memory for the arguments that are ``copied``, and of the
-    results. ``raises`` says whether to look for faults for which the normal call raises: False if another call has
-    checked the same values. Values that only this plan cannot serve are looked for in any case. If it ``acts`` on other
-    ranks, it raises if the normal call would raise for these values.
+    Made from the recorder that has followed the call, the memory of arguments that are ``copied``, and the results.
+    ``raises`` says whether to look for faults for which the normal call raises: False if another call has checked the
+    same values. Values that only this plan cannot serve are looked for in any case. If it ``acts`` on other ranks, it
+    raises if the normal call would raise for these values.
     """
 
     place: torch.device | None = None

@@ -98,11 +98,12 @@ class Recorder:
         self.makes_steps = makes_steps
         self.needs_length = False  # whether anything other than kernels depends on the length of lists
         self.n_bytes, self.most_bytes = 0, most_bytes
-        self.acts = False  # on other ranks
+        self.acts = False  # whether the call acts on other ranks
         self.captures = False  # whether a graph is being captured; set after the recorder is made
         self.notes: list[Step] = []  # what the host notes for the acts of a captured call, in each replay
-        self.conditions: list[Callable[[], bool]] = []  # unless all are true, the normal call runs, no replay
-        self.open: list[Callable[[BaseException | None], None]] = []  # ends of blocks that a replay has entered
+        self.conditions: list[Callable[[], bool]] = []  # of a replay: else the normal call runs
+        # ends of the blocks that a replay has entered; see `nvalchemiops.torch.runtime.acts.enter_block`
+        self.open: list[Callable[[BaseException | None], None]] = []
         self.device = copied[0].device if copied else None
         self._lists = {storage_of(tensor) for tensor in lists if tensor.numel()}
         self.before: list[tuple[Step, set[int]]] = []  # with the storages that each writes

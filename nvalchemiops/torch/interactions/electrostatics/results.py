@@ -35,7 +35,7 @@ class SumRequest(NamedTuple):
     derivatives: Derivatives  # `charge_gradients` means gradients with respect to all sources
     energy_reduction: str  # "atom" or "system"
     hybrid: bool = False  # results are differentiable in the sources only
-    of_sources: tuple[bool, bool, bool] = (False, False, False)  # gradients by charges, dipoles, quadrupoles
+    of_sources: tuple[bool, bool, bool] = (False, False, False)  # which gradients: by charges, dipoles, quadrupoles
 
     @property
     def has_first_derivatives(self) -> bool:

@@ -29,7 +29,7 @@ class ChargedSystem(NamedTuple):
     moments: torch.Tensor
     has_channels: bool  # whether the caller gave channels; otherwise there is one
     cell: torch.Tensor  # (n_systems, 3, 3)
-    batch_idx: torch.Tensor | None  # int32; None for one system
+    batch_idx: torch.Tensor | None  # (n_atoms,) int32; None for one system
     exclusions: ExclusionRows | None = None  # pairs that do not interact, or interact with a factor
     slab_axes: torch.Tensor | None = None  # (n_systems, 3), True for periodic axes; None without the slab correction
     # (n_systems,), if values could not be read: False for systems that are not periodic as the sum requires

@@ -40,7 +40,7 @@ class PairSystem(NamedTuple):
 
     positions: torch.Tensor
     cell: torch.Tensor | None  # (n_systems, 3, 3)
-    batch_idx: torch.Tensor | None  # int32; None for one system
+    batch_idx: torch.Tensor | None  # (n_atoms,) int32; None for one system
     n_systems: int
     rows: Rows
     # if given, the atoms are those that this rank owns; rows of ghosts follow their rows and are empty

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 LongRange = Union["KVectorSum", "MeshSum"]
-"""A method for the long-range part: its given parameters, and how missing ones are chosen."""
+"""A method for the long-range part: its given parameters, and how missing ones are chosen, as at `KVectorSum`."""
 
 
 class EwaldSplitting(NamedTuple):

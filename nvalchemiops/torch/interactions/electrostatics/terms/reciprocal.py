@@ -57,9 +57,9 @@ class KVectorSum(NamedTuple):
     """The long-range part as a sum over k-vectors, given or still to be chosen."""
 
     k_vectors: WaveVectors | None = None
-    # by which callers may give the parameters, for messages
+    # the arguments by which callers may give the parameters, for messages
     argument: str = "`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices`"
-    k_cutoff: torch.Tensor | None = None  # (n_systems,), up to which the k-vectors are complete, if that is known
+    k_cutoff: torch.Tensor | None = None  # (n_systems,), the length up to which k-vectors are complete, if known
     # (n_systems,), if values could not be read: False for systems whose vectors are not of the reciprocal lattice
     valid: torch.Tensor | None = None
     # `reciprocal_factors` (n_points, 4) of chosen k-vectors for the Coulomb potential, if they are kept
@@ -137,7 +137,7 @@ class KVectorSum(NamedTuple):
         return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
 
     def suited(self, accuracy: float, costs: core.Costs, strengths: Strengths | None) -> "KVectorSum":
-        """The method with what is chosen before alpha: of a mesh the order of splines, if it is not given.
+        """The method with what is chosen before alpha: of a mesh the order of splines of least cost, unless given.
 
         ``strengths`` are those of `sources_of`, or None if alpha is given.
         """
