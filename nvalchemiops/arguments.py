@@ -70,6 +70,17 @@ def check_not_negative(name: str, value: Any) -> float:
     return number
 
 
+def as_bools(value: Any) -> Any:
+    """The value with bools for integers that are 0 or 1, as ASE takes them; anything else, and tensors, as they are."""
+    if isinstance(value, (list, tuple)):
+        return [as_bools(one) for one in value]
+    if type(value) is int:
+        return bool(value) if value in (0, 1) else value
+    if isinstance(value, (np.ndarray, np.integer)) and value.dtype.kind in "iu" and np.all((value == 0) | (value == 1)):
+        return value.astype(np.bool_)
+    return value
+
+
 def as_int(name: str, value: Any, bits: int = 32) -> int:
     """The value as an int; raises unless it is an integer that fits into so many bits."""
     try:

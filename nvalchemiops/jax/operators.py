@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from nvalchemiops.arguments import as_bools
 from nvalchemiops.jax.bridge import Bridge, Energies, Operand, types_without_data
 from nvalchemiops.jax.dtypes import jax_dtype
 from nvalchemiops.jax.utils import is_traced
@@ -163,7 +164,11 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
 
 
 def as_array(name: str, value: Any) -> Any:
-    """Convert lists and NumPy arrays to arrays, with JAX's precision; numbers and other objects stay unchanged."""
+    """Convert lists and NumPy arrays to arrays, with JAX's precision; numbers and other objects stay unchanged.
+
+    Integers 0 and 1 of ``pbc`` become bools, unless they are in an array of JAX already.
+    """
+    value = as_bools(value) if name == "pbc" else value
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         value = jnp.asarray(value) if is_traced(value) else np.asarray(value)
     if isinstance(value, torch.Tensor):

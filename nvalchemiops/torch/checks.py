@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nvalchemiops.arguments import ValuesError, as_int
+from nvalchemiops.arguments import ValuesError, as_bools, as_int
 from nvalchemiops.arguments import as_choice as as_choice
 from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import check_not_negative as check_not_negative
@@ -220,11 +220,16 @@ def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
 
 
 def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
-    """Periodicity as a bool tensor of any shape, on ``device`` if given.
+    """Periodicity as a bool tensor of any shape, on ``device`` if given; also from integers that are 0 or 1.
 
-    A few numbers of a CPU are copied, as if they were given as a tuple; a GPU is not waited for without being asked.
+    Tensors must be bool: not everywhere may be read whether integers are 0 or 1. A few numbers of a CPU are copied, as
+    if they were given as a tuple; a GPU is not waited for without being asked.
     """
+    wanted, advice = "bool", ": use `pbc != 0`"
     if not isinstance(pbc, torch.Tensor):
+        wanted, advice = "bool, or integers 0 and 1", ""
+        if isinstance(pbc, (int, list, tuple)) or not torch.compiler.is_compiling():  # where arrays are tensors
+            pbc = as_bools(pbc)
         try:
             if device is None or device.type == "cpu":
                 pbc = torch.as_tensor(pbc, device="cpu")
@@ -241,7 +246,7 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
     check_tensor("pbc", pbc)
     check_place("pbc", pbc)
     if pbc.dtype != torch.bool:
-        raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
+        raise TypeError(f"`pbc` must be {wanted}, got {pbc.dtype}{advice}")
     if device is not None and pbc.device != device:
         if pbc.device.type == "cpu":
             return pbc.to(device) if torch.compiler.is_compiling() else made_on(device, pbc.detach().numpy())

@@ -70,7 +70,8 @@ class System(NamedTuple):
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom. By default there is one system.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
-        Whether the system is periodic along each lattice vector. By default along all.
+        Whether the system is periodic along each lattice vector. By default along all. Bools, or 0 and 1, may also be
+        given as a sequence, or as one for all.
     numbers : (n_atoms,) int tensor, optional
         Atomic numbers.
     domain : Domain, optional

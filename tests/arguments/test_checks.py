@@ -116,6 +116,19 @@ def test_numbers_of_any_library_are_numbers():
     assert all(a == whole[0][0] and torch.equal(b, whole[0][1]) for a, b in whole)
 
 
+def test_integers_0_and_1_are_periodicity_as_in_ase():
+    """Not in tensors, whose values cannot be read everywhere."""
+    slab = torch.tensor([True, True, False])
+    for pbc in ((1, 1, 0), [True, 1, 0], np.array([1, 1, 0], dtype=np.uint8), (np.int64(1), np.True_, 0)):
+        assert torch.equal(checks.pbc_tensor(pbc), slab)
+    assert checks.pbc_tensor(1).item() is True and checks.pbc_tensor(np.zeros((0, 3), int)).shape == (0, 3)
+    for wrong in ((1, 1, 2), [-1, 0, 0], np.array([0, 0, 3]), (1.0, 1.0, 0.0), np.ones(3), 2):
+        with pytest.raises(TypeError, match="`pbc` must be bool, or integers 0 and 1, got torch"):
+            checks.pbc_tensor(wrong)
+    with pytest.raises(TypeError, match=r"`pbc` must be bool, got torch.int64: use `pbc != 0`"):
+        checks.pbc_tensor(slab.long())
+
+
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -177,7 +190,7 @@ def test_periodicity_in_code_compiled_for_another_device(monkeypatch):
     graphs = []
 
     def flags(x):
-        given = (True, [True, False, True], (False,), PERIODIC, [[True] * 3, [False] * 3])
+        given = (True, [True, False, True], (False,), PERIODIC, [[True] * 3, [False] * 3], 1, (0, 1), np.ones(3, bool))
         return [checks.pbc_tensor(pbc, x.device) for pbc in given]
 
     def backend(graph, inputs):
@@ -185,10 +198,10 @@ def test_periodicity_in_code_compiled_for_another_device(monkeypatch):
         return graph
 
     found = torch.compile(flags, backend=backend, fullgraph=True)(X.to("meta"))
-    assert [tuple(flag.shape) for flag in found] == [(), (3,), (1,), (3,), (2, 3)]
+    assert [tuple(flag.shape) for flag in found] == [(), (3,), (1,), (3,), (2, 3), (), (2,), (3,)]
     assert all(flag.is_meta and flag.dtype is torch.bool for flag in found)
     made = [node.args[1] for node in graphs[0].nodes if node.target is torch.full]
-    assert made == [True, True, False, True, False]
+    assert made == [True, True, False, True, False, True, False, True]
 
 
 def test_lengths_that_autocast_has_rounded_are_not_to_be_cast():

@@ -486,7 +486,7 @@ def test_trajectories_of_molecules_have_neither_cell_nor_stress(suffix, tmp_path
     both = joined([System(system.positions + 3.0 * n, cell=torch.eye(3)) for n in range(2)])
     shared = both._replace(cell=torch.diag(torch.tensor([9.0, 8.0, 7.0])), numbers=system.numbers.repeat(2))
     shared = shared._replace(charges=torch.linspace(-1.0, 1.0, 6))
-    for n, atoms in enumerate(to_ase(shared._replace(pbc=torch.tensor([True, False, True])))):
+    for n, atoms in enumerate(to_ase(shared._replace(pbc=(1, 0, 1)))):
         assert abs(atoms.positions - 3.0 * n - system.positions.numpy()).max() < 1e-14
         assert atoms.cell.lengths().tolist() == [9.0, 8.0, 7.0] and atoms.pbc.tolist() == [True, False, True]
         assert np.allclose(atoms.get_initial_charges(), np.linspace(-1.0, 1.0, 6)[3 * n : 3 * n + 3])

@@ -250,6 +250,20 @@ def test_molecules_need_no_cell(sum_of):
         sum_of(flat, charges, None, pbc=False, **batch)
 
 
+def test_periodicity_may_be_integers():
+    """As in ASE, also where the function is traced; not in arrays of JAX, which may be traced themselves."""
+    (x, q, cell), slab = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell]), (True, True, False)
+    options = {"slab_correction": True, "alpha": 0.5, "cutoff": 3.0, "k_cutoff": 3.0}
+    known = electrostatics.ewald_summation(x, q, cell, pbc=jnp.asarray(slab), **options)
+    for pbc in ((1, 1, 0), np.array([1, 1, 0])):
+        found = jax.jit(lambda x, pbc=pbc: electrostatics.ewald_summation(x, q, cell, pbc=pbc, **options))(x)
+        np.testing.assert_allclose(found, known, rtol=1e-12)
+        bins = [neighbors.estimate_batch_cell_list_sizes(x, cell=cell, pbc=axes)[1] for axes in (pbc, slab)]
+        assert (bins[0] == bins[1]).all()
+    with pytest.raises(TypeError, match="`pbc` must be bool"):
+        electrostatics.ewald_summation(x, q, cell, pbc=jnp.asarray([1, 1, 0]), **options)
+
+
 def test_potentials_in_molecules_need_no_cell():
     x, q = to_jax(list(SYSTEM[:2]))
     first, second = np.triu_indices(len(q), 1)

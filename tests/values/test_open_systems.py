@@ -81,6 +81,17 @@ def test_each_system_of_a_mixed_batch_is_as_alone(method, batch):
 
 
 @METHODS
+@pytest.mark.parametrize("make", [lambda pbc: pbc.int().tolist(), lambda pbc: pbc.int().numpy()], ids=["list", "array"])
+def test_periodicity_may_be_integers(method, make, batch):
+    positions, charges, cells, of_atom, pbc = batch
+    options = {"alpha": 0.7, "cutoff": 6.5, "batch_idx": of_atom, **SPLIT[method]}
+    found, known = [SUMS[method](positions, charges, cells, pbc=axes, **options) for axes in (make(pbc), pbc)]
+    assert torch.equal(found, known)
+    found, known = [SUMS[method](positions, charges, None, pbc=axes) for axes in (make(pbc[1, 0]), pbc[1])]
+    assert torch.equal(found, known)
+
+
+@METHODS
 def test_open_systems_are_found_where_reading_waits(method, batch):
     """As on a GPU: a batch with open systems, and one without cells. A change of ``pbc`` is noticed."""
     positions, charges, cells, of_atom, pbc = batch

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nvalchemiops.jax.operators import Shape, eager, operator
+from nvalchemiops.jax.operators import Shape, as_array, eager, operator
 from nvalchemiops.torch.neighbors import formats, planning, rebuild_detection
 
 neighbor_list_needs_rebuild: Any = operator(
@@ -73,6 +73,6 @@ def estimate_batch_cell_list_sizes(
     if cell is None:
         raise ValueError("`cell` is needed: without it bins follow the atoms")
     cells = jnp.reshape(jnp.asarray(cell), (-1, 3, 3))
-    axes = jnp.ones((len(cells), 3), bool) if pbc is None else jnp.broadcast_to(jnp.asarray(pbc), (len(cells), 3))
+    axes = jnp.ones((len(cells), 3), bool) if pbc is None else jnp.broadcast_to(as_array("pbc", pbc), (len(cells), 3))
     total, per_dimension, radius = _sizes(cells, axes, cutoff)
     return int(total * buffer_factor), per_dimension, radius

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 import torch
 
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import Agreement
 from nvalchemiops.torch.distributed.bricks import Frames
 from nvalchemiops.torch.distributed.communication import add
@@ -68,7 +69,7 @@ class Owners(Ranks):
             if (atoms.cell is None) != (self.cell is None):
                 raise ValueError("`cell` of the system must be that of the `domain`")
             if atoms.cell is not None:
-                pbc = torch.as_tensor(True if atoms.pbc is None else atoms.pbc, device=self.device)
+                pbc = checks.pbc_tensor(True if atoms.pbc is None else atoms.pbc, self.device)
                 if self._reference.changed(atoms.cell) is not None or not torch.equal(
                     pbc.expand_as(self.pbc), self.pbc
                 ):

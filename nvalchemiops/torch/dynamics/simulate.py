@@ -519,7 +519,7 @@ def structures_of(system: System) -> list[tuple[Any, Any]]:
     n_systems, positions, numbers = count_systems(system), on_host(system.positions), on_host(system.numbers)
     index = None if system.batch_idx is None else on_host(system.batch_idx)
     cells = None if system.cell is None else on_host(system.cell.reshape(-1, 3, 3).expand(n_systems, 3, 3))
-    axes = None if system.pbc is None else on_host(system.pbc.reshape(-1, 3).expand(n_systems, 3))
+    axes = None if system.pbc is None else on_host(checks.pbc_tensor(system.pbc).expand(n_systems, 3))
     charges = None if system.charges is None or system.charges.ndim > 1 else on_host(system.charges)
     found = []
     for n in range(n_systems):

@@ -41,7 +41,9 @@ def periodicity(pbc: Any, wait: bool = True) -> np.ndarray | None:
     """
     if pbc is None or torch.compiler.is_compiling():
         return None
-    pbc = checks.pbc_tensor([pbc] * 3 if isinstance(pbc, bool) else pbc)
+    pbc = checks.pbc_tensor(pbc)
+    if not pbc.ndim:
+        pbc = pbc.expand(3)
     if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3:
         return None
 
@@ -222,7 +224,7 @@ def _system_of(part: Part, atoms: System, n_systems: int) -> System:
     if isinstance(pbc, torch.Tensor) and pbc.ndim == 2 and pbc.shape[0] == n_systems:
         pbc = pbc.index_select(0, part.systems.to(pbc.device))
     elif not isinstance(pbc, torch.Tensor):
-        pbc = torch.as_tensor(pbc, device="cpu").expand(n_systems, 3)[part.systems.cpu()]
+        pbc = checks.pbc_tensor(pbc).expand(n_systems, 3)[part.systems.cpu()]
     of_atoms = {name: part.of_atoms(getattr(atoms, name)) for name in ATOMS}
     return atoms._replace(cell=cell, pbc=pbc, batch_idx=batch_idx, **of_atoms)
 

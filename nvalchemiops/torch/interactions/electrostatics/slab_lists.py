@@ -50,7 +50,7 @@ def _lacks_images(asked: EwaldSum) -> torch.Tensor:
     x, cell = atoms.positions.detach().double(), atoms.cell.detach().double().reshape(-1, 3, 3)  # type: ignore[union-attr]
     n_systems = cell.shape[0]
     rows = rows_of(asked.neighbors._replace(half_list=False), x, periodic=True)
-    pbc = checks.pbc_tensor(atoms.pbc, x.device).reshape(-1, 3).expand(n_systems, 3)
+    pbc = checks.pbc_tensor(atoms.pbc, x.device).expand(n_systems, 3)
     of = torch.zeros_like(x[:, 0], dtype=torch.int64) if atoms.batch_idx is None else atoms.batch_idx.long()
     is_slab = (pbc.sum(1, keepdim=True) == 2).expand(n_systems, 3)
     is_open = (~pbc & is_slab)[of]  # (n_atoms, 3)

@@ -174,9 +174,9 @@ def _check_periodicity(
         if with_slab:
             raise ValueError("`pbc` is needed with `slab_correction`: it says which axis is open")
         return None, None
-    if isinstance(pbc, bool):
-        pbc = [pbc] * 3
     pbc = checks.pbc_tensor(pbc, positions.device)
+    if not pbc.ndim:
+        pbc = pbc.expand(3)
     if not checks.has_shape(pbc, (3,), (1, 3), (n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({n_systems}, 3), got {tuple(pbc.shape)}")
     pbc = pbc.reshape(-1, 3).expand(n_systems, 3)
