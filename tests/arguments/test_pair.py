@@ -75,7 +75,8 @@ def bad_values(name):
         for value in (INDEX.double(), INDEX.tolist()):
             yield TypeError, "species", {"species": value}
         yield ValueError, "compute_gradients", {"compute_gradients": ("mass",)}
-        for value in ({"q", "scale"}, "q", 3, (1,)):  # gradients in the order of a set would be in none
+        yield ValueError, "compute_gradients", {"compute_gradients": "mass"}
+        for value in ({"q", "scale"}, b"q", 3, (1,)):  # gradients in the order of a set would be in none
             yield TypeError, "compute_gradients", {"compute_gradients": value}
     if is_lj:
         yield ValueError, "species", {"species": INDEX}

@@ -93,7 +93,7 @@ def test_roots_of_squares(text, plain):
 
 
 def test_a_derivative_that_does_not_exist_is_nan_not_a_broken_compiler():
-    energies, slopes = PairPotential("0^(q1*q2)/r", ("q",))(X, neighbor_list=PAIRS, q=Q, compute_gradients=["q"])
+    energies, slopes = PairPotential("0^(q1*q2)/r", ("q",))(X, neighbor_list=PAIRS, q=Q, compute_gradients="q")
     assert energies.shape == slopes.shape == (3,)
 
 

@@ -595,9 +595,7 @@ def test_equal_pair_potentials_are_compiled_once_outside_of_jit(monkeypatch):
 def test_a_number_among_tables_of_species_has_gradients_by_table():
     potential = pair.buckingham(4.0, tables=True)
     x, species = to_jax(SYSTEM.positions), jnp.arange(len(SYSTEM.positions)) % 2
-    call = functools.partial(
-        potential, x, A=10.0 * jnp.ones((2, 2)), C=0.0, species=species, compute_gradients=("rho",)
-    )
+    call = functools.partial(potential, x, A=10.0 * jnp.ones((2, 2)), C=0.0, species=species, compute_gradients="rho")
     full = call(rho=0.5 * jnp.ones((2, 2)))
     for found, expected in zip(jax.jit(lambda rho: call(rho=rho))(0.5), full, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-13)

@@ -13,6 +13,7 @@ from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
 from nvalchemiops.jax.primitive import KEPT_REQUESTS
 from nvalchemiops.torch.interactions import pair
+from nvalchemiops.torch.interactions.pair.driver import names_of
 from nvalchemiops.torch.interactions.pair.parameters import check_names
 from nvalchemiops.torch.systems import Neighbors, System, long_arguments
 
@@ -116,10 +117,11 @@ def _shapes(
     positions: Any,
     energy_reduction: str = "atom",
     compute_forces: bool = False,
-    compute_gradients: Sequence[str] = (),
+    compute_gradients: str | Sequence[str] = (),
     compute_virial: bool = False,
     **others: Any,
 ) -> Any:
+    compute_gradients = names_of(compute_gradients)
     by_system = energy_reduction == "system" or compute_virial
     by_system = by_system or any(name in formula.global_parameters for name in compute_gradients)
     n_systems = number_of_systems("PairPotential", **others) if by_system else 0

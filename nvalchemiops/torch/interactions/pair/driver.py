@@ -38,13 +38,19 @@ class PairRequest(NamedTuple):
         return self.virial or self.energy_reduction != "atom"
 
 
+def names_of(given: Any) -> Any:
+    """Names of parameters, also from a single one."""
+    return (given,) if isinstance(given, str) else given
+
+
 def check_pair_request(
     compute_forces: Any, compute_virial: Any, energy_reduction: Any = "atom", compute_gradients: Any = ()
 ) -> PairRequest:
     """Check the arguments of a call that select results, and return them as a `PairRequest`."""
     # a sequence rather than a set, because gradients are returned in this order
-    names = tuple(compute_gradients) if isinstance(compute_gradients, Sequence) else (None,)
-    if isinstance(compute_gradients, str) or not all(isinstance(name, str) for name in names):
+    given = names_of(compute_gradients)
+    names = tuple(given) if isinstance(given, Sequence) else (None,)
+    if not all(isinstance(name, str) for name in names):
         raise TypeError(f"`compute_gradients` must be a sequence of names, got {compute_gradients!r}")
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
     forces = checks.check_flag("compute_forces", compute_forces)

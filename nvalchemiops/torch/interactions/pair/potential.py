@@ -137,7 +137,7 @@ class PairPotential:
         exclusions: "torch.Tensor | OwnedPairs | None" = None,
         exclusion_factors: torch.Tensor | None = None,
         compute_forces: bool = False,
-        compute_gradients: Sequence[str] = (),
+        compute_gradients: str | Sequence[str] = (),
         compute_virial: bool = False,
         energy_reduction: str = "atom",
         check: bool = False,
@@ -192,8 +192,8 @@ class PairPotential:
             Factors that scale the energies of these pairs; zero by default.
         compute_forces, compute_virial : bool, optional
             Return the forces ``-dE/dR``, and the virial ``-dE/dstrain``; the stress is ``-virial / volume``.
-        compute_gradients : sequence of str, optional
-            Names of the parameters whose gradients ``dE/dp`` to return.
+        compute_gradients : str or sequence of str, optional
+            Name or names of the parameters whose gradients ``dE/dp`` to return.
         energy_reduction : {"atom", "system"}, optional
             Energies per atom, or summed over systems.
         check : bool, optional
