@@ -227,6 +227,21 @@ class System(NamedTuple):
         return _moved(self, device, dtype)
 
     @property
+    def n_atoms(self) -> int:
+        """The number of atoms, those that this rank owns. ``len(system)`` is the number of fields, as of any tuple."""
+        return self.positions.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the positions, and of charges and cells beside them."""
+        return self.positions.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the positions, and of charges and cells beside them."""
+        return self.positions.device
+
+    @property
     def volume(self) -> torch.Tensor:
         """Volume of the cell, or volumes (n_systems,) of the cells. The stress is ``-virial / volume``."""
         if self.cell is None:
@@ -480,6 +495,8 @@ def long_arguments(
     `names_beside`. The system must have the attributes that are ``needed``; ``reach`` is the function's name for the
     reach of the neighbors, if it has such an argument.
     """
+    if "compute_stress" in options:
+        raise TypeError("`compute_stress`: the stress is -virial / system.volume, give compute_virial=True")
     names = names_beside(padding)
     near = neighbors_beside(neighbors, {name: options.get(name) for name in names}, cutoff)
     for name in needed:

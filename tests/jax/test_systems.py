@@ -35,6 +35,8 @@ def test_systems_of_ase_are_those_of_torch():
                 assert isinstance(getattr(found, name), jax.Array)
         if found.cell is not None:
             np.testing.assert_allclose(found.volume, expected.volume, rtol=1e-14)
+        assert (found.n_atoms, found.dtype) == (expected.n_atoms, found.positions.dtype)
+        assert found.device == found.positions.device
     charges = np.linspace(-1.0, 1.0, 8)
     np.testing.assert_array_equal(System.from_ase(ATOMS[0], charges).charges, charges)
     with jax.enable_x64(False):

@@ -130,6 +130,8 @@ def test_what_is_missing_is_named():
         EwaldSummation()(SYSTEM._replace(charges=None))
     with pytest.raises(ValueError, match="`numbers` of the system"):
         DFTD3("pbe", elements=(1,))(SYSTEM._replace(numbers=None))
+    with pytest.raises(TypeError, match="`compute_stress`: .*compute_virial=True"):
+        EwaldSummation()(SYSTEM, compute_stress=True)
     with pytest.raises(TypeError, match="with a System an interaction takes Neighbors, got Tensor"):
         EwaldSummation()(SYSTEM, SYSTEM.charges)
     near = SYSTEM.neighbors(3.0)
@@ -186,6 +188,7 @@ def test_one_system_of_ase():
     charges = [1.0 if s == "Na" else -1.0 for s in atoms.symbols]
     system = System.from_ase(atoms, charges)
     torch.testing.assert_close(system.volume, torch.tensor(atoms.get_volume(), dtype=torch.float64))
+    assert (system.n_atoms, system.dtype, system.device.type) == (8, torch.float64, "cpu")
     with pytest.raises(ValueError, match=r"`charges` must have shape \(n_atoms,\) = \(8,\), got \(2,\)"):
         System.from_ase(atoms, [1.0, -1.0])
     assert system.cell.shape == (3, 3) and system.batch_idx is None and system.pbc.tolist() == [True] * 3
