@@ -6,8 +6,7 @@ programs. The results are stored in Warp's kernel cache, and are as trustworthy 
 
 import hashlib
 import json
-import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,15 @@ def kept_text(sources: tuple[str, ...], key: Any, derive: Callable[[], Any]) -> 
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file in one step, so that other processes never read an incomplete one."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as part:
-        part.write(content)
-    os.replace(part.name, path)
+    """Write a file in one step, so that other processes never read an incomplete one.
+
+    Whoever may read new files of this user may read it: `tempfile` would keep it to the user, and the compiled kernels
+    beside it may be in the image of a container, or be shared.
+    """
+    part = path.with_name(f"{secrets.token_hex(8)}.part")
+    with part.open("xb") as file:
+        file.write(content)
+    part.replace(path)
 
 
 def _path_of(sources: tuple[str, ...], key: Any) -> Path | None:

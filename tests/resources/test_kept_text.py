@@ -62,6 +62,14 @@ def test_a_folder_that_cannot_be_written(folder):
     assert kept_text.kept_text((__file__,), "a", lambda: ["text"]) == ["text"]
 
 
+def test_whoever_may_read_compiled_kernels_may_read_a_text(folder):
+    """As in a container's image, which root has built: a user would derive the text, in each process."""
+    kept_text.kept_text((__file__,), "a", lambda: ["text"])
+    (path,) = folder.iterdir()
+    (other := folder / "other").touch()
+    assert path.stat().st_mode == other.stat().st_mode
+
+
 def test_a_program_is_the_same_from_its_file():
     request = derivatives.Request(Formula.read(Formula("q1*q2*exp(-k*r)/r", ("q",), ("k",), ()).text), ("r",), "wrg")
     program = derivatives.printed(derivatives.derivatives(request))
