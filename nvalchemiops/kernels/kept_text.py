@@ -52,9 +52,13 @@ def write_whole(path: Path, content: bytes) -> None:
     beside it may be in the image of a container, or be shared.
     """
     part = path.with_name(f"{secrets.token_hex(8)}.part")
-    with part.open("xb") as file:
-        file.write(content)
-    part.replace(path)
+    try:
+        with part.open("xb") as file:
+            file.write(content)
+        part.replace(path)
+    except BaseException:  # a full disk: the part, of up to 5 MB, would stay
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _path_of(sources: tuple[str, ...], key: Any) -> Path | None:

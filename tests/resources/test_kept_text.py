@@ -1,6 +1,7 @@
 """Texts of kernels that are kept on disk: derived once, again after any fault, and never another's."""
 
 import json
+import os
 
 import pytest
 import warp as wp
@@ -60,6 +61,18 @@ def test_a_text_is_derived_once_for_each_key_and_each_state_of_the_code(folder, 
 def test_a_folder_that_cannot_be_written(folder):
     folder.write_text("a file is here")
     assert kept_text.kept_text((__file__,), "a", lambda: ["text"]) == ["text"]
+
+
+def test_no_part_of_a_text_stays_on_a_full_disk(folder, monkeypatch):
+    kept_text.kept_text((__file__,), "a", lambda: ["text"])
+    before = list(folder.iterdir())
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert kept_text.kept_text((__file__,), "b", lambda: ["other"]) == ["other"]
+    assert list(folder.iterdir()) == before
 
 
 def test_whoever_may_read_compiled_kernels_may_read_a_text(folder):
