@@ -1,6 +1,7 @@
 """DFT-D3 is the physics that it should be, whatever the form of its input."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,36 @@ def test_states_of_many_elements_give_the_same(damping, monkeypatch):
     (alone,) = results(several)[:1]
     (energies, _) = all_of(atoms, damping, parameters=several, compute_forces=False, compute_virial=False)
     within([energies], [alone], 1e-14)
+
+
+@pytest.mark.parametrize(("n_positive", "n_negative"), [(60, 40), (25, 100), (97, 0), (50, 47)])
+def test_each_coefficient_is_in_one_part(n_positive, n_negative, monkeypatch):
+    """With those of its sign, filled up with zeros; derivatives are in the order of the coefficients."""
+    sizes = set()
+
+    def pair_energy(_, positive, negative, part, __):
+        sizes.add((positive, negative))
+        return SimpleNamespace(per_atom=[*range(part.shape[1]), "z"]), (part, positive), None
+
+    def sum_pairs(_, __, of_pair, asked, **___):
+        part, positive = of_pair
+        signs = torch.ones(part.shape[1], dtype=F64)
+        signs[positive:] = -1.0
+        assert list(asked.gradients[0]) == list(range(part.shape[1]))
+        return (part.square() * signs).sum(1), -part[:, :3], 2.0 * part * signs, part.sum(0)
+
+    monkeypatch.setattr(driver, "_pair_energy", pair_energy)
+    monkeypatch.setattr(driver, "sum_pairs", sum_pairs)
+    given = torch.arange(1.0, 1.0 + 2 * (n_positive + n_negative), dtype=F64).view(2, -1)
+    signs = torch.cat([torch.ones(n_positive, dtype=F64), -torch.ones(n_negative, dtype=F64)])
+    of_states = SimpleNamespace(states=SimpleNamespace(n_positive=n_positive))
+    settings = SimpleNamespace(ranges=driver.Ranges(driver.Range(), driver.Range(), driver.Range()))
+    request = driver.PairRequest(forces=True, virial=True)
+    energies, _, _, by_coefficient = driver._sum_of_parts(None, given, of_states, settings, request)
+    assert torch.equal(energies, (given.square() * signs).sum(1))
+    assert torch.equal(by_coefficient, 2.0 * given * signs)
+    ((positive, negative),) = sizes
+    assert positive == negative <= driver.MOST_OF_SIGN and positive % 8 == 0
 
 
 # -- neighbors and batches in any form -------------------------------------------------------------
