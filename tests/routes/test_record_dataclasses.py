@@ -2,9 +2,11 @@
 
 import collections
 import dataclasses
+import functools
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,20 +52,41 @@ class Slotted:
     def __init__(self, x):
         self.x = x
 
+    def get(self):
+        return self.x
+
+
+class Hidden:
+    __slots__ = ("__x",)
+
+    def __init__(self, x):
+        self.__x = x
+
 
 OTHER_CONTAINERS = {
     "mappingproxy": lambda x: types.MappingProxyType({"y": x}),
     "deque": lambda x: collections.deque([x]),
     "dict_values": lambda x: {"y": x}.values(),
     "generator": lambda x: (number * x for number in range(2)),
+    "generator of a list": lambda x: (-one for one in [x]),
     "Slotted": Slotted,
+    "Hidden": Hidden,
+    "list_iterator": lambda x: iter([x]),
+    "map": lambda x: map(torch.sin, [x]),
+    "function": lambda x: lambda y: x + y,
+    "function with": lambda x: lambda y=x: y,
+    "partial": lambda x: functools.partial(torch.add, x),
+    "method": lambda x: Slotted(x).get,
+    "builtin_function_or_method": lambda x: x.add,
+    "ndarray": lambda x: np.array([Slotted(x)], dtype=object),
+    "ValueError": lambda x: ValueError(x),
 }
 
 
 @pytest.mark.parametrize("kind", OTHER_CONTAINERS)
 def test_other_containers_of_results_are_refused(kind):
     """Not returned with the numbers of the first call."""
-    with pytest.raises(RecordingError, match=f"a result is a {kind} with tensors"):
+    with pytest.raises(RecordingError, match=f"a result is a {kind.split()[0]} with tensors"):
         record(lambda x: OTHER_CONTAINERS[kind](2.0 * x))(torch.ones(3))
 
 

@@ -2,10 +2,10 @@
 
 import collections
 import dataclasses
+import gc
 import inspect
 import types
-from collections import deque
-from collections.abc import ItemsView, Iterable, Sequence, ValuesView
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,26 +147,29 @@ def refuse_hidden(form: Any) -> None:
 
 
 def _tensors_behind(value: Any) -> list[torch.Tensor]:
-    """Tensors in an object, its attributes, and the elements of sets and other containers."""
+    """Tensors in an object and in all that it refers to."""
     waiting, seen, found = [value], set[int](), list[torch.Tensor]()
+    alive = []  # what is found may be new, with the address of what is gone
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
             found += [value] if value.layout is torch.strided and value.numel() else []
-        elif id(value) not in seen and not isinstance(value, (torch.nn.Module, types.ModuleType, type)):
+        elif id(value) not in seen and not isinstance(value, _NOT_FOLLOWED):
             seen.add(id(value))
+            alive.append(value)
             waiting += _held_by(value)
     return found
 
 
+_NOT_FOLLOWED = (torch.nn.Module, types.ModuleType, type, types.FrameType, types.TracebackType)
+
+
 def _held_by(value: Any) -> Iterable[Any]:
-    """The elements of a container or the attributes of another object; what a generator will need."""
-    if isinstance(value, (tuple, list, set, frozenset, deque, ValuesView, ItemsView)):
-        return value
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return value.values()
+    """What an object refers to: its elements or attributes, values in a function, what an iterator will need."""
     if isinstance(value, types.GeneratorType):
         return inspect.getgeneratorlocals(value).values()
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+    if isinstance(value, types.FunctionType):  # all but its globals
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    if isinstance(value, np.ndarray):  # of objects, or the memory of a tensor
+        return [value.base, *(value.ravel().tolist() if value.dtype == object else ())]
+    return gc.get_referents(value)
