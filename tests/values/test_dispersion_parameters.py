@@ -146,6 +146,11 @@ def test_functionals_with_the_name_of_their_damping(spelling, name):
     assert dispersion.damping_parameters(spelling) == dispersion.damping_parameters(name)
 
 
+def test_a_damping_beside_a_functional_with_d3_is_the_one_that_is_meant():
+    """But for that which is the default."""
+    assert dispersion.damping_parameters("PBE-D3", "zero") == dispersion.damping_parameters("pbe", "zero")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -155,6 +160,9 @@ def test_functionals_with_the_name_of_their_damping(spelling, name):
         (("m06l",), ValueError, "`damping`.*'m06l'.*'bj'.*'zero'"),
         (("PBE-D3(0)",), ValueError, "`functional`: 'PBE-D3\\(0\\)' is for 'zero', .*is 'bj'; give 'pbe' and.* 'zero'"),
         (("PBE-D3",), ValueError, "`functional`: 'PBE-D3' does not say .* give 'pbe' and.* 'bj' or 'zero' or "),
+        (("xyz-D3(BJ)",), ValueError, "`functional`: there are no damping parameters for 'xyz-D3\\(BJ\\)'"),
+        (("PBE-D3+",), ValueError, "`functional`: 'PBE-D3\\+' does not say "),
+        (("PBE-D3(BJ)-ATM",), ValueError, "`functional`: there are no damping parameters for 'PBE-D3\\(BJ\\)-ATM'"),
         (("pbe", "rational"), ValueError, "`damping` must be one of 'bj', 'zero', 'bjm', 'zerom'"),
         (("pbe", "d3"), ValueError, "`damping` must be one of .* got 'd3'"),
         ((None,), TypeError, "`functional` must be a string"),

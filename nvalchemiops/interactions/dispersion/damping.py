@@ -97,18 +97,18 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
 
 
 def _without_damping(functional: str, name: str, damping: str) -> str:
-    """The name without an ending such as "d3bj"; raise if that is not the damping, or "d3" alone, which may be any."""
+    """The name without an ending such as "d3bj"; raise if that is not the damping, or "d3" alone beside the default."""
     kinds: dict[str, list[str]] = {}
     for known, kind in _table():
         kinds.setdefault(known, []).append(kind)
-    before, ending, letters = name.rpartition("d3")
+    before, _, letters = name.rpartition("d3")
     before = _ALIASES.get(before, before)
     before += "d" * (before not in kinds)  # B97-D3 is B97-D with another dispersion energy
     kind = _SPELLINGS.get(letters, letters)
-    if name in kinds or not ending or before not in kinds or kind not in ("", *KINDS):
+    if before not in kinds or kind not in ("", *KINDS):
         return name
     those = " or ".join(map(repr, [kind] if kind else kinds[before]))
-    if those != repr(damping):
+    if those != repr(damping) and (kind or damping == "bj"):  # which may be the default
         named = f"is for {those}, but `damping` is '{damping}'" if kind else "does not say which damping"
         raise ValueError(f"`functional`: {functional!r} {named}; give '{before}' and, as `damping`, {those}")
     return before
