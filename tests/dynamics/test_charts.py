@@ -186,8 +186,10 @@ def test_fixed_atoms_may_be_indices() -> None:
     n = len(system.positions)
     expected = torch.arange(n) % (n - 1) == 0
     index = np.array([n - 1, 0])
-    for form in (index, torch.as_tensor(index), torch.as_tensor(index, dtype=torch.int32), [0, -1], range(0, n, n - 1)):
+    tensors = torch.as_tensor(index), torch.as_tensor(index, dtype=torch.int32)
+    for form in (index, *tensors, [0, -1], [-n, -1], range(0, n, n - 1)):
         assert torch.equal(Chart(system, fixed=form).fixed, expected)
+    assert Chart(System.from_ase(crystal(1)[:1]), fixed=[-1]).fixed.all()
     for nothing in ([], np.array([]), index[:0]):
         assert not Chart(system, fixed=nothing).fixed.any()
     for wrong, text in (([0, n], f"index {n}, but"), ([1, 1 - n], "1 twice.*mask must be bool"), ([1, 0] * 3, "twice")):
