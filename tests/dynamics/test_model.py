@@ -187,6 +187,20 @@ def test_lattice_sums_that_choose_their_cutoff_keep_a_list_of_their_own():
     assert model(system).energies.isfinite().all() and model.neighbors.num_calls == 1
 
 
+@pytest.mark.parametrize("pbc", [None, torch.tensor([True, True, False])])
+def test_a_cutoff_bound_to_a_lattice_sum_is_that_of_the_sum(pbc):
+    """Also where it is longer than the one that the sum chooses, and beside the same sum with another one."""
+    system, charges = ions()._replace(pbc=pbc), Electrostatics(accuracy=1e-7)
+    chosen = SumOfTerms(charges)
+    once = chosen(system).forces
+    longer = 1.2 * chosen.neighbors_of_sums.cutoff
+    model = SumOfTerms(partial(charges, cutoff=longer), charges)
+    assert (model(system).forces - 2.0 * once).norm() < 1e-6 * once.norm()
+    assert model.neighbors.cutoff == longer
+    with pytest.raises(ValueError, match="`cutoff` must be positive"):
+        SumOfTerms(partial(charges, cutoff=-1.0))
+
+
 @pytest.mark.parametrize("cutoff", [None, 7.0])
 def test_lattice_sums_of_slabs_have_images_across_the_vacuum(cutoff):
     """Here it is thinner than the cutoff. Molecules beside it have no images."""

@@ -174,22 +174,24 @@ class SumOfTerms:
         self.terms = terms
         self.stress = checks.check_flag("stress", stress)
         self.hartree, self.bohr = checks.check_positive("hartree", hartree), checks.check_positive("bohr", bohr)
-        reaches = [self._reach(_interaction(term)) for term in terms]
+        reaches = [self._reach(term) for term in terms]
         skin = checks.check_not_negative("skin", skin)
         reach = max((r for r in reaches if r is not None), default=None)
         self.neighbors = None if reach is None else VerletList(reach, skin)
         self.neighbors_of_sums: VerletList | None = None
         self._skin = skin
         self._suited: Any = None  # the numbers of atoms and systems for which the cutoff of this list was chosen
-        self._own: list[Any] = []  # the sums that take it
+        self._own: list[Any] = []  # the terms that take it
 
-    def _reach(self, interaction: Any) -> float | None:
-        """The distance up to which the shared list must be complete for this interaction; None if it takes no list."""
+    def _reach(self, term: Any) -> float | None:
+        """The distance up to which the shared list must be complete for this term; None if it takes no list."""
+        interaction = _interaction(term)
         if isinstance(interaction, DFTD3):
             return interaction.reach * self.bohr
-        if isinstance(interaction, PairPotential | ConfiguredSum):
-            return interaction.cutoff
-        return None
+        if isinstance(interaction, ConfiguredSum):
+            bound = getattr(term, "keywords", {}).get("cutoff")
+            return interaction.cutoff if bound is None else checks.check_positive("cutoff", bound)
+        return interaction.cutoff if isinstance(interaction, PairPotential) else None
 
     def take_lists(self, other: "SumOfTerms") -> None:
         """Go on with the lists of another model of the same kinds of terms; they notice other atoms."""
@@ -201,13 +203,17 @@ class SumOfTerms:
             return None
         suited = system.positions.shape, system.positions.device, system.cell is None or system.cell.shape, of_slabs
         if suited != self._suited:
-            sums = [term for term in map(_interaction, self.terms) if isinstance(term, ConfiguredSum)]
-            reaches = [(s, fastest_cutoff(s, system) if s.cutoff is None else s.cutoff) for s in sums]
-            own = [(s, reach) for s, reach in reaches if reach is not None and (of_slabs or s.cutoff is None)]
+            own = []
+            for term in self.terms:
+                if isinstance(interaction := _interaction(term), ConfiguredSum):
+                    given = self._reach(term)
+                    reach = fastest_cutoff(interaction, system) if given is None else given
+                    if reach is not None and (of_slabs or given is None):
+                        own.append((term, reach))
             reach, now = max([reach for _, reach in own], default=None), self.neighbors_of_sums
             if reach is not None and (now is None or now.cutoff != reach):
                 self.neighbors_of_sums = VerletList(reach, self._skin)
-            self._suited, self._own = suited, [s for s, _ in own]
+            self._suited, self._own = suited, [term for term, _ in own]
         return self.neighbors_of_sums if self._own else None
 
     @engine.with_own_plans
@@ -219,8 +225,8 @@ class SumOfTerms:
             of_slabs = has_slabs(system.pbc)
             verlet, whole = self._list_of_sums(system, of_slabs), system
             # sums of slabs have another list, and may be all that has a cutoff
-            readers = [i for i in map(_interaction, self.terms) if not any(i is own for own in self._own)]
-            if any(self._reach(interaction) is not None for interaction in readers):
+            readers = [term for term in self.terms if not any(term is own for own in self._own)]
+            if any(self._reach(term) is not None for term in readers):
                 listed = _neighbors(self.neighbors, system)
             if of_slabs:  # lattice sums add up images along the open axis of a slab, too
                 pbc = checks.pbc_tensor(system.pbc, system.positions.device)
@@ -231,7 +237,7 @@ class SumOfTerms:
         others = [term for term in self.terms if not isinstance(_interaction(term), PairPotential)]
         parts = [self._evaluate_pairs(pairs, system, listed, wants_stress)] if pairs else []
         for term in others:
-            takes_own = any(_interaction(term) is own for own in self._own)
+            takes_own = any(term is own for own in self._own)
             parts.append(self._evaluate(term, system, of_sums if takes_own else listed, wants_stress))
         return Evaluation(*_total(parts))
 
@@ -278,7 +284,8 @@ class SumOfTerms:
         values: Mapping[str, Any] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Energies, forces and, if wanted, the stress of a term, in the units of the system."""
-        interaction = _interaction(term)
+        interaction, takes_own = _interaction(term), any(term is own for own in self._own)
+        takes_list = near is not None and (takes_own or self._reach(term) is not None)
         if not isinstance(interaction, PairPotential | ConfiguredSum | DFTD3):
             found = term(system)
             if wants_stress and found.stress is None:
@@ -296,10 +303,9 @@ class SumOfTerms:
             energy = self.hartree * self.bohr if getattr(potential, "exponent", None) in (1, None) else 1.0
             term, system = _with_sources(term, interaction, system)
         listed: tuple[Neighbors, ...] = ()
-        takes_own = any(interaction is own for own in self._own)
-        if near is not None and (takes_own or self._reach(interaction) is not None):
+        if takes_list:
             verlet = self.neighbors_of_sums if takes_own else self.neighbors
-            assert verlet is not None and near.neighbor_matrix is not None
+            assert near is not None and verlet is not None and near.neighbor_matrix is not None
             kind, reach = _NeighborsOfFittingCells if near.fits_cell else Neighbors, verlet.cutoff / length
             listed = (kind.from_matrix(near.neighbor_matrix, near.matrix_shifts, cutoff=reach),)
         options: Any = {
