@@ -245,6 +245,8 @@ def test_initial_charges_of_ase_that_are_zero():
     for charges in (systems[1].charges.requires_grad_(), torch.ones(1).double(), np.zeros(1), [0.0], 0.0):
         with pytest.raises(ValueError, match="`charges` of system number 1 is missing"):
             System.concatenate([systems[1]._replace(charges=charges), systems[2]])
+    with pytest.raises(ValueError, match="`dipoles` of system number 1 is missing"):
+        System.concatenate([systems[2]._replace(dipoles=torch.zeros(1, 3)), systems[2]])
     assert System.from_ase(Atoms()).charges is None
 
 
