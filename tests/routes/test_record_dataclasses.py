@@ -90,6 +90,30 @@ def test_other_containers_of_results_are_refused(kind):
         record(lambda x: OTHER_CONTAINERS[kind](2.0 * x))(torch.ones(3))
 
 
+def test_constants_of_results_belong_to_the_caller():
+    """Who may change them."""
+
+    @record
+    def again(x):
+        return 2.0 * x, np.zeros(2), {1}, collections.deque([2]), bytearray(3)
+
+    for k in range(4):
+        _, array, numbers, queue, memory = again(torch.full((3,), float(k)))
+        assert (array == 0.0).all() and numbers == {1} and list(queue) == [2] and memory == bytearray(3)
+        array += 1.0
+        numbers.add(2)
+        queue.append(3)
+        memory[0] = 1
+    assert "1 recorded, 2 replayed" in again.explain()
+
+
+@pytest.mark.parametrize("made", [lambda: zip("ab", [1, 2]), lambda: (n for n in range(3))], ids=["zip", "generator"])
+def test_results_that_can_be_read_once_are_refused(made):
+    """Of replays nothing would be left."""
+    with pytest.raises(RecordingError, match=r"a result is a (zip|generator), of which only"):
+        record(lambda x: (2.0 * x, made()))(torch.ones(3))
+
+
 class Constant(dict):
     """Its objects are made whole."""
 

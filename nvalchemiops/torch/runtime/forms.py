@@ -1,11 +1,12 @@
 """The forms of nested containers with tensors, such as arguments of functions that are recorded."""
 
 import collections
+import copy
 import dataclasses
 import gc
 import inspect
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,7 +117,7 @@ def put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return tensors[form.number]
     kind, names, values, *others = form
     if kind is None:
-        return values
+        return copy.copy(values) if isinstance(values, _CHANGEABLE) else values
     parts = [put_together(value, tensors) for value in values]
     if kind is dict:
         return dict(zip(names, parts))
@@ -130,8 +131,12 @@ def put_together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
+_CHANGEABLE = (np.ndarray, set, bytearray, collections.deque)
+"""Constants that callers may change: each call gets its own."""
+
+
 def refuse_hidden(form: Any) -> None:
-    """End the recording if a result that counts as a constant holds tensors whose values differ in each call."""
+    """End the recording if a result that counts as a constant has tensors whose values differ, or can be read once."""
     recorder = current_recorder()
     if recorder is None or type(form) is _Place:
         return
@@ -143,6 +148,10 @@ def refuse_hidden(form: Any) -> None:
         recorder.end(
             f"a result is a {type(value).__name__} with tensors: return tensors in tuples, lists, dictionaries or "
             "dataclasses that are compared by their fields, as by default"
+        )
+    elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        recorder.end(
+            f"a result is a {type(value).__name__}, of which only the first reader has something: return a list"
         )
 
 
