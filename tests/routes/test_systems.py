@@ -151,6 +151,8 @@ def test_what_is_missing_is_named():
         for given in ([SYSTEM], SYSTEM[:3]):
             with pytest.raises(TypeError, match=f"`{name}` is set when a {kind.__name__} is made"):
                 kind()(*given, **{name: 2})
+    with pytest.raises(TypeError, match="`s9` is set when a DFTD3 is made: leave"):
+        DFTD3("pbe", [1, 8])(SYSTEM._replace(numbers=torch.ones(len(SYSTEM.positions)).int()), s9=0.0)
     prepared = EwaldSummation(alpha=0.5, k_cutoff=3.0).prepare(SYSTEM.cell)
     for name, value in (("miller_indices", torch.ones(1, 3)), ("k_cutoff", 5.0)):
         with pytest.raises(TypeError, match=rf"`{name}` is set .* by `prepare`"):

@@ -65,6 +65,14 @@ class ExactModule(torch.nn.Module):
     """Names of tensors that may be parameters of the module, with their own entries in a state dict. In earlier
     versions they were buffers, with entries of the same form."""
 
+    def _with(self, options: dict[str, Any], **own: Any) -> dict[str, Any]:
+        """The options of a call with arguments that the module gives; raise for those that are in both."""
+        for name in own:
+            if name in options:
+                kind, prepares = type(self).__name__, ", or by `prepare`" * hasattr(self, "prepare")
+                raise TypeError(f"`{name}` is set when a {kind} is made{prepares}: leave it out of its calls")
+        return own | options
+
     def _settings(self) -> dict[str, Any]:
         """All settings that a state dict restores: tensors, and values that JSON can hold."""
         raise NotImplementedError

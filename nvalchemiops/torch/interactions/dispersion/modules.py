@@ -188,7 +188,7 @@ class DFTD3(ExactModule):
             return named(names + ["virial"] * bool(options.get("compute_virial")), values)
         self._move_to(positions)
         damping = self.kind(**{name: getattr(self, name).to(positions.dtype) for name in self.kind._fields})
-        options = dict(**{name: getattr(self, name) for name in _NUMBERS}, **options)  # raises for a name in both
+        options = self._with(options, **{name: getattr(self, name) for name in _NUMBERS})
         return d3_dispersion(positions, numbers, damping, self.states, cell, batch_idx, **options)  # type: ignore[arg-type]
 
 

@@ -150,14 +150,6 @@ class ConfiguredSum(ExactModule):
         """Call the function that the module configures."""
         raise NotImplementedError
 
-    def _with(self, options: dict[str, Any], **own: Any) -> dict[str, Any]:
-        """The options of a call with arguments that the module gives; raise for those that are in both."""
-        for name in own:
-            if name in options:
-                kind = type(self).__name__
-                raise TypeError(f"`{name}` is set when a {kind} is made, or by `prepare`: leave it out of its calls")
-        return own | options
-
     @engine.with_own_plans
     def forward(
         self,
