@@ -135,19 +135,28 @@ def compile_module(kernel: wp.Kernel, block_dim: int, capability: int, folder: P
 def header_folder() -> Path | None:
     """The folder in which Warp looks for its precompiled header when this thread compiles a kernel for a CPU.
 
-    None if it does not precompile it.
+    None if it does not precompile it, or does not tell.
     """
-    find = getattr(getattr(wp._src.context, "runtime", None), "get_clang_pch_dir", None)
-    folder = find() if callable(find) and wp.config.use_precompiled_headers else None
+    runtime: Any = wp._src.context.runtime
+    try:
+        folder = runtime.get_clang_pch_dir() if wp.config.use_precompiled_headers else None
+    except (AttributeError, TypeError):
+        return None
     return None if folder is None else Path(folder)
 
 
 @functools.cache
-def header_identity() -> str:
-    """What the precompiled header depends on, besides flags, which are in its name: files, compiler and processor."""
+def header_identity() -> str | None:
+    """What the precompiled header depends on, besides flags, which are in its name: files, compiler and processor.
+
+    None if Warp does not tell.
+    """
     native = Path(wp.__file__).parent / "native"
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(native.glob("*.h"))]
-    target = getattr(wp._src.context, "_get_cpu_target_hash", str)("-march=native")
+    try:
+        target = wp._src.context._get_cpu_target_hash("-march=native")
+        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(native.glob("*.h"))]
+    except (AttributeError, TypeError, OSError):
+        return None
     return repr((str(native), files, target))
 
 

@@ -25,10 +25,11 @@ FOLDER = "nvalchemiops_headers"
 def kept_headers() -> Iterator[None]:
     """Give Warp what other processes have precompiled, and keep what it precompiles inside. Errors of files are not."""
     at = header_folder() if wp.config.cache_kernels else None
-    if at is None:
+    identity = None if at is None else header_identity()
+    if at is None or identity is None:
         yield
         return
-    cache = Path(str(wp.config.kernel_cache_dir), FOLDER, _digest(header_identity().encode()))
+    cache = Path(str(wp.config.kernel_cache_dir), FOLDER, _digest(identity.encode()))
     given = _give(cache, at)
     before = _names(at)
     yield

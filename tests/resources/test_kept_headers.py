@@ -71,12 +71,16 @@ def test_nothing_is_kept_where_it_cannot_or_must_not_be(compiles, kept, tmp_path
     assert compiles(2) == {} and compiles(3) == {}
 
 
-def test_a_warp_that_precompiles_no_header(monkeypatch):
+def test_a_warp_that_precompiles_no_header_or_does_not_tell(monkeypatch):
     monkeypatch.setattr(wp.config, "use_precompiled_headers", False)
     assert internals.header_folder() is None
-    monkeypatch.setattr(wp._src.context, "runtime", object())
-    with kept_headers.kept_headers():
-        pass
+    monkeypatch.undo()
+    for name, other in (("_get_cpu_target_hash", lambda: ""), ("runtime", object())):
+        internals.header_identity.cache_clear()
+        monkeypatch.setattr(wp._src.context, name, other)
+        with kept_headers.kept_headers():
+            pass
+    internals.header_identity.cache_clear()
 
 
 PROGRAM = """
