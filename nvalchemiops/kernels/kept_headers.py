@@ -10,6 +10,7 @@ that does not fit. A damaged one could crash the compiler, so names hold a hash 
 
 import contextlib
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from nvalchemiops._warp_internals import header_folder, header_identity
 from nvalchemiops.kernels.kept_text import write_whole
 
 FOLDER = "nvalchemiops_headers"
+
+KEPT = 8
+"""Number of installations and processors whose headers, of five megabytes each, are kept: those written last."""
 
 
 @contextlib.contextmanager
@@ -40,6 +44,10 @@ def kept_headers() -> Iterator[None]:
             cache.mkdir(parents=True, exist_ok=True)
             if not any(cache.glob(f"*_{name}")):  # another process was faster
                 write_whole(cache / f"{_digest(content)}_{name}", content)
+        if after - before:
+            others = [folder for folder in cache.parent.iterdir() if folder != cache]
+            for old in sorted(others, key=lambda folder: folder.stat().st_mtime_ns)[: 1 - KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
         for name in given.keys() - after:  # Warp removes what does not fit
             given[name].unlink(missing_ok=True)
 

@@ -71,6 +71,13 @@ def test_nothing_is_kept_where_it_cannot_or_must_not_be(compiles, kept, tmp_path
     assert compiles(2) == {} and compiles(3) == {}
 
 
+def test_headers_of_few_installations_are_kept(compiles, kept, monkeypatch):
+    for n in range(3 + kept_headers.KEPT):
+        monkeypatch.setattr(kept_headers, "header_identity", lambda n=n: f"installation {n}")
+        compiles(n, b"header %d" % n)
+    assert len(kept()) == kept_headers.KEPT and b"header %d" % n in [path.read_bytes() for path in kept()]
+
+
 def test_a_warp_that_precompiles_no_header_or_does_not_tell(monkeypatch):
     monkeypatch.setattr(wp.config, "use_precompiled_headers", False)
     assert internals.header_folder() is None
