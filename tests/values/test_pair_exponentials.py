@@ -155,6 +155,20 @@ def test_exponentials_that_are_always_finite_are_left_as_they_are():
             assert prepared(expression) == with_shared_exponential(expression)
 
 
+def test_nothing_is_selected_between_factors_that_fall_off_together():
+    """Parameters of exponents are usually positive, and the distance is: to select would take twice as long."""
+    for text in ("(1 - exp(-a*r))*(1 - exp(-b*r))", "exp(-b*r^2)*(1 - exp(-a*r))", "(1 - exp(1 - r))^2/(a + b)"):
+        for expression in derivatives(Request(Formula(text, (), ("a", "b")), (), "wrg")).values():
+            assert "Select" not in str(prepared(expression))
+
+
+def test_the_derivative_of_a_power_of_a_hyperbolic_function_has_its_quotient():
+    for above, below in ((sympy.sinh, sympy.cosh), (sympy.cosh, sympy.sinh)):
+        x = sympy.Symbol("a", real=True) * sympy.sqrt(symbols_of(Formula("r")).squared)
+        quotient = sympy.tanh(x) if below == sympy.cosh else 1 / sympy.tanh(x)
+        assert in_range(above(x) * below(x) ** -3) == quotient * below(x) ** -2
+
+
 def test_a_parameter_that_is_nan_is_seen_beyond_a_step():
     """A step hides exponentials that are infinite, but no mistake."""
     potential = PairPotential("step(6 - r)*a*exp(exp(k*r))", (), ("a", "k"))

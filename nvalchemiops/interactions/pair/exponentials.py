@@ -116,39 +116,69 @@ def in_range(expression: Any) -> Any:
         return Select(is_large, divided, x), Select(is_large, largest, sympy.S.Zero)
 
     @functools.cache
-    def directions(x: Any) -> set[int]:
-        """Signs that an exponent may have: 1, -1 or both; none if it is the same at all distances."""
-        whole = with_signs(x)
-        signs = {1} if whole.is_nonnegative else {-1} if whole.is_nonpositive else {1, -1}
-        return signs if x.has(*lengths) else set()
+    def directions(x: Any, is_usual: bool) -> set[int]:
+        """Signs that an exponent may have: 1, -1 or both; none if it is the same at all distances.
+
+        ``is_usual``: at any distance that is large, if parameters are positive.
+        """
+        if not x.has(*lengths):
+            return set()
+        if is_usual:
+            unsigned = (p for p in x.free_symbols if p.is_nonnegative is None and p.is_nonpositive is None)
+            x = x.xreplace({p: sympy.Dummy(positive=True) for p in unsigned})
+        small = (t for t in sympy.Add.make_args(x.expand()) if t.is_number and abs(t) <= LARGE_EXPONENT)
+        rest = sympy.Add(*(n * t for t, n in trend(x).items())) if is_usual else x.expand() - sympy.Add(*small)
+        for whole in map(with_signs, (x, rest)):
+            if whole.is_nonnegative or whole.is_nonpositive:
+                return {1 if whole.is_nonnegative else -1}
+        return {1, -1}
 
     def trend(x: Any) -> dict[Any, Any]:
         """The terms that change with distance, with their factors."""
         return {term: n for term, n in x.expand().as_coefficients_dict().items() if term.has(*lengths)}
 
-    def together(x: Any, y: Any) -> bool:
-        """Whether two exponents grow and fall together."""
-        here, there = trend(x), trend(y)
-        return here.keys() == there.keys() and all(there[term] * n > 0 for term, n in here.items())
+    def are_opposed(x: Any, y: Any) -> bool:
+        """Whether one of two factors' exponents may be large where the other one is small.
+
+        Each is given as the exponent of a term, the signs of it that count, and the sign of the power of the term.
+        """
+        (a, counted_a, power_a), (b, counted_b, power_b) = x, y
+        here, there = trend(power_a * a), trend(power_b * b)
+        shared = [there[term] * n for term, n in here.items() if term in there]
+        if len(shared) == len(here) == len(there) and all(n > 0 for n in shared):
+            return False
+        # parameters of both signs count in exp(-k*r)*(1 + exp(-k*r))^-2 and exp(-a*r)*exp(-b*r)
+        is_usual = all(n > 0 for n in shared) and len(counted_a & counted_b) == 1
+        signs_a, signs_b = directions(a, is_usual) & counted_a, directions(b, is_usual) & counted_b
+        return any(power_a * d != power_b * e for d in signs_a for e in signs_b)
 
     @functools.cache
     def clashes(product: Any) -> bool:
         """Whether a factor may be infinite where another one is zero, or in a term of a sum."""
-        sizes = []  # for each factor exponents, and the signs that they may have
+        sizes = []  # for each factor what `are_opposed` takes
         for base, e in factors_of(product):
             if base.is_Add and any(clashes(term) for term in base.args):
                 return True
             if base == sympy.E:
-                sizes.append([(e, directions(e))])
+                sizes.append([(e, {1, -1}, 1)])
             elif e.is_number and (exponents := exponents_of(base)):
-                sign = 1 if e > 0 else -1
-                signs = {1, -1} if falls_off(y for _, y in terms_of(base)) else {1}
-                sizes.append([(sign * y, {sign * d for d in directions(y) & signs}) for y in exponents])
+                counted = {1, -1} if falls_off(y for _, y in terms_of(base)) else {1}
+                sizes.append([(y, counted, 1 if e > 0 else -1) for y in exponents])
         pairs = (two for a, b in itertools.combinations(sizes, 2) for two in itertools.product(a, b))
-        return any(any(-d in there for d in here) and not together(x, y) for (x, here), (y, there) in pairs)
+        return any(are_opposed(x, y) for x, y in pairs)
 
     def divided(product: Any) -> Any:
-        """``exp(x) (1 + exp(x))^-2`` as ``(exp(-x) + 1)^-1 (1 + exp(x))^-1``, otherwise with one exponential."""
+        """``exp(x) (1 + exp(x))^-2`` as ``(exp(-x) + 1)^-1 (1 + exp(x))^-1``, ``sinh(x) cosh(x)^-3`` by ``tanh(x)``.
+
+        Otherwise with one exponential.
+        """
+        powers = dict(factors_of(product))
+        for a, b in ((sympy.sinh, sympy.cosh), (sympy.cosh, sympy.sinh)):
+            for x in (base.args for base, e in powers.items() if base.func == a and e.is_Integer and e > 0):
+                below = powers.get(b(*x), sympy.S.Zero)
+                n = min(int(powers[a(*x)]), int(-below)) if below.is_number else 0
+                if n > 0:
+                    product *= (b(*x) / a(*x)) ** n * sympy.tanh(*x) ** (n if b == sympy.cosh else -n)
         rest, outer = split(product)
         for base, e in factors_of(rest):
             parts = [split(term) for term in base.args] if base.is_Add and e.is_number else []
