@@ -41,3 +41,27 @@ def test_a_molecule_of_gaussians_is_linearized():
     x, charges = SUMS[0].inputs(SMALL)[:2]
     sources = {"widths": torch.tensor([0.3, 0.4, 0.5]), "exclusions": torch.tensor([[0], [1]])}
     linearized_is_forward_mode(lambda x: electrostatics.ewald_summation(x, charges, None, pbc=False, **sources), x)
+
+
+def test_a_batch_of_crystals_and_a_molecule_is_linearized():
+    """It is split, and so are its k-vectors: which systems and neighbors belong to a part is read."""
+    pbc = torch.tensor([[True] * 3, [False] * 3, [True] * 3])
+    (x, charges, cell, _), near = SUMS[0].inputs(MIXED), SUMS[0].near(MIXED)
+    ewald = electrostatics.EwaldSummation(0.8, 1.5, CUTOFF).prepare(cell)
+    linearized_is_forward_mode(lambda x: ewald(x, charges, cell, pbc=pbc, **near), x)
+
+
+def test_molecules_are_linearized():
+    """How many there are, and their order, is read."""
+    options = {"pbc": torch.zeros(3, 3, dtype=torch.bool), "batch_idx": MIXED.batch_idx, "energy_reduction": "system"}
+    linearized_is_forward_mode(
+        lambda x: electrostatics.ewald_summation(x, MIXED.charges, None, **options), MIXED.positions
+    )
+
+
+def test_quadrupoles_and_given_alphas_of_gaussians_are_linearized():
+    """Whether quadrupoles have a trace is read, and whether alpha fits widths."""
+    inputs, near = SUMS[0].inputs(SMALL), SUMS[0].near(SMALL)
+    quadrupoles = torch.diag(torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64)).expand(3, 3, 3)
+    sources = {"quadrupoles": quadrupoles, "widths": torch.tensor([0.3, 0.4, 0.5])}
+    linearized_is_forward_mode(lambda x: SUMS[0].energies(x, *inputs[1:], near, **sources), inputs.x)

@@ -130,7 +130,7 @@ def test_what_is_missing_is_named():
         EwaldSummation()(SYSTEM._replace(charges=None))
     with pytest.raises(ValueError, match="`numbers` of the system"):
         DFTD3("pbe", elements=(1,))(SYSTEM._replace(numbers=None))
-    with pytest.raises(TypeError, match="`compute_stress`: .*compute_virial=True"):
+    with pytest.raises(TypeError, match=r"`compute_stress`: .*compute_virial=True"):
         EwaldSummation()(SYSTEM, compute_stress=True)
     with pytest.raises(TypeError, match="with a System an interaction takes Neighbors, got Tensor"):
         EwaldSummation()(SYSTEM, SYSTEM.charges)

@@ -26,6 +26,7 @@ from nvalchemiops.torch.runtime.context import (
     slices_of,
     values_of,
 )
+from nvalchemiops.torch.runtime.recorder import read_number
 
 NO_PADDING = core.NO_PADDING
 
@@ -127,7 +128,7 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
         neighbors, shifts = neighbors.flatten(), None if shifts is None else shifts.flatten(0, 1)
     rows = Rows(pointers, neighbors, shifts, width, padding, first)
     if not periodic and shifts is not None and may_read(*rows):
-        if bool(shifts.any()) and bool(shifts[listed_slots(rows)].any()):
+        if read_number(shifts.any()) and read_number(shifts[listed_slots(rows)].any()):
             raise ValueError(f"`cell` is needed with `{name}`: together they say where the images are")
         rows = rows._replace(shifts=None)
     return _expanded(rows, n_atoms, half_list, check) if half_list or check else rows
@@ -162,7 +163,7 @@ def build_rows(
         _, pbc, _ = checks.check_systems(positions, cell, pbc, batch_idx, None)
     order = None
     # the order is read only if that needs no wait
-    if batch_idx is not None and not (may_read(batch_idx) and bool((batch_idx[1:] >= batch_idx[:-1]).all())):
+    if batch_idx is not None and not (may_read(batch_idx) and read_number((batch_idx[1:] >= batch_idx[:-1]).all())):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         positions = positions.index_select(0, order)
     lattice = None if cell is None else cell.detach()
@@ -230,7 +231,7 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
         refuse_in_capture(neighbors, "leave out `check`")
     if not (check or may_read(*rows)):
         return _both_directions(rows._replace(first=first), n_atoms)
-    is_full = pointers is not None and int(pointers[-1]) >= len(neighbors)
+    is_full = pointers is not None and read_number(pointers[-1]) >= len(neighbors)
     places = (neighbors != padding if is_full else listed_slots(rows)).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
     shifts = None if shifts is None else shifts.index_select(0, places)

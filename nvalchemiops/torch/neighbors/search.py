@@ -30,7 +30,7 @@ from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import tracing_state
 from nvalchemiops.torch.runtime.context import eager, is_eager, refuse_in_capture
 from nvalchemiops.torch.runtime.memory import new_empty
-from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.recorder import current_recorder, read_number
 from nvalchemiops.torch.runtime.storage import storage_of
 from nvalchemiops.types import inner_shape
 
@@ -300,7 +300,7 @@ quarter of its time on page faults.
 def count_systems(batch_idx: torch.Tensor) -> int | None:
     """Number of systems from the entries, read on the host; None without entries, or if it far exceeds n_atoms."""
     n_atoms = batch_idx.shape[0]
-    n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
+    n_systems = 1 + (read_number(batch_idx.max()) if n_atoms else 0)
     return n_systems if 1 <= n_systems <= 2 * n_atoms + 1000 else None
 
 

@@ -20,6 +20,7 @@ from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import NvalchemiopsWarning, line_of_caller, notify
 from nvalchemiops.torch.runtime._torch_internals import CHECK_OF_LINALG, followed_by, places_written
+from nvalchemiops.torch.runtime.context import is_mapped
 from nvalchemiops.torch.runtime.operations import (
     COLLECTIVES,
     OF_SHAPES,
@@ -565,6 +566,13 @@ def refuse(faults: Sequence[torch.Tensor]) -> None:
         )
 
 
+def read_number(value: torch.Tensor) -> Any:
+    """The number in a tensor of one entry, also where torch traces with values, which refuses ``int`` and ``bool``."""
+    if current_recorder() is not None or is_mapped(value):  # which see what reads values, and refuse it
+        return value.item()
+    return value.reshape(1).tolist()[0]
+
+
 def read_fault(fault: torch.Tensor, only_in_replays: bool = False) -> int:
     """The number of the fault that kernels have written; zero means no fault.
 
@@ -572,7 +580,7 @@ def read_fault(fault: torch.Tensor, only_in_replays: bool = False) -> int:
     """
     recorder = current_recorder()
     if recorder is None:
-        return int(fault)
+        return int(read_number(fault))
     recorder.look_at(fault, only_in_replays)
     with recorder.pause():
         number = int(fault)

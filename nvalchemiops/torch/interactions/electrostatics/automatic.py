@@ -22,6 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics.open_systems import open_sys
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import Neighbors, System
 
 _SUMS: dict[str, Any] = {"ewald": ewald_summation, "pme": particle_mesh_ewald}
@@ -148,7 +149,7 @@ class Electrostatics(ConfiguredSum):
         sizes = None if system.cell is None else periodic_sizes(system)
         lines = [f"{_counted(n_open, 'open system')}: all pairs, exactly"] * bool(n_open)
         if sizes is None:
-            if is_open is None or not bool(is_open.all()):
+            if is_open is None or not read_number(is_open.all()):
                 raise ValueError("`cell`, `batch_idx` and `pbc` of the system do not fit together")
             return "\n".join(lines)
         axes = periodicity(system.pbc)

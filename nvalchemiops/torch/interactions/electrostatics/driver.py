@@ -42,6 +42,7 @@ from nvalchemiops.torch.neighbors.rows import Rows, is_listed, parts_of
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
+from nvalchemiops.torch.runtime.recorder import read_number
 
 
 @functools.partial(only_inlined, with_calls=True)
@@ -308,7 +309,7 @@ def _keeps_gaussians(self_interaction: Any, system: ChargedSystem) -> bool:
         return False
     widths = system.widths
     with shares.together(system.domain):
-        if widths is None or (may_read(widths) and not bool((widths > 0.0).all())):
+        if widths is None or (may_read(widths) and not read_number((widths > 0.0).all())):
             raise ValueError(
                 "`self_interaction` is infinite for points: it needs positive `widths` of all atoms; with points among "
                 "Gaussians leave it out, and add q²/(2 sqrt(pi) width) for these, as a hardness 1/(sqrt(pi) width)"

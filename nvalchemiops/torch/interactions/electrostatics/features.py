@@ -47,6 +47,7 @@ from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed, r
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
+from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -398,7 +399,7 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
             if values.ndim != 1:
                 raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
             if may_read(values):
-                is_wrong = not bool(((values >= 0.0) & (values < torch.inf)).all())
+                is_wrong = not read_number(((values >= 0.0) & (values < torch.inf)).all())
             else:
                 values = nan_unless_allowed(values)
             found = [number.expand(system.n_atoms) for number in values.unbind(0)]
@@ -415,7 +416,7 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
             if not keeps:
                 break
             square = _square(receiver, system)
-            if square is None or (may_read(square) and not bool((square > 0.0).all())):
+            if square is None or (may_read(square) and not read_number((square > 0.0).all())):
                 raise ValueError(
                     "`self_interaction` is infinite for points: it needs positive widths of sources or receivers"
                 )

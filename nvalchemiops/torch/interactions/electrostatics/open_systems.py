@@ -27,6 +27,7 @@ from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, is_listed, reach_of_all_pairs, rows_of
 from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_mapped, may_read, on_host
+from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
@@ -86,7 +87,7 @@ def open_systems(atoms: System, wait: bool = True) -> torch.Tensor | None:
     found = torch.from_numpy(is_open)
     if cell is None:
         is_index = isinstance(numbers, torch.Tensor) and numbers.dtype in (torch.int32, torch.int64)
-        n_systems = max(1, 1 + int(numbers.max())) if is_index and numbers.numel() else 1
+        n_systems = max(1, 1 + read_number(numbers.max())) if is_index and numbers.numel() else 1
         return found if found.shape[0] > 1 else found.expand(n_systems)
     n_systems = cell.shape[0] if isinstance(cell, torch.Tensor) and cell.ndim == 3 else 1
     return found.expand(n_systems) if found.shape[0] in (1, n_systems) else None
@@ -148,7 +149,8 @@ class Part(NamedTuple):
         if pointers.shape[0] == 1:
             return torch.zeros(0, dtype=torch.bool, device=pairs.device), pointers
         counts = pointers.diff()
-        if bool((counts < 0).any()) or not int(pointers[0]) == 0 <= int(pointers[-1]) <= n_pairs:
+        first, last = read_number(pointers[0]), read_number(pointers[-1])
+        if read_number((counts < 0).any()) or not first == 0 <= last <= n_pairs:
             raise ValueError("`neighbor_ptr` must ascend from 0 to the number of pairs in `neighbor_list`")
         inside = (self.number >= 0).repeat_interleave(counts)
         own = self.of_atoms(counts).cumsum(0).to(pointers.dtype)
@@ -160,7 +162,7 @@ class Part(NamedTuple):
         if padding is not None:
             is_atom &= atoms != padding
         numbers = self.number[torch.where(is_atom, atoms, 0).to(torch.int64)] if is_atom.numel() else atoms
-        if bool((is_atom & (numbers < 0)).any()):
+        if read_number((is_atom & (numbers < 0)).any()):
             raise ValueError("`batch_idx`: the neighbor list joins atoms of different systems")
         numbers = torch.where(is_atom, numbers, -1)
         return numbers if padding is None else torch.where(atoms == padding, self.atoms.shape[0], numbers)
@@ -183,13 +185,14 @@ def check_mixed(atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors,
         checks.check_positive("cutoff", options.cutoff)
     if options.alpha is not None:
         per_system("alpha", options.alpha, is_open.shape[0], positions.device)
-    own = (options.exclusions,) if bool(is_open.all()) else (options.exclusions, *neighbors)
+    all_open = read_number(is_open.all())
+    own = (options.exclusions,) if all_open else (options.exclusions, *neighbors)
     if any([isinstance(value, torch.Tensor) and is_mapped(value) for value in own]):
         raise ValueError(
             "`pbc` has three open axes in some systems: there `vmap` cannot map over exclusions, and in a batch with "
             "periodic systems not over neighbors"
         )
-    if not bool(is_open.all()):
+    if not all_open:
         rows_of(neighbors._replace(half_list=False) if is_listed(neighbors) else neighbors, positions, periodic=True)
 
 
@@ -232,7 +235,7 @@ def _system_of(part: Part, atoms: System, n_systems: int) -> System:
 def periodic_part(atoms: System) -> tuple[System, torch.Tensor | None]:
     """The systems of a batch with periodic axes, and their indices; None for all of them, or if all are open."""
     is_open = open_systems(atoms)
-    if is_open is None or bool(is_open.all()):
+    if is_open is None or read_number(is_open.all()):
         return atoms, None
     checks.check_positions(atoms.positions, finite=False)
     checks.check_batch(atoms.batch_idx, atoms.positions, is_open.shape[0])

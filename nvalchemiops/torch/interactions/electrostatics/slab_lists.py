@@ -11,7 +11,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, listed_slots, pair_distances, row_indices, rows_of
 from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import may_read, may_recognize
-from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.recorder import current_recorder, read_number
 
 LOOKED_AT = 64
 """Atoms whose rows tell how far a list reaches."""
@@ -62,12 +62,12 @@ def _lacks_images(asked: EwaldSum) -> torch.Tensor:
     i, slots = _rows_of_atoms(rows, in_slabs[:: -(-in_slabs.numel() // LOOKED_AT)])
     j = rows.neighbors[slots].long().clamp(0, len(x) - 1)  # of atoms that do not exist the sum is NaN
     apart = x[j] - x[i] + (rows.shifts[slots].double().unsqueeze(1) @ cell[of[i]]).squeeze(1)
-    reach = min(float(apart.norm(dim=1).amax()) if slots.numel() else 0.0, _needed(asked, n_systems))
+    reach = min(read_number(apart.norm(dim=1).amax()) if slots.numel() else 0.0, _needed(asked, n_systems))
     if reach == 0.0 or not _may_see_images(x, cell, of, is_open, reach):
         return none
     listed = listed_slots(rows).nonzero().squeeze(1)
     first = row_indices(rows, len(x))[listed]
-    if bool(((rows.shifts[listed] != 0) & is_open[first]).any()):
+    if read_number(((rows.shifts[listed] != 0) & is_open[first]).any()):
         return none
     batch_idx = None if atoms.batch_idx is None else of.int()
     found = build_rows(x, reach, cell, batch_idx, is_slab)
@@ -108,4 +108,4 @@ def _may_see_images(x: torch.Tensor, cell: torch.Tensor, of: torch.Tensor, is_op
     low = along.new_full((len(cell), 3), torch.inf).scatter_reduce(0, index, along, "amin")
     heights = 1.0 / torch.linalg.inv(cell).norm(dim=1)
     narrow = (1.0 - (high - low)) * heights < reach
-    return bool((narrow[of] & is_open).any())
+    return bool(read_number((narrow[of] & is_open).any()))

@@ -22,7 +22,7 @@ from nvalchemiops.layout import layout
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.runtime.context import eager, is_eager, may_read, on_host
-from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
+from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault, read_number
 
 NEGLIGIBLE = 1e-5
 """Traces and antisymmetric parts of quadrupoles up to this size, relative to the largest element, count as rounding."""
@@ -94,10 +94,10 @@ def _warn_of_trace(quadrupoles: torch.Tensor) -> None:
     fault = _has_dropped_parts(q) if recorder is None else recorder.compute(lambda: _has_dropped_parts(q), q)
     if not read_fault(fault):
         return
-    least = NEGLIGIBLE * float(q.abs().max())
-    if float(q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max()) > least:
+    least = NEGLIGIBLE * read_number(q.abs().max())
+    if read_number(q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max()) > least:
         notify("`quadrupoles` have a trace, which does not act on other atoms: it is dropped", AccuracyWarning, "trace")
-    if float((q - q.mT).abs().max()) > least:
+    if read_number((q - q.mT).abs().max()) > least:
         notify("`quadrupoles` are not symmetric: the symmetric part is used", AccuracyWarning, "antisymmetric")
 
 
