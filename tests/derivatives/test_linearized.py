@@ -4,6 +4,8 @@ import warnings
 
 import torch
 
+from nvalchemiops.torch import System
+from nvalchemiops.torch.dynamics import Evaluation, nph
 from nvalchemiops.torch.interactions import electrostatics
 from tests.support.cases import CUTOFF, D3, MIXED, SMALL, SUMS
 from tests.support.comparing import close, random_like
@@ -65,3 +67,21 @@ def test_quadrupoles_and_given_alphas_of_gaussians_are_linearized():
     quadrupoles = torch.diag(torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64)).expand(3, 3, 3)
     sources = {"quadrupoles": quadrupoles, "widths": torch.tensor([0.3, 0.4, 0.5])}
     linearized_is_forward_mode(lambda x: SUMS[0].energies(x, *inputs[1:], near, **sources), inputs.x)
+
+
+def test_steps_with_a_masked_barostat_are_linearized():
+    """What is written into a part of a constant is lost; masses and parameters are read."""
+    system = System(SMALL.positions, cell=5.0 * torch.eye(3, dtype=torch.float64))
+    integrator = nph(0.01, 0.05, cell="axes", mask=(True, False, True))
+    pressure = torch.diag(torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64)).unsqueeze(0)
+
+    def model(system):
+        return Evaluation(0.5 * system.positions.square().sum().reshape(1), -system.positions, pressure)
+
+    def after_a_step(x):
+        masses, velocities = torch.ones_like(x[:, 0]), 0.1 * system.positions
+        state = integrator.start(system._replace(positions=x), model, masses=masses, velocities=velocities)
+        found = integrator.step(state, model)
+        return torch.cat([found.system.positions, found.velocities])
+
+    linearized_is_forward_mode(after_a_step, system.positions)

@@ -93,11 +93,9 @@ class Cell(Flow):
 
     def _axes(self, state: State) -> torch.Tensor:
         """Ones (n_systems, 3) for the axes that may change, zeros for the others."""
-        axes = torch.ones_like(state.extra["dt"]).repeat(1, 3)
-        for axis, moves in enumerate(self.mask):
-            if not moves:
-                axes[:, axis] = 0.0
-        return axes
+        one = torch.ones_like(state.extra["dt"])
+        # not in place: torch.func.linearize loses what is written into a part of a constant
+        return torch.cat([one if moves else torch.zeros_like(one) for moves in self.mask], 1)
 
     def _project(self, state: State, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor of forces (n_systems, 3) or (n_systems, 3, 3) that is in the subspace."""

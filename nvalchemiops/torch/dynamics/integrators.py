@@ -37,6 +37,7 @@ from nvalchemiops.torch.dynamics.velocities import (
 )
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import System
 
 FORCES = None
@@ -397,12 +398,12 @@ def _check_values(extra: Mapping[str, torch.Tensor], flows: Sequence[Flow]) -> N
         if not may_read(value):
             continue
         found = values_of(value)
-        if not bool(found.isfinite().all()):
+        if not read_number(found.isfinite().all()):
             raise ValueError(f"`{name}` must be finite")
         if name in _POSITIVE or (name == "temperature" and divides):
-            if not bool((found > 0.0).all()):
+            if not read_number((found > 0.0).all()):
                 raise ValueError(f"`{name}` must be positive, got {float(found.min())}")
-        elif name in ("temperature", "friction") and not bool((found >= 0.0).all()):
+        elif name in ("temperature", "friction") and not read_number((found >= 0.0).all()):
             raise ValueError(f"`{name}` must not be negative, got {float(found.min())}")
         if name in ("temperature", "friction") and draws:
             check_slopes(name, value)
@@ -442,7 +443,7 @@ def _masses(system: System, masses: Any) -> torch.Tensor:
         masses = masses.repeat(len(positions))
     if masses.shape != positions.shape[:1]:
         raise ValueError(f"`masses` must have shape (n_atoms,) = ({len(positions)},), got {tuple(masses.shape)}")
-    if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
+    if may_read(masses) and not read_number((values_of(masses) > 0.0).all()):
         raise ValueError("`masses` must be positive")
     return masses.to(positions)
 
@@ -474,9 +475,9 @@ def _check_cells(system: System, flows: Sequence[Flow]) -> None:
     pbc = system.pbc if system.domain is None else system.domain.pbc
     if not may_read(system.cell):
         return
-    if not bool((values_of(system.volume) > 0.0).all()):
+    if not read_number((values_of(system.volume) > 0.0).all()):
         raise ValueError("`cell` has no volume: this integrator needs three lattice vectors, also along open axes")
-    if pbc is None or not may_read(pbc) or bool(values_of(pbc).all()):
+    if pbc is None or not may_read(pbc) or read_number(values_of(pbc).all()):
         return
     rows = torch.where(values_of(pbc).unsqueeze(-1), values_of(system.cell).to(torch.float64), 0.0)
     # parts of Cartesian unit vectors that are in the span of the periodic lattice vectors
