@@ -315,6 +315,10 @@ def test_searches_along_all_axes_share_a_plan_whether_or_not_these_are_given():
     for pbc, advice in ((periodic, "`pbc` says that all axes are periodic"), (None, "a vector of zeros")):
         with pytest.raises(ValueError, match=f"`cell` is singular.*; .*{advice}"):
             potential(X, CELL[:, [0, 0, 2]], pbc=pbc, **given)
+    near = {"neighbor_matrix": torch.zeros(len(X), 1).int(), "neighbor_matrix_shifts": torch.ones(len(X), 1, 3).int()}
+    for listed in ({}, near):
+        with pytest.raises(ValueError, match="`cell` has a zero lattice vector, but `pbc` says"):
+            potential(X, CELL * torch.tensor([[1.0], [1.0], [0.0]]), pbc=periodic, **listed, **given)
 
 
 @pytest.mark.parametrize("name", FINDING)

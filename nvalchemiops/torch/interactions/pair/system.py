@@ -228,7 +228,11 @@ def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> b
         rows = cell.tolist()
         if is_clearly_regular(rows if cell.ndim == 2 else rows[0]):
             return True
-    return not _has_open_axes(cell.reshape(-1, 3, 3), pbc)
+    if not _has_open_axes(cell.reshape(-1, 3, 3), pbc):
+        return True
+    if pbc is not None:
+        raise ValuesError("`cell` has a zero lattice vector, but `pbc` says that all axes are periodic")
+    return False
 
 
 def _has_open_axes(cell: torch.Tensor, pbc: torch.Tensor | None = None) -> bool:
