@@ -74,8 +74,8 @@ def as_bools(value: Any) -> Any:
     """The value with bools for integers that are 0 or 1, as ASE takes them; anything else, and tensors, as they are."""
     if isinstance(value, (list, tuple)):
         return [as_bools(one) for one in value]
-    if type(value) is int:
-        return bool(value) if value in (0, 1) else value
+    if type(value) is int and value in (0, 1):
+        return (False, True)[value]  # not `bool`: in compiled code that of an input is no constant
     if isinstance(value, (np.ndarray, np.integer)) and value.dtype.kind in "iu" and np.all((value == 0) | (value == 1)):
         return value.astype(np.bool_)
     return value

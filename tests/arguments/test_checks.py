@@ -204,6 +204,13 @@ def test_periodicity_in_code_compiled_for_another_device(monkeypatch):
     assert made == [True, True, False, True, False, True, False, True]
 
 
+def test_integers_for_periodicity_may_differ_between_compiled_calls():
+    """Which torch compiles for any integer from the second one on."""
+    flags = torch.compile(lambda x, pbc: x + checks.pbc_tensor(pbc), backend="eager", fullgraph=True)
+    for pbc in (1, 0, (0, 1, 1)):
+        assert torch.equal(flags(torch.zeros(3), pbc), torch.as_tensor(pbc).float().expand(3))
+
+
 def test_lengths_that_autocast_has_rounded_are_not_to_be_cast():
     """They have three digits left, so that casting them would hide a wrong energy."""
     turn = torch.eye(3)
