@@ -306,6 +306,20 @@ def test_published_data_do_not_import_their_package(monkeypatch):
     assert "tad_dftd3" not in sys.modules
 
 
+IN_THREADS = """
+from nvalchemiops.torch.interactions import dispersion
+from tests.support.processes import in_threads
+
+print(len(in_threads(lambda _: dispersion.D3Parameters.load(), range(6))))
+"""
+
+
+@pytest.mark.later
+def test_threads_read_published_data_at_once():
+    """A package whose modules import each other cannot be entered by several of them at once."""
+    assert output_of(run_python(IN_THREADS)).split()[-1] == "6"
+
+
 # -- prepared states ------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ def _without_package(package: str, *path: str) -> Any:
 def from_package() -> dict[str, Any]:
     """The entries of `D3Parameters`."""
     try:
+        importlib.import_module("tad_mctc")  # threads that first import parts of it, which import each other, fail
         reference = _without_package("tad_dftd3", "reference")
         r4r2 = _without_package("tad_dftd3", "data", "r4r2")
         radii = importlib.import_module("tad_mctc.data.radii")
