@@ -27,7 +27,10 @@ KEPT = 8
 
 @contextlib.contextmanager
 def kept_headers() -> Iterator[None]:
-    """Give Warp what other processes have precompiled, and keep what it precompiles inside. Errors of files are not."""
+    """Give Warp what other processes have precompiled, and keep what it precompiles in the block.
+
+    Files that cannot be read or written are ignored: Warp then precompiles the header itself.
+    """
     at = header_folder() if wp.config.cache_kernels else None
     identity = None if at is None else header_identity()
     if at is None or identity is None:
