@@ -8,7 +8,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.dynamics.constraints import Constraints
-from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Shake, Stochastic, Tangent, kept
+from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Stochastic, kept
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
 from nvalchemiops.torch.dynamics.velocities import square_root
 
@@ -47,6 +47,7 @@ class Cell(Flow):
     mask: tuple[bool, bool, bool] = (True, True, True)
     constraints: Constraints | None = None
     needs_stress: ClassVar[bool] = True
+    projected: ClassVar[tuple[str, ...] | None] = ()
     inside: ClassVar[Flow | None] = None
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
@@ -73,7 +74,7 @@ class Cell(Flow):
 
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """The flow of the centres of clusters."""
-        return ((dataclasses.replace(self, constraints=constraints), 1.0),)
+        return Flow.constrained(dataclasses.replace(self, constraints=constraints), constraints)
 
     def _degrees(self, state: State) -> torch.Tensor:
         """Degrees of freedom (n_systems, 1) that the strain couples to."""
@@ -193,6 +194,7 @@ class Press(Cell):
 class StretchedKick(Cell):
     """Forces while the cell changes: ``dv/dt = F / m - v (ε + Tr ε / f)``."""
 
+    projected: ClassVar[tuple[str, ...] | None] = Kick.projected
     inside: ClassVar[Flow | None] = Kick()
 
     def _stretched(self, state: State, h: torch.Tensor) -> State:
@@ -208,15 +210,12 @@ class StretchedKick(Cell):
         velocities = self._times(state, state.velocities, decay) + self._times(state, pushed, h * mean)
         return state._replace(velocities=velocities)
 
-    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
-        """The flow of the centres, with velocities projected."""
-        return *super().constrained(constraints), (Tangent(constraints), 1.0)
-
 
 @dataclasses.dataclass(frozen=True)
 class StretchedDrift(Cell):
     """Free motion while the cell changes: ``dr/dt = v + r ε``, ``dh/dt = h ε``. Frozen atoms move with the cell."""
 
+    projected: ClassVar[tuple[str, ...] | None] = Drift.projected
     inside: ClassVar[Flow | None] = Drift()
 
     def _stretched(self, state: State, h: torch.Tensor) -> State:
@@ -231,11 +230,6 @@ class StretchedDrift(Cell):
         grown = grown @ growth if self.shape == "full" else grown * growth.unsqueeze(-2)
         return state.at(positions, grown.to(cell.dtype))
 
-    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
-        """The flow of the centres, with positions and velocities projected."""
-        ((flow, _),) = super().constrained(constraints)
-        return (Shake(flow, constraints), 1.0), (Tangent(constraints), 1.0)
-
 
 @dataclasses.dataclass(frozen=True)
 class CellChain(Chain):
@@ -245,10 +239,8 @@ class CellChain(Chain):
     name: ClassVar[str] = "cell_chain"
     parameters: ClassVar[tuple[str, ...]] = ("temperature", "barostat_time")
 
-    def _count(self, state: State) -> torch.Tensor:
+    def _degrees(self, state: State) -> torch.Tensor:
         return torch.full_like(state.extra["dt"], float(self.cell.dimension))
-
-    _target = _count
 
     def _twice_energy(self, state: State) -> torch.Tensor:
         return self.cell.mass(state) * self.cell._square(state.extra["strain_rate"])

@@ -30,6 +30,8 @@ class Flow:
     conserves_momentum : bool
     per_atom : tuple of str
         Those of its variables that have a row for each atom. On ranks they move with the atoms.
+    projected : tuple of str, or None
+        What of "positions" and "velocities" constraints project after the flow; None if it is not made for constraints.
     """
 
     parameters: ClassVar[tuple[str, ...]] = ()
@@ -37,6 +39,7 @@ class Flow:
     needs_stress: ClassVar[bool] = False
     conserves_momentum: ClassVar[bool] = True
     per_atom: ClassVar[tuple[str, ...]] = ()
+    projected: ClassVar[tuple[str, ...] | None] = None
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """The state after the time h (n_systems, 1) of this term alone."""
@@ -63,7 +66,10 @@ class Flow:
         They take lengths and velocities that obey the constraints, and leave them so. Raises TypeError if there are
         none.
         """
-        raise TypeError(f"{type(self).__name__} is not made for constraints")
+        if self.projected is None:
+            raise TypeError(f"{type(self).__name__} is not made for constraints")
+        flow = Shake(self, constraints) if "positions" in self.projected else self
+        return (flow, 1.0), *[(Tangent(constraints), 1.0)] * ("velocities" in self.projected)
 
 
 def kept(state: State, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -76,6 +82,8 @@ def kept(state: State, name: str, value: torch.Tensor) -> dict[str, torch.Tensor
 class Kick(Flow):
     """Forces: ``dv/dt = F / m``."""
 
+    projected: ClassVar[tuple[str, ...] | None] = ("velocities",)
+
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Change the velocities."""
         weights = state.of_atoms(h) * state.extra["inverse_masses"]
@@ -85,14 +93,12 @@ class Kick(Flow):
         """The potential energy."""
         return state.evaluation.energies.to(torch.float64).unsqueeze(1)
 
-    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
-        """With velocities projected."""
-        return (self, 1.0), (Tangent(constraints), 1.0)
-
 
 @dataclasses.dataclass(frozen=True)
 class Drift(Flow):
     """Free motion: ``dr/dt = v``."""
+
+    projected: ClassVar[tuple[str, ...] | None] = ("positions", "velocities")
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Change the positions."""
@@ -101,10 +107,6 @@ class Drift(Flow):
     def energy(self, state: State) -> torch.Tensor:
         """The kinetic energy."""
         return 0.5 * trace(state.twice_kinetic())
-
-    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
-        """With positions and velocities projected."""
-        return (Shake(self, constraints), 1.0), (Tangent(constraints), 1.0)
 
 
 class Stochastic(Flow):
@@ -143,6 +145,7 @@ class Noise(Stochastic):
     """
 
     stream: int = 0
+    constraints: Constraints | None = None
     parameters: ClassVar[tuple[str, ...]] = ("temperature", "friction")
     conserves_momentum: ClassVar[bool] = False
 
@@ -152,17 +155,16 @@ class Noise(Stochastic):
         exponent = h * extra["friction"]
         spread = square_root(-torch.expm1(-2.0 * exponent) * extra["temperature"])
         scale = state.of_atoms(spread) * square_root(extra["inverse_masses"])
-        pushes = self._allowed(state, scale * state.normal(self.stream))
+        pushes = scale * state.normal(self.stream)
+        if self.constraints is not None:
+            pushes = self.constraints.of(state.system.domain).tangent(state.system.positions, pushes, extra)
         new = state.of_atoms(torch.exp(-exponent)) * old + pushes
         added = state.of_systems((new - old) * (new + old) * extra["inertia"])
         return self.heated(state._replace(velocities=new), 0.5 * trace(added))
 
-    def _allowed(self, state: State, pushes: torch.Tensor) -> torch.Tensor:
-        return pushes
-
     def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
         """With noise that is projected."""
-        return ((TangentNoise(self.stream, constraints), 1.0),)
+        return ((Noise(self.stream, constraints), 1.0),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +210,7 @@ class Rescale(Stochastic):
 
     stream: int
     parameters: ClassVar[tuple[str, ...]] = ("temperature", "thermostat_time")
+    projected: ClassVar[tuple[str, ...] | None] = ()
 
     def __call__(self, state: State, h: torch.Tensor) -> State:
         """Scale the velocities."""
@@ -223,10 +226,6 @@ class Rescale(Stochastic):
         scale = torch.where(moves, torch.copysign(squared.sqrt(), along), 1.0)
         added = torch.where(moves, 0.5 * twice * (squared - 1.0), 0.0)
         return self.heated(state._replace(velocities=state.of_atoms(scale) * state.velocities), added)
-
-    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
-        """The same."""
-        return ((self, 1.0),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,24 +252,22 @@ class Chain(Flow):
     loops: int = 1
     name: ClassVar[str] = "chain"
     parameters: ClassVar[tuple[str, ...]] = ("temperature", "thermostat_time")
+    projected: ClassVar[tuple[str, ...] | None] = ()
 
     def odd(self) -> tuple[str, ...]:
         """The velocities of the chain."""
         return (f"{self.name}_velocities",)
 
-    def _count(self, state: State) -> torch.Tensor:
-        """Degrees of freedom (n_systems, 1), at least 1: without any there is nothing to exchange."""
-        return state.extra["degrees_of_freedom"].clamp(min=1.0)
-
-    def _target(self, state: State) -> torch.Tensor:
-        """Degrees of freedom (n_systems, 1) that are there."""
+    def _degrees(self, state: State) -> torch.Tensor:
+        """Degrees of freedom (n_systems, 1)."""
         return state.extra["degrees_of_freedom"]
 
     def _masses(self, state: State) -> torch.Tensor:
         """Q (n_systems, length)."""
         one = state.extra["temperature"] * state.extra[self.parameters[1]] ** 2
         rest = [one.squeeze(1)] * (self.length - 1)
-        return torch.stack([(self._count(state) * one).squeeze(1), *rest], 1)
+        count = self._degrees(state).clamp(min=1.0)  # without any there is nothing to exchange
+        return torch.stack([(count * one).squeeze(1), *rest], 1)
 
     def _twice_energy(self, state: State) -> torch.Tensor:
         return trace(state.twice_kinetic())
@@ -282,7 +279,7 @@ class Chain(Flow):
         """Change the chain, and scale the velocities."""
         extra, name = state.extra, self.name
         kt = extra["temperature"]
-        columns = (column.squeeze(1) for column in (self._twice_energy(state), self._target(state) * kt, kt))
+        columns = (column.squeeze(1) for column in (self._twice_energy(state), self._degrees(state) * kt, kt))
         chain = extra[f"{name}_positions"], extra[f"{name}_velocities"]
         moved, pushed, log_scales = state.chains(*chain, *columns, self._masses(state), h.squeeze(1), self.loops)
         state = self._scaled(state, torch.exp(log_scales).unsqueeze(1))
@@ -296,12 +293,8 @@ class Chain(Flow):
     def energy(self, state: State) -> torch.Tensor:
         """``g kT η_1 + kT Σ η_k + Σ Q u² / 2``."""
         eta, u = (state.extra[f"{self.name}_{of}"] for of in ("positions", "velocities"))
-        potential = self._target(state) * eta[:, :1] + eta[:, 1:].sum(1, keepdim=True)
+        potential = self._degrees(state) * eta[:, :1] + eta[:, 1:].sum(1, keepdim=True)
         return state.extra["temperature"] * potential + 0.5 * (self._masses(state) * u * u).sum(1, keepdim=True)
-
-    def constrained(self, constraints: Constraints) -> Sequence[tuple[Flow, float]]:
-        """The same."""
-        return ((self, 1.0),)
 
 
 # -- constraints ----------------------------------------------------------------------------------
@@ -340,14 +333,3 @@ class Tangent(Flow):
         """Project the velocities."""
         constraints = self.constraints.of(state.system.domain)
         return state._replace(velocities=constraints.tangent(state.system.positions, state.velocities, state.extra))
-
-
-@dataclasses.dataclass(frozen=True)
-class TangentNoise(Noise):
-    """Friction and noise without a part along the bonds."""
-
-    constraints: Constraints | None = None
-
-    def _allowed(self, state: State, pushes: torch.Tensor) -> torch.Tensor:
-        assert self.constraints is not None
-        return self.constraints.of(state.system.domain).tangent(state.system.positions, pushes, state.extra)
