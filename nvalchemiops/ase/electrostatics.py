@@ -25,8 +25,6 @@ from nvalchemiops.torch.interactions.electrostatics import (
     compute_slab_correction,
     estimate_ewald_parameters,
     estimate_pme_parameters,
-    ewald_summation,
-    particle_mesh_ewald,
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
     check_accuracy,
@@ -37,7 +35,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
 from nvalchemiops.torch.interactions.electrostatics.accuracy.methods import method_of_one
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
-from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
+from nvalchemiops.torch.interactions.electrostatics.driver import ewald_sum, sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
@@ -151,7 +149,8 @@ class Electrostatics:
         others = {name: values for name, values in others.items() if values is not None}
         slabs = {"slab_correction": slab_correction} if method in LATTICE_SUMS else {}
         self._arguments: dict[str, Any] = {"cutoff": cutoff, "accuracy": accuracy, **slabs, **parameters, **others}
-        self._sum: LatticeSum | PairSum | SourceSum | AnySum
+        self._sum: LatticeSum | PairSum | SourceSum
+        self._of_open: PairSum | SourceSum | None = None  # instead of it, for atoms without a periodic axis
         if others and method not in (*LATTICE_SUMS, "coulomb"):
             _refuse(others, f"'{method}' is for charges; 'auto', 'ewald', 'pme' and 'coulomb' have them")
         if callable(widths):
@@ -159,9 +158,9 @@ class Electrostatics:
         if method in LATTICE_SUMS:
             _refuse({"cutoff": cutoff, **parameters}, f"'{method}' chooses its parameters for `accuracy`")
             of_slabs = None if slab_correction is None or method == "auto" else bool(slab_correction)
-            self._sum = lattice_sum = LatticeSum(method, accuracy, of_slabs, charges is None)
+            self._sum = LatticeSum(method, accuracy, of_slabs, charges is None)
             if method == "auto":
-                self._sum = AnySum(lattice_sum, SourceSum(None) if others else PairSum("coulomb", None, {}))
+                self._of_open = SourceSum(None) if others else PairSum("coulomb", None, {})
         else:
             _refuse(of_lattice_sums, f"'{method}' is a sum over pairs")
             if others:
@@ -180,11 +179,14 @@ class Electrostatics:
             else:
                 self._of_atoms[name] = atom_values(name, values, SHAPES[name])
 
+    def _sum_of(self, atoms: ase.Atoms) -> "LatticeSum | PairSum | SourceSum":
+        return self._sum if self._of_open is None or any(periodicity(atoms.pbc)) else self._of_open
+
     def reach(self, atoms: ase.Atoms) -> float | None:
         """The distance beyond which pairs do not contribute; known if no source is a function of the geometry."""
         for name in self._functions:
             raise ValueError(f"`{name}`: a function of the geometry is for one process")
-        return self._sum.reach(atoms, {name: values(atoms) for name, values in self._of_atoms.items()})
+        return self._sum_of(atoms).reach(atoms, {name: values(atoms) for name, values in self._of_atoms.items()})
 
     def evaluate(self, system: System) -> Contribution:
         """Energies, forces, virial and charges of these atoms; see `Term`."""
@@ -198,7 +200,7 @@ class Electrostatics:
             if len(sources) > 1:
                 whole |= {name: values.detach().cpu().numpy() for name, values in returned.items()}
         fixed = {name: values.detach() for name, values in sources.items()}
-        found = self._sum(system, fixed, sources["charges"].requires_grad, whole)
+        found = self._sum_of(system.atoms)(system, fixed, sources["charges"].requires_grad, whole)
         forces, virial = found.forces, found.virial
         moving = [name for name, values in sources.items() if values.requires_grad]
         if moving:
@@ -212,12 +214,11 @@ class Electrostatics:
 
     def for_batches(self, system: System) -> InBatches | None:
         """The term for atoms of several systems; None if sources are functions or arrays of one system, or moments."""
-        whole = self._sum.of_periodic if isinstance(self._sum, AnySum) else self._sum
         by_element = self.charges is None or isinstance(self.charges, Mapping)
-        if len(self._of_atoms) > 1 or not by_element or isinstance(whole, SourceSum):
+        if len(self._of_atoms) > 1 or not by_element or isinstance(self._sum, SourceSum):
             return None
         charges = system.of_atoms(self._of_atoms["charges"](system.atoms))
-        return whole.for_batches(system, charges)
+        return self._sum.for_batches(system, charges)
 
     def __repr__(self) -> str:
         return f"Electrostatics({', '.join([repr(self.method), *shown({'charges': self.charges, **self._arguments})])})"
@@ -277,30 +278,9 @@ class SourceSum:
         near = system.neighbors(self.cutoff)
         if "domain" in near:
             raise ValueError("`dipoles`, `quadrupoles` and `widths`: on several ranks by 'ewald' and 'pme'")
-        given = GivenNeighbors(
-            neighbor_matrix=near["neighbor_matrix"], matrix_shifts=near.get("neighbor_matrix_shifts")
-        )
         atoms = ChargedAtoms(system.positions, cell=system.cell, **sources)
-        results = coulomb_of_sources(atoms, given, self.cutoff, compute_virial=system.wants_virial)
+        results = coulomb_of_sources(atoms, _listed(near), self.cutoff, compute_virial=system.wants_virial)
         return Found.of(results, (name for name in SHAPES if name in sources and name != "widths"), system.wants_virial)
-
-
-class AnySum(NamedTuple):
-    """A lattice sum for periodic atoms, and a sum over all pairs for others."""
-
-    of_periodic: "LatticeSum"
-    of_open: PairSum | SourceSum
-
-    def _of(self, atoms: ase.Atoms) -> "LatticeSum | PairSum | SourceSum":
-        return self.of_periodic if any(periodicity(atoms.pbc)) else self.of_open
-
-    def reach(self, atoms: ase.Atoms, whole: Sources) -> float | None:
-        """The cutoff; None for all pairs."""
-        return self._of(atoms).reach(atoms, whole)
-
-    def __call__(self, system: System, sources: Tensors, with_gradients: bool, whole: Sources) -> Found:
-        """As for `PairSum`."""
-        return self._of(system.atoms)(system, sources, with_gradients, whole)
 
 
 class Chosen(NamedTuple):
@@ -311,7 +291,6 @@ class Chosen(NamedTuple):
     alpha: float
     cutoff: float
     long_range: tuple[type, tuple[Any, ...]]  # the first two fields of `EwaldSum`
-    on_ranks: Callable[..., Any]  # the whole sum
 
 
 class LatticeSum:
@@ -351,23 +330,21 @@ class LatticeSum:
         chosen = self._parameters(system.atoms, positions.device, whole)
         # the sum is periodic along all axes, even if a correction accounts for an open one
         near = system.neighbors(chosen.cutoff, (True, True, True))
-        if "domain" in near:
-            near["cutoff"] = chosen.cutoff
-            options |= of_moments
-            if not pbc.all():
-                options |= {"pbc": torch.tensor(pbc, device=positions.device), "slab_correction": True}
-            results: Sums = chosen.on_ranks(positions, cell=cell, alpha=chosen.alpha, **sources, **near, **options)
-            return Found.of(results, names, system.wants_virial)
+        axes = None if pbc.all() else torch.tensor(pbc, device=positions.device)
         asked = EwaldSum(
             *chosen.long_range,
             ChargedAtoms(positions, cell=cell, **sources),
-            GivenNeighbors(neighbor_matrix=near["neighbor_matrix"], matrix_shifts=near["neighbor_matrix_shifts"]),
+            _listed(near),
             check_request(**options, **of_moments, energy_reduction="atom"),
-            SumOptions(chosen.alpha, cutoff=chosen.cutoff),
+            SumOptions(chosen.alpha, self.accuracy, chosen.cutoff),
         )
+        if "domain" in near:
+            atoms = asked.atoms._replace(domain=near["domain"], pbc=axes)
+            asked = asked._replace(atoms=atoms, options=asked.options._replace(slab_correction=axes is not None))
+            found: Any = ewald_sum(asked)
+            return Found.of(found, names, system.wants_virial)
         found = sum_of_parts(asked)
-        if not pbc.all():
-            axes = torch.tensor(pbc, device=positions.device)
+        if axes is not None:
             correction = compute_slab_correction(positions, cell=cell, pbc=axes, **sources, **options, **of_moments)
             found = tuple(one + other for one, other in zip(found, correction))
         return Found.of(found, names, system.wants_virial)
@@ -444,15 +421,19 @@ class LatticeSum:
         long_range: tuple[type, tuple[Any, ...]]
         if by_mesh:
             long_range = (MeshSum, (mesh, None, order, Precomputed(), None))
-            on_ranks = functools.partial(particle_mesh_ewald, mesh_dimensions=mesh, spline_order=order)
         else:
             assert k_cutoff is not None
             # chosen as in the sums, so that they do not change while the cell changes a little
             length = torch.as_tensor(k_cutoff, dtype=torch.float64, device=device).reshape(1)
             k_vectors: Any = WaveVectors(*chosen_points(cell.reshape(1, 3, 3), length))
             long_range = (KVectorSum, (None, None, None, k_vectors))
-            on_ranks = functools.partial(ewald_summation, miller_indices=k_vectors)
-        return Chosen(made_for, device, float(alpha), float(cutoff), long_range, on_ranks)
+        return Chosen(made_for, device, float(alpha), float(cutoff), long_range)
+
+
+def _listed(near: Mapping[str, torch.Tensor]) -> GivenNeighbors:
+    """Neighbors as terms receive them, as an argument of sums; none on several ranks."""
+    shifts = near.get("neighbor_matrix_shifts")
+    return GivenNeighbors(neighbor_matrix=near.get("neighbor_matrix"), matrix_shifts=shifts)
 
 
 def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
