@@ -130,17 +130,14 @@ def _plain(value: Any) -> Any:
 
 def _loaded(path: str | PathLike[str], device: torch.device | str | None) -> Any:
     """What is in the file; None if torch did not write it, or there is something else than tensors in it."""
-    if isinstance(path, str | PathLike):
-        with open(path, "rb") as file:
-            if zipfile.is_zipfile(file):
-                with zipfile.ZipFile(file) as archive:
-                    is_known = any(name.endswith("data.pkl") for name in archive.namelist())
-            else:
-                file.seek(0)
-                is_known = SIGN_OF_OLDER in file.read(64)
-        if not is_known:
-            return None
-    return torch.load(path, map_location=device, weights_only=True)
+    with open(path, "rb") as file:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                is_known = any(name.endswith("data.pkl") for name in archive.namelist())
+        else:
+            file.seek(0)
+            is_known = SIGN_OF_OLDER in file.read(64)
+    return torch.load(path, map_location=device, weights_only=True) if is_known else None
 
 
 def _is_whole(path: str | PathLike[str]) -> bool:
