@@ -28,12 +28,10 @@ from nvalchemiops.torch.dynamics.velocities import (
     check_slopes,
     degrees_of_freedom,
     inertia_of,
-    kinetic_energy,
     maxwell_boltzmann,
     of_each,
     remove_momentum,
     seeds_of,
-    temperature_of,
 )
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.runtime.context import may_read, values_of
@@ -187,7 +185,8 @@ class Integrator:
             for name, value in self.parameters.items():
                 if value is None and name != "temperature":
                     raise ValueError(f"`{name}` is needed: None is that of a state to resume")
-            extra = {name: _column(name, value, n_systems, positions) for name, value in self.parameters.items()}
+            given = {name: value for name, value in self.parameters.items() if value is not None}
+            extra = {name: _column(name, value, n_systems, positions) for name, value in given.items()}
             seeds, system_keys = (
                 seeds_of(name, value, n_systems, positions.device) for name, value in (("seed", seed), ("keys", keys))
             )
@@ -225,16 +224,11 @@ class Integrator:
         degrees = (all_of_them.unsqueeze(1) - of_each("removed", less, n_systems, positions.device)).clamp(min=0.0)
         of_centre = all_of_them.unsqueeze(1) - degrees if removed is None else torch.zeros_like(degrees)
         extra |= {**_degrees_with(extra, degrees), OF_CENTRE: of_centre}
-        degrees = extra["degrees_of_freedom"].squeeze(1)
-        if self.parameters.get("temperature", 0.0) is None:
-            kinetic = kinetic_energy(velocities.detach(), masses, batch_idx, n_systems, domain=domain)
-            extra["temperature"] = temperature_of(kinetic, degrees).unsqueeze(1)
-        _check_values({name: extra[name] for name in self.parameters}, self._distinct)
         if (places := division.places()) is not None:
             extra["place"] = places
         _check_cells(system, self._distinct)
         step = torch.zeros((), dtype=torch.int64, device=positions.device)
-        extra |= {f"given {name}": extra[name].clone() for name in self.parameters}
+        extra |= {f"given {name}": extra[name].clone() for name in given}
         unknown = Evaluation(positions.new_zeros(n_systems), torch.zeros_like(positions))
         return self._started(State(system, velocities, masses, unknown, step, extra), model)
 
@@ -278,15 +272,14 @@ class Integrator:
             extra |= found
             extra |= _degrees_with(extra, extra["degrees_of_freedom"])
             velocities = self.constraints.of(system.domain).tangent(system.positions, velocities, extra)
-        state = state._replace(system=system, velocities=velocities, extra=extra)
-        if "temperature" in self.parameters and "temperature" not in extra:
-            kt = state.temperatures.detach().unsqueeze(1)
-            state = state._replace(extra={**extra, "temperature": kt, "given temperature": kt.clone()})
-        _check_values({name: state.extra[name] for name in self.parameters}, self._distinct)
-        return self._started(state, model)
+        return self._started(state._replace(system=system, velocities=velocities, extra=extra), model)
 
     def _started(self, state: State, model: Model) -> State:
-        """The state with its evaluation and the variables of all flows."""
+        """The state with its evaluation, the variables of all flows and, if it has none, the temperature it is at."""
+        if "temperature" in self.parameters and "temperature" not in state.extra:
+            kt = state.temperatures.detach().unsqueeze(1)
+            state = state._replace(extra={**state.extra, "temperature": kt, "given temperature": kt.clone()})
+        _check_values({name: state.extra[name] for name in self.parameters}, self._distinct)
         check_model(model)
         state = state.followed(self.per_atom)
         found = _results(model, state)
@@ -382,9 +375,9 @@ def _without_repetition(flows: Sequence[tuple[Flow, float] | None]) -> list[tupl
     return found[::-1]
 
 
-def _column(name: str, value: Number | None, n_systems: int, positions: torch.Tensor) -> torch.Tensor:
+def _column(name: str, value: Number, n_systems: int, positions: torch.Tensor) -> torch.Tensor:
     """A copy of the parameter (n_systems, 1), which the caller may change."""
-    return of_each(name, 0.0 if value is None else value, n_systems, positions.device).clone()
+    return of_each(name, value, n_systems, positions.device).clone()
 
 
 _POSITIVE = ("dt", "thermostat_time", "barostat_time", "compressibility")
