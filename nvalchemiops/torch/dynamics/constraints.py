@@ -11,6 +11,7 @@ its equations: it receives what the others know of its atoms, and sends back by 
 
 import contextlib
 import copy
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -116,14 +117,11 @@ class Constraints:
                 raise ValueError("`lengths` must be positive")
             self.lengths = lengths.expand(len(pairs))
         cluster_of, self._levels = _clusters(host, device)
-        bonds_of: dict[int, list[int]] = {}
-        for n, (i, _) in enumerate(host):
-            bonds_of.setdefault(cluster_of[i], []).append(n)
-        sizes = sorted({len(bonds) for bonds in bonds_of.values()})
-        groups = [[bonds for bonds in bonds_of.values() if len(bonds) == size] for size in sizes]
-        # pairs sorted by the size of their cluster, so that a group of clusters is a slice
-        order = [n for group in groups for bonds in group for n in bonds]
-        self.groups = [(len(group), size) for group, size in zip(groups, sizes)]
+        clusters = [cluster_of[i] for i, _ in host]
+        sizes, first = Counter(clusters), {cluster: n for n, cluster in [*enumerate(clusters)][::-1]}
+        # pairs sorted by the size of their cluster, then by its first pair, so that a group of clusters is a slice
+        order = sorted(range(len(host)), key=lambda n: (sizes[clusters[n]], first[clusters[n]]))
+        self.groups = [(count, size) for size, count in sorted(Counter(sizes.values()).items())]
         self._order = torch.tensor(order, dtype=torch.int64, device=device)
         self.first, self.second = pairs[self._order].unbind(1)
         atoms = sorted(cluster_of)
@@ -543,7 +541,7 @@ def _clusters(
         neighbors.setdefault(i, []).append(j)
         neighbors.setdefault(j, []).append(i)
     found: dict[int, int] = {}
-    levels: list[list[tuple[int, int]]] = []
+    levels: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for root in sorted(neighbors):
         if root in found:
             continue
@@ -555,10 +553,7 @@ def _clusters(
                     if child not in found:
                         found[child] = root
                         step.append((child, parent))
-            if step:
-                if depth == len(levels):
-                    levels.append([])
-                levels[depth] += step
+            levels[depth] += step
             front, depth = [child for child, _ in step], depth + 1
-    tables = [torch.tensor(level, dtype=torch.int64, device=device).unbind(1) for level in levels]
+    tables = [torch.tensor(level, dtype=torch.int64, device=device).unbind(1) for level in levels.values() if level]
     return found, [(children, parents) for children, parents in tables]
