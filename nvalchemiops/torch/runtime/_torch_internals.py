@@ -112,20 +112,13 @@ _derivatives = _find(
 DERIVATIVES_KNOWN = _derivatives is not None
 """Whether the next two functions can answer. If not, they always return True."""
 
-if _derivatives is not None:
-    transforms_active: Callable[[], bool] = _derivatives[0]
+transforms_active: Callable[[], bool] = _derivatives[0] if _derivatives else lambda: True
+"""Whether a transform of ``torch.func`` is on; True if that is not known."""
 
-    def derivative_asked() -> bool:
-        """Whether a transform of ``torch.func`` or forward-mode differentiation is on; True if that is not known."""
-        return transforms_active() or forward_ad._current_level >= 0
 
-else:
-
-    def transforms_active() -> bool:
-        """Whether a transform of ``torch.func`` is on; True if that is not known."""
-        return True
-
-    derivative_asked = transforms_active
+def derivative_asked() -> bool:
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is on; True if that is not known."""
+    return transforms_active() or forward_ad._current_level >= 0
 
 
 # -- tensors under function transforms ------------------------------------------------------------
