@@ -301,10 +301,9 @@ class Integrator:
         if not self.conserves_momentum:
             return 0.0
         with torch.no_grad():
-            inertia = inertia_of(masses).to(torch.float64)
-            columns = torch.cat([inertia * velocities, inertia, masses.isinf().unsqueeze(1)], 1)
-            columns = torch.cat([columns, (inertia * velocities.to(torch.float64).square()).sum(1, keepdim=True)], 1)
-            sums = division.sums(columns)
+            inertia, velocities = inertia_of(masses).to(torch.float64), velocities.to(torch.float64)
+            energies = (inertia * velocities.square()).sum(1, keepdim=True)
+            sums = division.sums(torch.cat([inertia * velocities, inertia, masses.isinf().unsqueeze(1), energies], 1))
             twice = sums[:, :3].square().sum(1)
             rests = (twice <= AT_REST * sums[:, 5] * sums[:, 3]) & (sums[:, 4] == 0.0)
             return torch.where(rests, 3.0, 0.0).to(torch.float64)

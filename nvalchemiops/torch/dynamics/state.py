@@ -173,9 +173,8 @@ class State(NamedTuple):
         domain = self.system.domain
         if domain is None:
             return self
-        rows = {name: domain.collect(value) for name, value in self.rows(names).items()}
-        batch_idx = None if domain.batch_idx is None else domain.collect(domain.batch_idx)
-        return self.with_rows(rows, domain=None, batch_idx=batch_idx, pbc=domain._pbc_of(self.system))
+        rows = {name: domain.collect(value) for name, value in self.rows(names).items() if name not in PER_ATOM}
+        return self._replace(system=domain.collect(self.system)).with_rows(rows)
 
     def divided(
         self, domain: "Domain", bring: Callable[[torch.Tensor], torch.Tensor], names: Iterable[str] = ()
