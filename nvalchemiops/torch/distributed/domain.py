@@ -203,26 +203,6 @@ class Domain(Owners):
 
     # -- making it --------------------------------------------------------------------------------
 
-    def _cut(
-        self,
-        coordinates: torch.Tensor,
-        batch_idx: torch.Tensor | None,
-        work: torch.Tensor | None,
-        shape: Shape,
-        cuts: Bricks | None,
-    ) -> Bricks:
-        """Earlier cuts if they still balance the work, so that few atoms change ranks; otherwise new ones."""
-        if cuts is not None:
-            known = cuts._replace(frames=self._frames)
-            owner = known.ranks_of(known.wrapped(coordinates, batch_idx)[0])
-            work_of = torch.ones(len(owner), device=self.device) if work is None else work
-            of_ranks = add(sums_of_work(owner, work_of, self.n_ranks), self.group)
-            if float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean()):
-                return known
-
-        added, largest = (functools.partial(combine, group=self.group) for combine in (add, maximum))
-        return make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
-
     def _divide(
         self,
         positions: torch.Tensor,
@@ -244,9 +224,23 @@ class Domain(Owners):
         numbers = torch.arange(self._n_held, device=self.device) + self._first_held[self.rank]
         coordinates = self._frames.coordinates(positions, batch_idx)
         by_neighbors = work is None if cuts is None else cuts.by_neighbors
-        self.bricks = self._cut(coordinates, batch_idx, work, shape, cuts)._replace(by_neighbors=by_neighbors)
+
+        def owners(bricks: Bricks) -> torch.Tensor:
+            return bricks.ranks_of(bricks.wrapped(coordinates, batch_idx)[0])
+
+        keeps = False
+        if cuts is not None:  # they stay if they still balance the work, so that few atoms change ranks
+            bricks = cuts._replace(frames=self._frames)
+            owner = owners(bricks)
+            work_of = torch.ones(len(owner), device=self.device) if work is None else work
+            of_ranks = add(sums_of_work(owner, work_of, n_ranks), self.group)
+            keeps = float(of_ranks.max()) <= KEPT * cuts.largest * float(of_ranks.mean())
+        if not keeps:
+            added, largest = (functools.partial(combine, group=self.group) for combine in (add, maximum))
+            bricks = make_bricks(self._frames, coordinates, batch_idx, work, self.reach, shape, added, largest)
+            owner = owners(bricks)
+        self.bricks = bricks._replace(by_neighbors=by_neighbors)
         # to the owners: rows for rank 0 first, in the order in which they are held
-        owner = self.bricks.ranks_of(self.bricks.wrapped(coordinates, batch_idx)[0])
         self._to_owners = Exchange.to_ranks(self.group, owner, n_ranks)
         self.n_owned = self._to_owners.n_received
         # all in one message: numbers up to 2^53 are exact
