@@ -61,9 +61,10 @@ class Survivors:
     ``names`` are the variables that flows keep for each atom.
     """
 
+    _before: State  # of the step in which the model is called
+
     def __init__(self, model: Model, names: tuple[str, ...]) -> None:
         self._model, self._names = model, names
-        self._before: State | None = None
         self.failed: torch.Tensor | None = None
 
     def step(self, integrator: Integrator, state: State) -> State:
@@ -81,7 +82,7 @@ class Survivors:
         try:
             return self._model(system)
         except Exception as error:
-            if self._before is None or not may_refuse(error):
+            if not may_refuse(error):
                 raise
             failed = self._failed(system)
             n_step = int(self._before.step) + 1
@@ -96,7 +97,6 @@ class Survivors:
 
     def _failed(self, system: System) -> torch.Tensor | None:
         """Systems that have failed before or now; None if the error is that of no system."""
-        assert self._before is not None
         n_systems = self._before.extra["dt"].shape[0]
         if n_systems == 1:
             return None
@@ -107,7 +107,6 @@ class Survivors:
 
     def _held(self, system: System, moves: torch.Tensor) -> System:
         """The system, with all but the systems in ``moves`` where they were before the step."""
-        assert self._before is not None
         before = self._before.system
         positions = torch.where(_rows(moves, system), system.positions, before.positions)
         if system.cell is None or before.cell is None:
