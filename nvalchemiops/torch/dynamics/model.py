@@ -257,16 +257,13 @@ class SumOfTerms:
         names: list[list[str]] = []
         kinds: list[Any] = []
         for k, term in enumerate(terms):
-            potential, bound, rest = _interaction(term), getattr(term, "keywords", {}), []
+            potential, bound = _interaction(term), getattr(term, "keywords", {})
             formula = potential.formula
-            names.append([])
-            for name, value in bound.items():
-                if name in formula.per_atom or name in formula.global_parameters or name in formula.per_pair:
-                    names[-1].append(name)
-                    values[f"{name} {k}"] = value
-                else:
-                    rest.append((name, value))
-            kinds.append((formula, potential.cutoff, potential.r_switch, tuple(rest)))
+            known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
+            names.append([name for name in bound if name in known])
+            values |= {f"{name} {k}": bound[name] for name in names[-1]}
+            rest = tuple([(name, value) for name, value in bound.items() if name not in known])
+            kinds.append((formula, potential.cutoff, potential.r_switch, rest))
         fixed: dict[str, Any] = {"batch_idx": system.batch_idx, "pbc": system.pbc}
         moving = {"positions": system.positions, "cell": system.cell, **values}
         if listed is None or any(type(_interaction(term)) is not PairPotential for term in terms):
