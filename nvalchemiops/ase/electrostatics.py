@@ -215,7 +215,7 @@ class Electrostatics:
     def for_batches(self, system: System) -> InBatches | None:
         """The term for atoms of several systems; None if sources are functions or arrays of one system, or moments."""
         by_element = self.charges is None or isinstance(self.charges, Mapping)
-        if len(self._of_atoms) > 1 or not by_element or isinstance(self._sum, SourceSum):
+        if self._functions or len(self._of_atoms) > 1 or not by_element or isinstance(self._sum, SourceSum):
             return None
         charges = system.of_atoms(self._of_atoms["charges"](system.atoms))
         return self._sum.for_batches(system, charges)

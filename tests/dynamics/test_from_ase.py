@@ -101,6 +101,10 @@ class Trap:
         return Contribution(0.5 * x.square().sum(1), -x, x.mT @ x)
 
 
+def dipoles(system):
+    return 0.1 * torch.tensor([1.0, 0.0, 0.5]).expand(len(system.atoms), 3)
+
+
 def test_terms_for_one_system_and_other_calculators_go_one_by_one():
     frames = [crystal((2, 1, 1), a=5.6, seed=n) for n in range(2)]
     by_array = Pair(SOFT, sigma=3.4, epsilon=0.0104), Electrostatics("dsf", np.arange(8.0), cutoff=6.0, alpha=0.2)
@@ -111,6 +115,7 @@ def test_terms_for_one_system_and_other_calculators_go_one_by_one():
         (Calculator(Pair("lennard_jones", cutoff=6.0, sigma=np.linspace(3.0, 3.5, 8), epsilon=0.01)), frames),
         (Calculator(Trap()), frames),
         (Calculator(Electrostatics("coulomb", ALL, widths=0.3)), apart),  # between all atoms
+        (Calculator(Electrostatics("ewald", CHARGES, accuracy=1e-4, dipoles=dipoles)), salts()),
         (EMT(), copper),
     ):
         found = FromASE(calculator)(System.from_ase(structures))
