@@ -23,8 +23,6 @@ from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
     ParticleMeshEwald,
     compute_slab_correction,
-    estimate_ewald_parameters,
-    estimate_pme_parameters,
 )
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import (
     check_accuracy,
@@ -390,44 +388,32 @@ class LatticeSum:
         cell = torch.tensor(atoms.cell.array, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only their number matters
         check_place("positions", positions)
-        method, mesh, k_cutoff, costs = self.method, None, None, COSTS[device.type]  # with a list that is kept
+        method, costs = self.method, COSTS[device.type]  # with a list that is kept
         if method == "auto":
             method = method_of_one(len(atoms), self.accuracy, costs, False)
         by_mesh = method == "pme"
         order = order_of_least_cost(self.accuracy, costs)
+        sources: Tensors = {"charges": cell.new_zeros(len(atoms))}  # alone they do not matter
         if len(whole) > 1:
             # strengths are kept, but not those of a call that fails
             for name, values in {"positions": atoms.positions, **whole}.items():
                 if not np.isfinite(values).all():
                     raise ValueError(f"`{name}` has entries that are NaN or infinite")
-            sources: Tensors = {
-                name: torch.as_tensor(values, dtype=cell.dtype, device=device) for name, values in whole.items()
-            }
-            system = check_system(ChargedAtoms(positions, cell=cell, **sources))
-            open_part = MeshSum(order, None) if by_mesh else KVectorSum()
-            known = sources_of(system)
-            alphas, cutoffs, target, _ = optimal_splitting(system, open_part, self.accuracy, costs, *known)
-            alpha, cutoff = alphas[0], cutoffs[0]
-            if by_mesh:
-                mesh = mesh_for(sizes_of_system(system), alphas, target, order, strengths=known[0])
-            else:
-                k_cutoff = reciprocal_cutoff(alphas, sizes_of_system(system).spacing, target)[0]
-        elif by_mesh:
-            pme = estimate_pme_parameters(positions, cell, accuracy=self.accuracy, spline_order=order)
-            alpha, cutoff, mesh = pme.alpha, pme.real_space_cutoff, pme.mesh_dimensions
-        else:
-            ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy)
-            alpha, cutoff, k_cutoff = ewald.alpha, ewald.real_space_cutoff, ewald.reciprocal_space_cutoff
+            sources = {name: torch.as_tensor(values, dtype=cell.dtype, device=device) for name, values in whole.items()}
+        system = check_system(ChargedAtoms(positions, cell=cell, **sources))
+        sizes, known = sizes_of_system(system), sources_of(system)
+        open_part = MeshSum(order, None) if by_mesh else KVectorSum()
+        alpha, cutoff, target, _ = optimal_splitting(system, open_part, self.accuracy, costs, *known)
         long_range: tuple[type, tuple[Any, ...]]
         if by_mesh:
+            mesh = mesh_for(sizes, alpha, target, order, strengths=known[0])
             long_range = (MeshSum, (mesh, None, order, Precomputed(), None))
         else:
-            assert k_cutoff is not None
             # chosen as in the sums, so that they do not change while the cell changes a little
-            length = torch.as_tensor(k_cutoff, dtype=torch.float64, device=device).reshape(1)
+            length = torch.as_tensor(reciprocal_cutoff(alpha, sizes.spacing, target), device=device)
             k_vectors: Any = WaveVectors(*chosen_points(cell.reshape(1, 3, 3), length))
             long_range = (KVectorSum, (None, None, None, k_vectors))
-        return Chosen(made_for, device, float(alpha), float(cutoff), long_range)
+        return Chosen(made_for, device, alpha.item(), cutoff.item(), long_range)
 
 
 def _listed(near: Mapping[str, torch.Tensor]) -> GivenNeighbors:
