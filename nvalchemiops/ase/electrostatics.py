@@ -250,10 +250,7 @@ class PairSum:
 
     def for_batches(self, system: System, charges: torch.Tensor) -> InBatches | None:
         """The sum for atoms of several systems, whose energies are in eV: they are products of two charges."""
-        if not self.parameters.by_element:
-            return None
-        q = charges * math.sqrt(COULOMB_EV_ANGSTROM)
-        return InBatches(functools.partial(self.potential, q=q, **self.parameters.of(system)))
+        return self.parameters.for_batches(system, q=charges * math.sqrt(COULOMB_EV_ANGSTROM))
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, _: Sources) -> Found:
         """Energies, forces, charge gradients if requested, and virial if wanted; in e²/angstrom."""

@@ -91,9 +91,7 @@ class Pair:
 
     def for_batches(self, system: System) -> InBatches | None:
         """The potential for atoms of several systems; None if values are arrays of one system."""
-        if not self.parameters.by_element:
-            return None
-        return InBatches(functools.partial(self.potential, **self.parameters.of(system)))
+        return self.parameters.for_batches(system)
 
     def __repr__(self) -> str:
         return f"Pair({', '.join([repr(self.name), *shown(self._arguments)])})"
@@ -149,7 +147,7 @@ class Parameters:
         self._numbers = {name: number(name, values[name]) for name in formula.global_parameters}
         self._of_atoms = {name: atom_values(name, values[name]) for name in formula.per_atom if name in values}
         self._of_pairs = {name: pair_table(name, values[name]) for name in formula.per_pair}
-        self.by_element = all(isinstance(v, Mapping) or np.ndim(v) == 0 for v in values.values())
+        self._by_element = all(isinstance(v, Mapping) or np.ndim(v) == 0 for v in values.values())
 
     def of(self, system: System) -> dict[str, Any]:
         """The values for these atoms by name, as arguments of the potential. Raises if the atoms lack a value."""
@@ -162,6 +160,10 @@ class Parameters:
             for name, table in self._of_pairs.items():
                 found[name] = system.tensor(of_pairs(name, table, elements))
         return found
+
+    def for_batches(self, system: System, **others: torch.Tensor) -> InBatches | None:
+        """The potential with the values for atoms of several systems, and those of parameters elsewhere, or None."""
+        return InBatches(functools.partial(self._potential, **others, **self.of(system))) if self._by_element else None
 
     def sum_over(self, system: System, **options: Any) -> Any:
         """Energies, forces, further results that the options request, and the virial if wanted, for these atoms.
