@@ -259,13 +259,12 @@ class Integrator:
         if not self.conserves_momentum and OF_CENTRE in extra:
             extra |= {name: extra[name] + extra[OF_CENTRE] for name in COUNTED if name in extra}
             extra[OF_CENTRE] = torch.zeros_like(extra[OF_CENTRE])
-        held = f"{PREFIX}pairs" in extra
-        if held and (self.constraints is None or not self.constraints.holds(extra)):
+        holds = self.constraints is not None and self.constraints.holds(extra)
+        if f"{PREFIX}pairs" in extra and not holds:
             degrees = extra["degrees_of_freedom"] + extra[f"{PREFIX}counts"][:, :1]
             extra = {name: value for name, value in extra.items() if not name.startswith(PREFIX)}
             extra |= _degrees_with(extra, degrees)
-            held = False
-        if self.constraints is not None and held:
+        if self.constraints is not None and holds:
             extra |= self.constraints.constants(system, extra)  # a state of ranks has none
         elif self.constraints is not None:
             system, found = self.constraints.begin(system, extra)
