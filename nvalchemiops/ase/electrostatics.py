@@ -320,8 +320,8 @@ class LatticeSum:
             "compute_charge_gradients": with_gradients,
             "compute_virial": system.wants_virial,
         }
-        of_moments: Tensors = {f"compute_{name[:-1]}_gradients": name in sources for name in ("dipoles", "quadrupoles")}
-        names = [name for name in SHAPES if name in sources and options.get(f"compute_{name[:-1]}_gradients", True)]
+        options |= {f"compute_{name[:-1]}_gradients": name in sources for name in ("dipoles", "quadrupoles")}
+        names = [name for name in SHAPES if options.get(f"compute_{name[:-1]}_gradients")]
         chosen = self._parameters(system.atoms, positions.device, whole)
         # the sum is periodic along all axes, even if a correction accounts for an open one
         near = system.neighbors(chosen.cutoff, (True, True, True))
@@ -330,7 +330,7 @@ class LatticeSum:
             *chosen.long_range,
             ChargedAtoms(positions, cell=cell, **sources),
             _listed(near),
-            check_request(**options, **of_moments, energy_reduction="atom"),
+            check_request(**options, energy_reduction="atom"),
             SumOptions(chosen.alpha, self.accuracy, chosen.cutoff),
         )
         if "domain" in near:
@@ -340,7 +340,7 @@ class LatticeSum:
             return Found.of(found, names, system.wants_virial)
         found = sum_of_parts(asked)
         if axes is not None:
-            correction = compute_slab_correction(positions, cell=cell, pbc=axes, **sources, **options, **of_moments)
+            correction = compute_slab_correction(positions, cell=cell, pbc=axes, **sources, **options)
             found = tuple(one + other for one, other in zip(found, correction))
         return Found.of(found, names, system.wants_virial)
 
