@@ -246,8 +246,6 @@ def relax(options: argparse.Namespace) -> int:
         axes = command.axes_of("--mask", "xyz" if options.mask is None else options.mask)
         cell = CellFilter.of(options.cell, axes, scalar_pressure=pressure)
     fixed = np.concatenate([_held(atoms) for atoms in frames])
-    if (fixed == fixed[:, :1]).all():
-        fixed = fixed[:, 0]
     relaxed = dynamics.relax(
         System.from_ase(frames, device=calculator.device),
         FromASE(calculator),
