@@ -57,7 +57,6 @@ Moments = Mapping[str, Any] | np.ndarray | Callable[[System], Any] | None
 Sources = Mapping[str, np.ndarray]
 Tensors = Mapping[str, Any]
 """Sources as tensors, by name."""
-Sums = tuple[torch.Tensor, ...]
 
 SHAPES: dict[str, tuple[int, ...]] = {"charges": (), "dipoles": (3,), "quadrupoles": (3, 3), "widths": ()}
 """Shape of each source of one atom."""
@@ -231,7 +230,7 @@ class Found(NamedTuple):
     virial: torch.Tensor | None
 
     @classmethod
-    def of(cls, results: Sums, names: Iterable[str], has_virial: bool) -> "Found":
+    def of(cls, results: tuple[torch.Tensor, ...], names: Iterable[str], has_virial: bool) -> "Found":
         """Results of a function of this library, with gradients for these sources."""
         energies, forces, *more = results
         return cls(energies, forces, dict(zip(names, more)), more[-1][0] if has_virial else None)
