@@ -5,29 +5,52 @@ geometry, and the number ``derivatives`` last; it returns ``field``. A *gather* 
 ``moments``, and returns moments. They are each other's derivatives, so one set of formulas serves all pairs of ops.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from nvalchemiops.kernels.moments import count, raised
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd.functorch import given_by_name
+from nvalchemiops.torch.runtime.context import eager, is_eager
 
 Op = Callable[..., torch.Tensor]
 Arguments = dict[str, Any]
 
 
+_RAISED = {count(n): [places[a] for a in range(3) for places in raised(n)] for n in range(12)}
+"""Numbers of moments with one more derivative, along x, then y, then z, by the number of moments."""
+
+
 def derivative_by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
     """Derivative (n_atoms, 3) of ``Σ moments * gathered`` along coordinates; ``gathered`` has one more order."""
-    n_moments = moments.shape[-1]
+    n_atoms, n_channels = moments.shape[:2]
+    n_moments = int(moments.shape[2])  # a tensor in torch.jit.trace, and so is the number of channels
     if n_moments == 1:
-        return (moments * gathered[..., 1:4]).sum(1).to(torch.float64)
-    derivatives = next(d for d in range(n_moments) if count(d) == n_moments)
-    columns = []
-    for axis in range(3):
-        higher = [gathered[..., places[axis]] for places in raised(derivatives)]
-        columns.append((moments * torch.stack(higher, -1)).sum((1, 2)))
-    return torch.stack(columns, -1).to(torch.float64)
+        of_charges = moments * gathered[..., 1:4]
+        return of_charges.sum(1) if n_channels > 1 else of_charges.squeeze(1)
+    width = n_channels * n_moments
+    has_graph = torch.is_grad_enabled() and (moments.requires_grad or gathered.requires_grad)
+    # in float64 alone, since autocast rounds the factors of other products
+    is_plain = gathered.dtype is torch.float64 and is_eager(moments, gathered) and not has_graph
+    if is_plain and layout(gathered.device.type).reads:
+        places = _places(n_moments, int(n_channels), int(gathered.shape[-1]), gathered.device)
+        higher = torch.gather(gathered.flatten(1), 1, places.expand(n_atoms, -1)).view(n_atoms, 3, width)
+        return torch.matmul(higher, moments.reshape(n_atoms, width, 1)).squeeze(-1)
+    columns = gathered.unbind(-1)
+    # a stack, since lists as indices would be copied to a GPU
+    higher = torch.stack([columns[place] for place in _RAISED[n_moments]], -1).view(*gathered.shape[:-1], 3, n_moments)
+    return (higher * moments.unsqueeze(-2)).sum(-1).sum(1)
+
+
+@functools.cache
+@eager
+def _places(n_moments: int, n_channels: int, n_gathered: int, device: torch.device) -> torch.Tensor:
+    """Indices, in a row of gathered values, of the values with one more derivative, by axis, channel and moment."""
+    raised_by_axis = torch.tensor(_RAISED[n_moments], device=device).view(3, 1, n_moments)
+    return (raised_by_axis + n_gathered * torch.arange(n_channels, device=device).unsqueeze(1)).flatten()
 
 
 def spread_pullback(gather: Callable[[], Op]) -> Callable[..., Arguments]:
@@ -40,7 +63,7 @@ def spread_pullback(gather: Callable[[], Op]) -> Callable[..., Arguments]:
         if "moments" in wanted:
             results["moments"] = found.narrow(-1, 0, moments.shape[-1])
         if "coordinates" in wanted:
-            results["coordinates"] = derivative_by_coordinates(moments, found)
+            results["coordinates"] = derivative_by_coordinates(moments, found).to(torch.float64)
         return results
 
     return pullback
@@ -55,7 +78,8 @@ def gather_pullback(spread: Callable[[], Op], gather: Callable[[], Op]) -> Calla
         if "field" in wanted:
             results["field"] = _call(spread(), inputs, moments, derivatives)
         if "coordinates" in wanted:
-            results["coordinates"] = derivative_by_coordinates(moments, _call(gather(), inputs, field, derivatives + 1))
+            found = _call(gather(), inputs, field, derivatives + 1)
+            results["coordinates"] = derivative_by_coordinates(moments, found).to(torch.float64)
         return results
 
     return pullback

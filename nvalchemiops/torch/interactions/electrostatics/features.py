@@ -36,7 +36,13 @@ from nvalchemiops.torch.interactions.electrostatics.sources import nan_unless_al
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
-from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import (
+    SurfaceTerm,
+    background_potential,
+    second_moments,
+    self_potentials,
+    squared,
+)
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair import shares
@@ -457,7 +463,7 @@ def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> tor
     beyond = torch.zeros_like(found[..., 0])
     for sign, widths in ((0.5, receiver), (-0.5, system.widths)):
         if widths is not None:
-            beyond = beyond + sign * _squared(widths)
+            beyond = beyond + sign * squared(widths)
     trace = found[..., 4] + found[..., 7] + found[..., 9]
     return torch.cat([(found[..., 0] + beyond * trace).unsqueeze(-1), found[..., 1 : count(derivatives)]], -1)
 
@@ -522,34 +528,21 @@ def _own_part(
 
 def _own_potential(system: ChargedSystem, a: torch.Tensor, derivatives: int) -> torch.Tensor:
     """Derivatives (n_atoms, n_channels, count) of the potential ``erf(a r)/r`` of an atom at its own position."""
-    moments = system.moments.to(torch.float64)
-    b0, b1, b2 = ((2.0 / math.sqrt(math.pi) * a * (2.0 * a.square()) ** n / (2 * n + 1)) for n in range(3))
-    columns = [b0[:, None, None] * moments[..., :1]]
-    if derivatives > 0:
-        gradient = moments[..., 1:4] if moments.shape[-1] > 1 else torch.zeros_like(moments).expand(-1, -1, 3)
-        columns.append(b1[:, None, None] * gradient)
-    if derivatives > 1:
-        unit = torch.eye(3, dtype=torch.float64, device=moments.device)  # a constant of the host would be copied
-        diagonal = torch.cat([unit[0], unit[1, 1:], unit[2, 2:]])
-        # moments on the diagonal are half the quadrupole
-        second = moments[..., 4:] * (1.0 + diagonal) if moments.shape[-1] > 4 else 0.0
-        columns.append(b2[:, None, None] * second - b1[:, None, None] * moments[..., :1] * diagonal)
-    return torch.cat(columns, -1)
+    moments = _padded(system, derivatives).moments[..., : count(derivatives)].to(torch.float64)
+    found = self_potentials(moments, a)
+    if derivatives < 2:
+        return found
+    # that of charges has a trace, which does not act on the quadrupoles of a self energy
+    unit = torch.eye(3, dtype=torch.float64, device=moments.device)  # a constant of the host would be copied
+    diagonal = torch.cat([unit[0], unit[1, 1:], unit[2, 2:]])
+    of_charges = (4.0 / (3.0 * math.sqrt(math.pi)) * a**3)[:, None, None] * moments[..., :1] * diagonal
+    return torch.cat([found[..., :4], found[..., 4:] - of_charges], -1)
 
 
 def _background(system: ChargedSystem, receiver: Receiver, derivatives: int) -> torch.Tensor:
-    """``2π/V Σ_j q_j (s² + s_j²)``, a constant of each system and receiver."""
-    charges = system.charges.to(torch.float64)
-    squares = torch.zeros_like(charges) if system.widths is None else charges * _squared(system.widths)
-    sums = system.totals(torch.stack([charges, squares], -1))
-    factor = (2.0 * math.pi) / system.lattice().volume
-    found = spread_systems(factor[:, None, None] * sums, system.batch_idx, system.n_atoms)
-    potential = found[..., 1] if receiver is None else found[..., 1] + found[..., 0] * _squared(receiver)
+    """The `background_potential`, a constant of each system and receiver."""
+    potential = background_potential(system, receiver)
     return torch.nn.functional.pad(potential.unsqueeze(-1), (0, count(derivatives) - 1))
-
-
-def _squared(widths: torch.Tensor) -> torch.Tensor:
-    return widths.to(torch.float64).square().unsqueeze(1)
 
 
 # -- results ---------------------------------------------------------------------------------------

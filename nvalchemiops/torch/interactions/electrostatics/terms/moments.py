@@ -30,26 +30,20 @@ Sources: self energies A. Aguado and P. A. Madden, J. Chem. Phys. 119, 7471 (200
 S. W. de Leeuw, J. W. Perram and E. R. Smith, Proc. R. Soc. A 373, 27 (1980), doi:10.1098/rspa.1980.0135.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 
-from nvalchemiops.kernels.moments import raised
-from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import Lattice
+from nvalchemiops.torch.operators.moments import derivative_by_coordinates
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums, totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import eager, is_eager
 
 HIGHEST = {1: 0, 4: 1, 10: 2}
 """Highest order of derivative for a number of moments."""
-
-_RAISED = {count: [places[a] for a in range(3) for places in raised(n)] for count, n in HIGHEST.items()}
-"""Numbers of moments with one more derivative, along x, then y, then z."""
 
 _ROWS, _COLUMNS = (0, 0, 0, 1, 1, 2), (0, 1, 2, 1, 2, 2)
 """Axes of second moments."""
@@ -59,8 +53,9 @@ class MomentFrames(NamedTuple):
     """Moments in the coordinates of a lattice."""
 
     lattice: Lattice  # its `frame` maps positions to the coordinates
-    matrix: torch.Tensor  # ([n_atoms,] n_moments, n_moments); along the coordinates moments are `moments @ matrix`
-    moments: torch.Tensor  # (n_atoms, n_channels, n_moments), along the coordinates, in float64
+    # ([n_atoms,] n_moments, n_moments); along the coordinates moments are `moments @ matrix`; None for charges alone
+    matrix: torch.Tensor | None
+    moments: torch.Tensor  # (n_atoms, n_channels, n_moments), along the coordinates
 
     @property
     def highest(self) -> int:
@@ -71,92 +66,41 @@ class MomentFrames(NamedTuple):
         """The contribution of a potential that is linear in the moments.
 
         ``gathered`` (n_atoms, n_channels, count) holds the potential and its derivatives along the coordinates. The
-        virial of the result is only the part from the frames.
+        virial of the result is only the part from the frames, None for charges, which do not depend on coordinates.
         """
-        moments, n_moments = self.moments, self.moments.shape[-1]
-        gathered = gathered.to(torch.float64)
+        moments, matrix, n_moments = self.moments, self.matrix, self.moments.shape[-1]
+        gathered = gathered.to(moments.dtype)
         of_moments = gathered[..., :n_moments]
-        energies = 0.5 * (moments * of_moments).sum(-1)
-        forces = gradients = virial = None
+        products = moments * of_moments
+        energies = 0.5 * (products.squeeze(-1) if matrix is None else products.sum(-1))
+        forces = virial = None
         if derivatives.forces:
-            forces = -self.lattice.cartesian(_by_coordinates(moments, gathered))
-        if derivatives.charge_gradients or derivatives.virial:
-            gradients = of_moments @ self.matrix.mT
-        if derivatives.virial:
-            assert gradients is not None
+            forces = -self.lattice.cartesian(derivative_by_coordinates(moments, gathered))
+        gradients = of_moments
+        if matrix is not None and (derivatives.charge_gradients or derivatives.virial):
+            gradients = of_moments @ matrix.mT
+        if matrix is not None and derivatives.virial:
             virial = virial_of_frames(gradients, system)
         return Contribution(energies, forces, gradients if derivatives.charge_gradients else None, virial)
 
 
-class ChargeFrames(NamedTuple):
-    """Frames for point charges (n_atoms, n_channels), in their dtype. Charges do not depend on coordinates."""
-
-    lattice: Lattice
-    charges: torch.Tensor
-
-    @property
-    def highest(self) -> int:
-        """Highest order of derivative among the moments."""
-        return 0
-
-    @property
-    def moments(self) -> torch.Tensor:
-        """The charges as moments."""
-        return self.charges.unsqueeze(-1)
-
-    def contribution(self, gathered: torch.Tensor, _: ChargedSystem, derivatives: Derivatives) -> Contribution:
-        """The contribution, without the virial, of a potential that is linear in the charges."""
-        charges = self.charges
-        energies = 0.5 * charges * gathered[..., 0]
-        forces = None
-        if derivatives.forces:
-            by_coordinates = charges.unsqueeze(-1) * gathered[..., 1:4]
-            by_coordinates = by_coordinates.sum(1) if charges.shape[1] > 1 else by_coordinates.squeeze(1)
-            forces = -self.lattice.cartesian(by_coordinates)
-        return Contribution(energies, forces, gathered[..., :1] if derivatives.charge_gradients else None)
-
-
-def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Derivatives (n_atoms, 3) of ``Σ moments * gathered`` with respect to coordinates."""
-    n_atoms, n_channels = moments.shape[:2]
-    n_moments = int(moments.shape[2])  # a tensor in torch.jit.trace, and so is the number of channels
-    width = n_channels * n_moments
-    has_graph = torch.is_grad_enabled() and (moments.requires_grad or gathered.requires_grad)
-    if is_eager(moments, gathered) and not has_graph and layout(gathered.device.type).reads:
-        places = _places(n_moments, int(n_channels), int(gathered.shape[-1]), gathered.device)
-        higher = torch.gather(gathered.flatten(1), 1, places.expand(n_atoms, -1)).view(n_atoms, 3, width)
-        return torch.matmul(higher, moments.reshape(n_atoms, width, 1)).squeeze(-1)
-    columns = gathered.unbind(-1)
-    # a stack, since lists as indices would be copied to a GPU
-    higher = torch.stack([columns[place] for place in _RAISED[n_moments]], -1).view(*gathered.shape[:-1], 3, n_moments)
-    return (higher * moments.unsqueeze(-2)).sum(-1).sum(1)
-
-
-@functools.cache
-@eager
-def _places(n_moments: int, n_channels: int, n_gathered: int, device: torch.device) -> torch.Tensor:
-    """Indices, in a row of gathered values, of the values with one more derivative, by axis, channel and moment."""
-    raised_by_axis = torch.tensor(_RAISED[n_moments], device=device).view(3, 1, n_moments)
-    return (raised_by_axis + n_gathered * torch.arange(n_channels, device=device).unsqueeze(1)).flatten()
-
-
 def frames_of(
     system: ChargedSystem, lattice: Lattice, dtype: torch.dtype, n: torch.Tensor | None = None
-) -> MomentFrames | ChargeFrames:
+) -> MomentFrames:
     """The moments of a system along the coordinates of a lattice, optionally in units of mesh points (3,).
 
-    Point charges are returned in ``dtype``.
+    Point charges are in ``dtype``, other moments in float64.
     """
-    if system.of_points:
-        return ChargeFrames(lattice, system.charges.to(dtype))
-    moments = system.moments
+    moments = system.moments.to(dtype if system.of_points else torch.float64)
     n_moments = int(moments.shape[-1])
+    if n_moments == 1:
+        return MomentFrames(lattice, None, moments)
     frame = lattice.inverse if n is None else lattice.inverse * n
     (matrix,) = cached_by_value(
         "moment frames", (frame,), (n_moments,), lambda: (_matrices(frame, HIGHEST[n_moments]),)
     )
     matrix = matrix[0] if system.batch_idx is None else spread_systems(matrix, system.batch_idx, system.n_atoms)
-    return MomentFrames(lattice, matrix, moments.to(torch.float64) @ matrix)
+    return MomentFrames(lattice, matrix, moments @ matrix)
 
 
 def _matrices(frame: torch.Tensor, highest: int) -> torch.Tensor:
@@ -211,6 +155,26 @@ def _self_coefficients(alpha: torch.Tensor, n_moments: int) -> torch.Tensor:
     return torch.stack(columns[:n_moments], -1)
 
 
+def self_potentials(moments: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """Gradients of the self energies of ``erf(α r)/r`` by moments (n_atoms, n_channels, n_moments)."""
+    return 2.0 * _self_coefficients(alpha, moments.shape[-1]).unsqueeze(1) * moments
+
+
+def squared(widths: torch.Tensor) -> torch.Tensor:
+    """Squares of widths (n_atoms,) as a column, in float64."""
+    return widths.to(torch.float64).square().unsqueeze(1)
+
+
+def background_potential(system: ChargedSystem, widths: torch.Tensor | None) -> torch.Tensor:
+    """``2π/V Σ_j q_j (s² + s_j²)`` (n_atoms, n_channels) for Gaussians of widths s (n_atoms,), or for points."""
+    charges = system.charges.to(torch.float64)
+    squares = torch.zeros_like(charges) if system.widths is None else charges * squared(system.widths)
+    sums = system.totals(torch.stack([charges, squares], -1))
+    factor = (2.0 * math.pi) / system.lattice().volume
+    found = spread_systems(factor[:, None, None] * sums, system.batch_idx, system.n_atoms)
+    return found[..., 1] if widths is None else found[..., 1] + found[..., 0] * squared(widths)
+
+
 class SelfTerm(NamedTuple):
     """Minus the self energies of the long-range part with alpha (n_systems,), plus kept self energies of Gaussians."""
 
@@ -223,13 +187,12 @@ class SelfTerm(NamedTuple):
         alpha = self.alpha
         if system.batch_idx is not None:
             alpha = spread_systems(alpha, system.batch_idx, system.n_atoms)
-        coefficients = -_self_coefficients(alpha, moments.shape[-1])
+        gradients = -self_potentials(moments, alpha)
         if self.keeps_gaussians:
             assert system.widths is not None
-            own = 0.5 / system.widths.to(torch.float64)
-            coefficients = coefficients + _self_coefficients(own, moments.shape[-1])
-        gradients = 2.0 * coefficients.unsqueeze(1) * moments
-        return _without_geometry(0.5 * (gradients * moments).sum(-1), gradients, derivatives)
+            gradients = gradients + self_potentials(moments, 0.5 / system.widths.to(torch.float64))
+        energies = 0.5 * (gradients * moments).sum(-1)
+        return Contribution(energies, None, gradients if derivatives.charge_gradients else None)
 
 
 class BackgroundTerm(NamedTuple):
@@ -237,20 +200,14 @@ class BackgroundTerm(NamedTuple):
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        assert system.widths is not None
-        moments, batch_idx, n_systems = system.moments.to(torch.float64), system.batch_idx, system.n_systems
-        charges, squares = moments[..., 0], system.widths.to(torch.float64).square().unsqueeze(-1)
-        sums = system.totals(torch.stack([charges, charges * squares], -1))
-        sums = spread_systems(sums, batch_idx, system.n_atoms)
-        factor = spread_systems(2.0 * math.pi / system.lattice().volume, batch_idx, system.n_atoms).unsqueeze(-1)
-        potential = factor * (sums[..., 1] + sums[..., 0] * squares)
-        energies = 0.5 * charges * potential
-        gradients = torch.nn.functional.pad(potential.unsqueeze(-1), (0, moments.shape[-1] - 1))
-        found = _without_geometry(energies, gradients, derivatives)
-        if not derivatives.virial:
-            return found
-        energy = totals(energies.sum(1), batch_idx, n_systems)
-        return found._replace(virial=energy[:, None, None] * torch.eye(3, dtype=torch.float64, device=energy.device))
+        potential, n_moments = background_potential(system, system.widths), system.moments.shape[-1]
+        energies = 0.5 * system.charges.to(torch.float64) * potential
+        gradients = virial = None
+        if derivatives.charge_gradients:
+            gradients = torch.nn.functional.pad(potential.unsqueeze(-1), (0, n_moments - 1))
+        if derivatives.virial:
+            virial = on_diagonal(totals(energies.sum(1), system.batch_idx, system.n_systems))
+        return Contribution(energies, None, gradients, virial)
 
 
 class SurfaceTerm(NamedTuple):
@@ -260,8 +217,7 @@ class SurfaceTerm(NamedTuple):
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        sources = system.charges.unsqueeze(-1) if system.of_points else system.moments
-        moments, n_systems, batch_idx = sources.to(torch.float64), system.n_systems, system.batch_idx
+        moments, n_systems, batch_idx = system.moments.to(torch.float64), system.n_systems, system.batch_idx
         n_atoms, n_moments = system.n_atoms, moments.shape[-1]
         x = system.positions.to(torch.float64).unsqueeze(1)
         charges = moments[..., :1]
@@ -279,11 +235,10 @@ class SurfaceTerm(NamedTuple):
         if derivatives.virial:
             of_channel = totals(of_atom, batch_idx, n_systems).mT @ dipole
             energy = system_sums(energies.sum(1), batch_idx, n_systems)
-            identity = torch.eye(3, dtype=torch.float64, device=energy.device)
-            virial = energy[:, None, None] * identity - of_volume[:, None, None] * of_channel
+            virial = on_diagonal(energy) - of_volume[:, None, None] * of_channel
         return Contribution(energies, forces, gradients if derivatives.charge_gradients else None, virial)
 
 
-def _without_geometry(energies: torch.Tensor, gradients: torch.Tensor, derivatives: Derivatives) -> Contribution:
-    """A contribution that depends on sources alone."""
-    return Contribution(energies, None, gradients if derivatives.charge_gradients else None)
+def on_diagonal(values: torch.Tensor) -> torch.Tensor:
+    """Unit matrices times values (n_systems,): the virial of an energy that is inversely proportional to the volume."""
+    return values[:, None, None] * torch.eye(3, dtype=torch.float64, device=values.device)

@@ -41,7 +41,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.interactions.electrostatics.terms.moments import frames_of
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import frames_of, on_diagonal
 from nvalchemiops.torch.interactions.pair.shares import summed_for_shares
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice, lattice_of
@@ -341,8 +341,7 @@ class ReciprocalTerm(NamedTuple):
         at_point = None if n_systems == 1 else k_vectors.point_system
         xx, xy, zx, yy, yz, zz, energy = totals(torch.stack(columns, 1), at_point, n_systems).unbind(1)
         sums = torch.stack([xx, xy, zx, xy, yy, yz, zx, yz, zz], 1).unflatten(1, (3, 3))
-        identity = torch.eye(3, dtype=torch.float64, device=alpha.device)
-        virial = lattice.dyadic(sums) + energy[:, None, None] * identity
+        virial = lattice.dyadic(sums) + on_diagonal(energy)
         of_frames = contribution.virial  # not None for a system with moments
         return contribution._replace(virial=virial if of_frames is None else virial + of_frames)
 
