@@ -48,11 +48,7 @@ from nvalchemiops.torch.runtime.recorder import read_number
 @functools.partial(only_inlined, with_calls=True)
 def ewald_sum(asked: EwaldSum) -> Tensors:
     """The sum of all terms; over all pairs if there is no periodic axis."""
-    asked = in_graph(asked)
-    if torch.compiler.is_compiling() and isinstance(asked.atoms.positions, torch.Tensor) and asked.request.hybrid:
-        cell = asked.atoms.cell
-        cell = cell.detach() if isinstance(cell, torch.Tensor) else cell
-        asked = asked._replace(atoms=asked.atoms._replace(positions=asked.atoms.positions.detach(), cell=cell))
+    asked = in_graph(asked.of_constants())
     with shares.whole_call(asked.atoms.domain):
         found = one_or_several(_ewald_sum(asked))
     if asked.options.slab_correction is True and is_listed(asked.neighbors) and not torch.compiler.is_compiling():
@@ -157,8 +153,6 @@ def _described(
     cell = inputs[-1]
     if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
         return None
-    if request.hybrid:
-        inputs = (inputs[0].detach(), *inputs[1:-1], cell.detach())
 
     # pairs alone have no other options
     known: Any = options[:3] if method is None else (method.given, *given, *options)
@@ -173,11 +167,9 @@ def _described(
         cells, call = cell.detach().reshape(-1, 3, 3), call._replace(n_moving=len(inputs))
         if method is None:
             return call
-        if not method.fits(cells, *given):
+        if (vectors := method.for_all_cells(cells, *given)) is None:
             return None
-        if (vectors := method.of_cell(cells, *given)) is None:
-            return call
-        return call._replace(options=(*called, method.given, *options), prepared=vectors[:4])
+        return call._replace(options=(*called, method.given, *options), prepared=vectors) if vectors else call
 
     return engine.Call(
         name,
@@ -238,10 +230,6 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
         for name, is_given in (("`alpha`", options.alpha is not None), (long_range.argument, long_range.is_given)):
             if not is_given and not is_coulomb(potential):
                 raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
-        if request.hybrid:
-            system, alpha = system.at_fixed_geometry(), options.alpha
-            alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-            asked = asked._replace(options=options._replace(alpha=alpha))
         _check_trained(potential, system, options.alpha)
         given = check_split(asked, system, request=request, method=long_range)
     long_range, alpha, rows, cutoff = split(system, long_range, *given)
@@ -285,8 +273,6 @@ def _over_all_pairs(asked: EwaldSum, n_systems: int) -> tuple[torch.Tensor, ...]
     options = asked.options
     system = open_system(asked.atoms, options.exclusions, options.exclusion_factors, n_systems)
     keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
-    if asked.request.hybrid:
-        system = system.at_fixed_geometry()
     rows = all_pairs(system)
     alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
     terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
@@ -362,7 +348,7 @@ def long_range_part(asked: EwaldSum) -> Tensors:
 
     With ``self_interaction`` and without widths, the self energy of the long-range part is kept.
     """
-    return one_or_several(_sum("long-range part", _long_range_terms, asked, asked.is_constant))
+    return one_or_several(_sum("long-range part", _long_range_terms, asked.of_constants(), asked.is_constant))
 
 
 def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
@@ -384,8 +370,6 @@ def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
         keeps_all = checks.check_flag("self_interaction", self_interaction) and system.widths is None
         has_moments = not system.of_points
         keeps_gaussians = has_moments and not keeps_all and _keeps_gaussians(self_interaction, system)
-    if request.hybrid:
-        system, splitting = system.at_fixed_geometry(), splitting.detach()
     splitting = nan_unless(long_range.valid, splitting)
     terms: list[Term] = []
     if has_moments and not keeps_all:
@@ -397,7 +381,7 @@ def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
 
 def short_range_part(asked: EwaldSum) -> Tensors:
     """The sum over neighbors, without self energies."""
-    return one_or_several(_sum("short-range part", _short_range_terms, asked, False))
+    return one_or_several(_sum("short-range part", _short_range_terms, asked.of_constants(), False))
 
 
 def _short_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
@@ -409,8 +393,6 @@ def _short_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
         shares.must_be_same(system.domain, request=request)
         rows, cutoff, alpha = system.given_rows(cutoff, asked.neighbors, alpha)
         splitting = given_alpha(alpha, system)
-    if request.hybrid:
-        system, splitting = system.at_fixed_geometry(), splitting.detach()
     if rows is None:
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")

@@ -75,6 +75,17 @@ class EwaldSum(NamedTuple):
         """Whether the potential is known to depend on no tensors."""
         return getattr(self.options.potential, "is_constant", False)
 
+    def of_constants(self) -> "EwaldSum":
+        """The sum; with ``hybrid_forces``, of constant positions, cell and alpha."""
+        if not self.request.hybrid:
+            return self
+        atoms, options = self.atoms, self.options
+        given: tuple[Any, ...] = (atoms.positions, atoms.cell, options.alpha)
+        positions, cell, alpha = [value.detach() if isinstance(value, torch.Tensor) else value for value in given]
+        return self._replace(
+            atoms=atoms._replace(positions=positions, cell=cell), options=options._replace(alpha=alpha)
+        )
+
     def long_range(self, system: ChargedSystem) -> Any:
         """The long-range part that is given, or still to be chosen."""
         return self.method.given(*self.given, system)

@@ -236,13 +236,9 @@ class MeshSum(NamedTuple):
         return cls(order, mesh, "`mesh_spacing`", precomputed, basis=basis)
 
     @staticmethod
-    def of_cell(cell: torch.Tensor, *given: Any) -> None:
+    def for_all_cells(cell: torch.Tensor, mesh_dimensions: Any, *given: Any) -> tuple[()] | None:
         """As for `KVectorSum`."""
-
-    @staticmethod
-    def fits(cell: torch.Tensor, mesh_dimensions: Any, *given: Any) -> bool:
-        """As for `KVectorSum`."""
-        return mesh_dimensions is not None
+        return None if mesh_dimensions is None else ()
 
     @property
     def is_given(self) -> bool:

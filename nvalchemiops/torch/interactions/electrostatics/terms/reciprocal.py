@@ -93,23 +93,22 @@ class KVectorSum(NamedTuple):
         return cls()
 
     @staticmethod
-    def of_cell(
+    def for_all_cells(
         cell: torch.Tensor, k_vectors: Any, k_cutoff: Any, miller_bounds: Any, miller_indices: Any
-    ) -> WaveVectors | None:
-        """The k-vectors that arguments of `given` describe by their length, for ``cell`` (n_systems, 3, 3)."""
-        if isinstance(miller_indices, WaveVectors):
-            return miller_indices
-        if k_cutoff is None or not (k_vectors is miller_bounds is miller_indices is None):
-            return None
-        return _up_to(cell.detach(), per_system("k_cutoff", k_cutoff, cell.shape[0], cell.device).detach())
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The tensors of k-vectors by which arguments of `given` differ between cells (n_systems, 3, 3), maybe none.
 
-    @staticmethod
-    def fits(cell: torch.Tensor, k_vectors: Any, k_cutoff: Any, miller_bounds: Any, miller_indices: Any) -> bool:
-        """Whether the given parameters, except those `of_cell`, are the same for all cells, and fit this one."""
+        It is None if the arguments are for one cell alone, or do not fit this one.
+        """
         if isinstance(miller_indices, WaveVectors):
             is_alike = miller_indices.point_begin.shape[0] == cell.shape[0] + 1
-            return is_alike and bool((miller_indices.stretch_to(cell) <= MOST_STRETCH).all())
-        return k_vectors is None
+            fits = is_alike and bool((miller_indices.stretch_to(cell) <= MOST_STRETCH).all())
+            return miller_indices[:4] if fits else None
+        if k_vectors is not None:
+            return None
+        if k_cutoff is None or not (miller_bounds is miller_indices is None):
+            return ()
+        return _up_to(cell, per_system("k_cutoff", k_cutoff, cell.shape[0], cell.device).detach())[:4]
 
     @property
     def is_given(self) -> bool:
