@@ -318,7 +318,7 @@ def open_system(
         moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, widths, positions)
     rows = shares.exclusions_of_share(domain, exclusions, exclusion_factors, positions, batch_idx)
     cell = positions.new_zeros(1 if n_systems is None else n_systems, 3, 3)
-    system = ChargedSystem(positions, moments[..., 0], moments, charges.ndim == 2, cell, batch_idx, rows)
+    system = ChargedSystem(positions, moments, charges.ndim == 2, cell, batch_idx, rows)
     return system._replace(domain=domain, widths=widths, of_points=widths is None and moments.shape[-1] == 1)
 
 

@@ -120,7 +120,8 @@ def body_of(
         if inputs is not None:
             if given is not None:
                 inputs = _of_given(given, inputs)
-            here = system.of(*inputs)
+            positions, moments, cell = inputs
+            here = system._replace(positions=positions, moments=moments, cell=cell)
         by_positions, *by_sources, by_cell = needed or (False, False, False)
         asked = request.derivatives
         computed = Derivatives(

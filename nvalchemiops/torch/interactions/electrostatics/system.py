@@ -23,7 +23,6 @@ class ChargedSystem(NamedTuple):
     """One or several periodic systems, checked."""
 
     positions: torch.Tensor
-    charges: torch.Tensor  # (n_atoms, n_channels)
     # (n_atoms, n_channels, 1, 4 or 10), all sources, `nvalchemiops.torch.interactions.electrostatics.sources`: charges
     # are moments of order zero
     moments: torch.Tensor
@@ -39,9 +38,10 @@ class ChargedSystem(NamedTuple):
     widths: torch.Tensor | None = None  # (n_atoms,), standard deviations of Gaussians; None for points
     of_points: bool = False  # point charges, which any potential supports; moments need the Coulomb potential
 
-    def of(self, positions: torch.Tensor, moments: torch.Tensor, cell: torch.Tensor) -> "ChargedSystem":
-        """The system with these positions, moments and cells instead."""
-        return self._replace(positions=positions, charges=moments[..., 0], moments=moments, cell=cell)
+    @property
+    def charges(self) -> torch.Tensor:
+        """The charges (n_atoms, n_channels)."""
+        return self.moments[..., 0]
 
     @property
     def n_systems(self) -> int:
@@ -94,10 +94,6 @@ class ChargedSystem(NamedTuple):
             return rows_of(neighbors, self.positions, periodic=True), cutoff, alpha
         return shares.rows_of_domain(self.domain, self.positions, self.cell, cutoff, neighbors, alpha)
 
-    def at_fixed_geometry(self) -> "ChargedSystem":
-        """The system without gradients with respect to positions and cell."""
-        return self._replace(positions=self.positions.detach(), cell=self.cell.detach())
-
 
 def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False) -> None:
     """Raise unless there is one charge for each atom (or several), of the dtype and on the device of the positions."""
@@ -142,7 +138,7 @@ def check_system(
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0])
     rows = exclusion_rows(exclusions, exclusion_factors, positions, batch_idx)
     moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
-    system = ChargedSystem(positions, moments[..., 0], moments, charges.ndim == 2, cell, batch_idx, rows)
+    system = ChargedSystem(positions, moments, charges.ndim == 2, cell, batch_idx, rows)
     of_points = widths is None and moments.shape[-1] == 1
     return system._replace(slab_axes=slab_axes, valid=valid, widths=widths, of_points=of_points)
 

@@ -121,10 +121,10 @@ def force_on_host(
 
 def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
     """Forces (n_atoms, 3) between charges from the neighbors in these rows."""
-    charges = system.moments[..., :1].detach()
-    fixed = system.of(system.positions.detach(), charges, system.cell.detach())._replace(widths=None, of_points=True)
+    values = {"positions": system.positions, "moments": system.moments[..., :1], "cell": system.cell}
+    fixed: Any = {name: value.detach() for name, value in values.items()} | {"widths": None, "of_points": True}
     pairs = PairTerm(coulomb_nearby, reach, rows, system.exclusions)
-    forces = pairs.evaluate(fixed, Derivatives(forces=True)).forces
+    forces = pairs.evaluate(system._replace(**fixed), Derivatives(forces=True)).forces
     assert forces is not None
     return forces
 

@@ -172,8 +172,8 @@ def magnitudes_of(system: ChargedSystem) -> ChargedSystem:
     k = NEAR_MOMENTS / spacing_of(system)
     if system.batch_idx is not None:
         k = k.index_select(0, system.batch_idx)
-    charges = _at(k, _squares(system)).sqrt().to(system.positions.dtype)[:, None]
-    return system._replace(charges=charges, moments=charges[:, :, None], widths=None, of_points=True)
+    charges = _at(k, _squares(system)).sqrt().to(system.positions.dtype)
+    return system._replace(moments=charges[:, None, None], widths=None, of_points=True)
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:

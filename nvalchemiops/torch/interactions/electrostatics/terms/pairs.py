@@ -55,11 +55,12 @@ class PairTerm(NamedTuple):
                 exclusions=self.exclusions,
             )
             return Contribution(*sums)
-        n_channels = system.charges.shape[1]
+        charges = system.charges
+        n_channels = charges.shape[1]
         if n_channels > MOST_CHANNELS:
             blocks = [
-                self.evaluate(system._replace(charges=charges), derivatives)
-                for charges in system.charges.split(MOST_CHANNELS, 1)
+                self.evaluate(system._replace(moments=moments), derivatives)
+                for moments in system.moments.split(MOST_CHANNELS, 1)
             ]
             columns: list[Any] = list(zip(*blocks))
             return Contribution(
@@ -74,7 +75,7 @@ class PairTerm(NamedTuple):
         results = sum_pairs(
             of_pair,
             pairs,
-            {names: system.charges, of_pair.global_parameters[0]: parameter},
+            {names: charges, of_pair.global_parameters[0]: parameter},
             PairRequest(derivatives.forces, gradients, derivatives.virial),
             cutoff=self.cutoff,
             exclusions=self.exclusions,
@@ -86,7 +87,7 @@ class PairTerm(NamedTuple):
         virial = next(found) if derivatives.virial else None
         if n_channels > 1 and by_charges is not None:
             # the energy is quadratic: in each channel it is half the charge times the derivative
-            energies = 0.5 * system.charges * by_charges
+            energies = 0.5 * charges * by_charges
         by_moments = None
         if by_charges is not None and derivatives.charge_gradients:
             by_moments = by_charges.unsqueeze(-1)
