@@ -24,8 +24,11 @@ _RAISED = {count(n): [places[a] for a in range(3) for places in raised(n)] for n
 """Numbers of moments with one more derivative, along x, then y, then z, by the number of moments."""
 
 
-def derivative_by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
-    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` along coordinates; ``gathered`` has one more order."""
+def derivative_by_coordinates(moments: torch.Tensor, gathered: torch.Tensor, may_batch: bool = True) -> torch.Tensor:
+    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` along coordinates; ``gathered`` has one more order.
+
+    ``may_batch``: it may run in a batched backward pass of torch (``is_grads_batched``), which has few operations.
+    """
     n_atoms, n_channels = moments.shape[:2]
     n_moments = int(moments.shape[2])  # a tensor in torch.jit.trace, and so is the number of channels
     if n_moments == 1:
@@ -34,7 +37,7 @@ def derivative_by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> 
     width = n_channels * n_moments
     has_graph = torch.is_grad_enabled() and (moments.requires_grad or gathered.requires_grad)
     # in float64 alone, since autocast rounds the factors of other products
-    is_plain = gathered.dtype is torch.float64 and is_eager(moments, gathered) and not has_graph
+    is_plain = not may_batch and gathered.dtype is torch.float64 and is_eager(moments, gathered) and not has_graph
     if is_plain and layout(gathered.device.type).reads:
         places = _places(n_moments, int(n_channels), int(gathered.shape[-1]), gathered.device)
         higher = torch.gather(gathered.flatten(1), 1, places.expand(n_atoms, -1)).view(n_atoms, 3, width)

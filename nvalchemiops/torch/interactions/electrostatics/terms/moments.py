@@ -75,7 +75,7 @@ class MomentFrames(NamedTuple):
         energies = 0.5 * (products.squeeze(-1) if matrix is None else products.sum(-1))
         forces = virial = None
         if derivatives.forces:
-            forces = -self.lattice.cartesian(derivative_by_coordinates(moments, gathered))
+            forces = -self.lattice.cartesian(derivative_by_coordinates(moments, gathered, may_batch=False))
         gradients = of_moments
         if matrix is not None and (derivatives.charge_gradients or derivatives.virial):
             gradients = of_moments @ matrix.mT
