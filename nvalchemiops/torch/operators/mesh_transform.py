@@ -7,6 +7,7 @@ caller. A single larger mesh has the same bits on any number of threads
 operations inside a sum do. Each transform is the derivative of the other one, up to weights of planes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -88,13 +89,8 @@ def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
 
 def _transformed(transform: Callable[[], torch.Tensor], given: torch.Tensor, meshes: Sequence[int]) -> torch.Tensor:
     """``transform()`` for a number of meshes that is the product of ``meshes``."""
-    if (recorder := current_recorder()) is not None:
-        return recorder.compute(lambda: _threaded(transform, given, meshes), given)
-    return _threaded(transform, given, meshes)
-
-
-def _threaded(transform: Callable[[], torch.Tensor], given: torch.Tensor, meshes: Sequence[int]) -> torch.Tensor:
-    is_tiny = given.numel() <= TINY
-    if given.device.type != "cpu" or not (is_tiny or math.prod(meshes) > 1):
-        return transform()
-    return at_fixed_threads(transform, alone=is_tiny)
+    is_tiny, threaded = given.numel() <= TINY, transform
+    if given.device.type == "cpu" and (is_tiny or math.prod(meshes) > 1):
+        threaded = functools.partial(at_fixed_threads, transform, alone=is_tiny)
+    recorder = current_recorder()
+    return threaded() if recorder is None else recorder.compute(threaded, given)

@@ -368,15 +368,13 @@ def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
         if not long_range.is_given:
             raise ValueError(f"{long_range.argument} is needed")
         keeps_all = checks.check_flag("self_interaction", self_interaction) and system.widths is None
-        has_moments = not system.of_points
-        keeps_gaussians = has_moments and not keeps_all and _keeps_gaussians(self_interaction, system)
+        keeps_gaussians = not (keeps_all or system.of_points) and _keeps_gaussians(self_interaction, system)
     splitting = nan_unless(long_range.valid, splitting)
-    terms: list[Term] = []
-    if has_moments and not keeps_all:
-        terms += _own_terms(system, splitting, keeps_gaussians)
-    elif not keeps_all:
-        terms.append(self_term(potential, system, splitting))
-    return [*terms, long_range.term(system, potential, splitting)], system
+    own: list[Term] = []
+    if not keeps_all:
+        of_points = system.of_points
+        own = [self_term(potential, system, splitting)] if of_points else _own_terms(system, splitting, keeps_gaussians)
+    return [*own, long_range.term(system, potential, splitting)], system
 
 
 def short_range_part(asked: EwaldSum) -> Tensors:
