@@ -221,6 +221,15 @@ def test_alpha_is_a_constant_too(name):
     assert all(r.requires_grad for r in SUMS[name](X, TWO.charges, CELL, alpha=alpha, **ALL))
 
 
+def test_a_prepared_mesh_takes_a_cell_that_is_frozen():
+    prepared = electrostatics.prepare_mesh(CELL, 0.8, (8, 9, 10), 6)
+    given = {"batch_idx": BATCH, "prepared": prepared, "cutoff": 4.0, "compute_forces": True}
+    found = electrostatics.particle_mesh_ewald(
+        X, TWO.charges, CELL.clone().requires_grad_(), hybrid_forces=True, **given
+    )
+    close(found, electrostatics.particle_mesh_ewald(X, TWO.charges, CELL, **given))
+
+
 @EACH_SUM
 def test_corrections_are_frozen_as_well(name):
     """Slabs and excluded pairs."""
