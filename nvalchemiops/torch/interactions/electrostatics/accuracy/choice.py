@@ -30,7 +30,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import (
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh
-from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, slices_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host, slices_of
 from nvalchemiops.torch.runtime.graphs import place_of
 from nvalchemiops.torch.runtime.recorder import read_number
 
@@ -101,7 +101,7 @@ def choose_splitting(
             _warn_of_overlap(on_host(limit), strengths.spacing, accuracy)
     values, sizes_known = None, None
     if not long_range.is_given and may_read(chosen, system.cell, system.batch_idx, wait=True):
-        values, sizes_known = on_host(chosen.detach()), _sizes_known(system)
+        values, sizes_known = on_host(chosen.detach()), key_of_sizes(system)
     if rows is not None:
         return EwaldSplitting(chosen, rows, target, None, strengths, values, sizes_known)
     if cutoff is None:
@@ -134,7 +134,7 @@ def _choose(
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
         model = _on_host(model)
-    sizes_known = _sizes_known(system)
+    sizes_known = key_of_sizes(system)
     key = _key_of_choice(sizes_known, system, long_range, model, strengths, limit, accuracy, costs)
 
     # the compiler of torch 2.13 cannot evaluate the annotations of functions here, unless they are quoted
@@ -285,15 +285,6 @@ system has few entries, since both are rounded."""
 
 _choices: Kept[tuple[Any, _Splittings]] = Kept(MOST_CHOICES)
 """Choices that do not depend on positions, by `_key_of_choice`: the results of `optimal_splitting`; and splittings."""
-
-
-def _sizes_known(system: ChargedSystem) -> Hashable:
-    """The values on which sizes depend; None if choices are not to be kept, as outside of plain eager mode."""
-    # a traced graph would hold what was kept as constants
-    is_known = may_read(system.cell, system.batch_idx, wait=True) and not torch.jit.is_tracing()
-    if is_known and is_eager(system.positions, system.moments, system.cell, system.batch_idx, system.widths):
-        return key_of_sizes(system)
-    return None
 
 
 def _key_of_choice(

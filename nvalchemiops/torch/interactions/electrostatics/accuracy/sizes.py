@@ -11,7 +11,7 @@ from nvalchemiops.kernels.lattice import WORTH_CHANGING, is_skewed, shortest_on_
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.runtime.cache import cached_by_identity
-from nvalchemiops.torch.runtime.context import on_host
+from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
 
 MOST_SYSTEMS = 512
 """Largest batch for which results of the sizes are kept; for larger ones choices take little of the time of a sum."""
@@ -105,11 +105,18 @@ def counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.
 
 
 def key_of_sizes(system: ChargedSystem) -> Hashable:
-    """The values on which `sizes_of_system` depends, read on the host; None if that costs more than it saves."""
-    if system.domain is not None or system.n_systems > MOST_SYSTEMS:
+    """The values on which `sizes_of_system` depends, read on the host; None if choices are not to be kept.
+
+    They are kept in plain eager mode, and where reading these values costs less than it saves.
+    """
+    cell, batch_idx = system.cell, system.batch_idx
+    if system.domain is not None or system.n_systems > MOST_SYSTEMS or not may_read(cell, batch_idx, wait=True):
         return None
-    cell, count = on_host(system.cell.detach()), counted(system.batch_idx, system.n_systems, system.n_atoms)
-    return cell.tobytes(), cell.dtype, count.tobytes()
+    # a traced graph would hold what was kept as constants
+    if torch.jit.is_tracing() or not is_eager(system.positions, system.moments, cell, batch_idx, system.widths):
+        return None
+    lattice, count = on_host(cell.detach()), counted(batch_idx, system.n_systems, system.n_atoms)
+    return lattice.tobytes(), lattice.dtype, count.tobytes()
 
 
 def sizes_of_system(system: ChargedSystem) -> Sizes:
