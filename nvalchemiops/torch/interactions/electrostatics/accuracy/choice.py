@@ -134,8 +134,16 @@ def _choose(
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
         model = _on_host(model)
-    sizes_known = key_of_sizes(system)
-    key = _key_of_choice(sizes_known, system, long_range, model, strengths, limit, accuracy, costs)
+    sizes_known, key = key_of_sizes(system), None
+    if sizes_known is not None:
+        # all on which a choice depends besides the reach of the list and forces; forces between moments follow from
+        # these means and from the sizes
+        of_sources = (None, None) if strengths is None else (strengths.squares, strengths.per_source)
+        parts = (*of_sources, limit, *(vars(model).values() if model else ()))
+        known = tuple([part.tobytes() if isinstance(part, np.ndarray) else part for part in parts])
+        method = type(long_range), getattr(long_range, "spline_order", 0), type(model)
+        place = place_of(device)  # tensors that were made on another stream may not be there yet
+        key = (sizes_known, system.positions.dtype, accuracy, method, known, costs, place)
 
     # the compiler of torch 2.13 cannot evaluate the annotations of functions here, unless they are quoted
     def optimum() -> "tuple[Any, _Splittings]":
@@ -284,29 +292,7 @@ _Splittings = Kept[Any]
 system has few entries, since both are rounded."""
 
 _choices: Kept[tuple[Any, _Splittings]] = Kept(MOST_CHOICES)
-"""Choices that do not depend on positions, by `_key_of_choice`: the results of `optimal_splitting`; and splittings."""
-
-
-def _key_of_choice(
-    sizes_known: Hashable,
-    system: ChargedSystem,
-    long_range: LongRange,
-    model: core.Reciprocal | None,
-    strengths: Strengths | None,
-    limit: Any,
-    accuracy: float,
-    costs: core.Costs,
-) -> Hashable:
-    """All on which a choice depends besides the reach of the list and forces; None if it is not to be kept."""
-    if sizes_known is None:
-        return None
-    order = getattr(long_range, "spline_order", 0)
-    # forces between moments follow from these means and from the sizes
-    of_sources = (None, None) if strengths is None else (strengths.squares, strengths.per_source)
-    values = (*of_sources, limit, *(vars(model).values() if model else ()))
-    known = tuple([value.tobytes() if isinstance(value, np.ndarray) else value for value in values])
-    place = place_of(system.positions.device)  # tensors that were made on another stream may not be there yet
-    return (sizes_known, system.positions.dtype, accuracy, type(long_range), order, type(model), known, costs, place)
+"""Choices that do not depend on positions: the results of `optimal_splitting`; and splittings."""
 
 
 def _kept_or_made(kept: Kept[Any], key: Hashable, make: Callable[[], Any]) -> Any:
