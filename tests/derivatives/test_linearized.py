@@ -5,9 +5,10 @@ import warnings
 import torch
 
 from nvalchemiops.torch import System
-from nvalchemiops.torch.dynamics import Evaluation, nph
+from nvalchemiops.torch.dynamics import Constraints, Evaluation, langevin, nph, simulate
 from nvalchemiops.torch.interactions import electrostatics
-from tests.support.cases import CUTOFF, D3, MIXED, SMALL, SUMS
+from nvalchemiops.torch.neighbors import VerletList, neighbor_list
+from tests.support.cases import CUTOFF, D3, LENNARD_JONES, MIXED, SMALL, SUMS
 from tests.support.comparing import close, random_like
 
 
@@ -85,3 +86,41 @@ def test_steps_with_a_masked_barostat_are_linearized():
         return torch.cat([found.system.positions, found.velocities])
 
     linearized_is_forward_mode(after_a_step, system.positions)
+
+
+def test_a_matrix_of_a_given_width_is_linearized():
+    """Whose largest count is read."""
+    linearized_is_forward_mode(
+        lambda x: neighbor_list(x, CUTOFF, SMALL.cell, max_neighbors=40, return_distances=True)[-1], SMALL.positions
+    )
+
+
+def test_a_list_that_is_stale_for_one_system_is_linearized():
+    """Of which rows of others are kept: torch loses what is written into a copy of them."""
+    start = torch.tensor([[0.0], [4.0], [0.0], [2.0]], dtype=torch.float64) * torch.eye(3, dtype=torch.float64)[0]
+    batch_idx = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    closer = torch.where(start == 4.0, 2.0, start)
+
+    def energies(x):
+        near = VerletList(CUTOFF, 0.5)
+        near(start, batch_idx=batch_idx)
+        return LENNARD_JONES(
+            x, sigma=1.0, epsilon=1.0, batch_idx=batch_idx, neighbor_matrix=near(x, None, None, batch_idx)[0]
+        )
+
+    linearized_is_forward_mode(energies, closer)
+
+
+def test_the_start_of_a_run_is_linearized():
+    """Temperatures, rigid bonds and failures are read."""
+    system = System(SMALL.positions)
+    rigid = langevin(0.01, 0.1).constrained(Constraints([[0, 1]]))
+
+    def model(system):
+        return Evaluation(0.5 * system.positions.square().sum().reshape(1), -system.positions)
+
+    def velocities(x):
+        masses = torch.ones_like(x[:, 0])
+        return simulate(system._replace(positions=x), model, rigid, steps=0, seed=1, masses=masses).state.velocities
+
+    linearized_is_forward_mode(velocities, system.positions)

@@ -25,6 +25,7 @@ from nvalchemiops.torch.interactions.pair.shares import summed, together
 from nvalchemiops.torch.neighbors.verlet import inverse_of_periodic
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Constraints:
             lengths = torch.as_tensor(lengths, dtype=torch.float64, device=device)
             if lengths.ndim and lengths.shape != pairs.shape[:1]:
                 raise ValueError(f"`lengths` must have shape (n_pairs,) = ({len(pairs)},), got {tuple(lengths.shape)}")
-            if may_read(lengths) and not bool((values_of(lengths) > 0.0).all()):
+            if may_read(lengths) and not read_number((values_of(lengths) > 0.0).all()):
                 raise ValueError("`lengths` must be positive")
             self.lengths = lengths.expand(len(pairs))
         cluster_of, self._levels = _clusters(host, device)
@@ -260,8 +261,8 @@ class Constraints:
         n_atoms = len(positions) if domain is None else domain.n_atoms
         if self.pairs.device != positions.device:
             raise ValueError(f"`constraints` are on {self.pairs.device}, positions on {positions.device}")
-        if len(self.atoms) and int(self.atoms[-1]) >= n_atoms:
-            raise ValueError(f"`pairs` name atom {int(self.atoms[-1])} of {n_atoms} atoms")
+        if len(self.atoms) and (last := read_number(self.atoms[-1])) >= n_atoms:
+            raise ValueError(f"`pairs` name atom {last} of {n_atoms} atoms")
         own = self.of(domain)
         system = own.placed(system)
         found = {"constraint pairs": self.pairs, **self.constants(system, extra)}
@@ -343,9 +344,10 @@ class Constraints:
             ).detach()
             scale = matrices.diagonal(dim1=-2, dim2=-1).sqrt()
             scaled = matrices / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-            lowest = torch.linalg.eigvalsh(scaled)[:, 0] if bool(scaled.isfinite().all()) else scaled[:, 0, 0] * 0.0
+            is_finite = read_number(scaled.isfinite().all())
+            lowest = torch.linalg.eigvalsh(scaled)[:, 0] if is_finite else scaled[:, 0, 0] * 0.0
             bad = ~(lowest > DEPENDENT)
-            if bool(bad.any()):
+            if read_number(bad.any()):
                 atoms = self._atoms_with(part.start + m * int(bad.nonzero()[0]))
                 raise ValueError(f"`constraints` of atoms {atoms} are not independent at these positions")
 
@@ -356,7 +358,7 @@ class Constraints:
         error = (_dot(bonds, bonds).sqrt() / lengths.detach() - 1.0).abs()
         allowed = max(1e-9, 1e3 * torch.finfo(dtype).eps)
         bad = ~(error <= allowed)
-        if bool(bad.any()):
+        if read_number(bad.any()):
             atoms = self._atoms_with(int(bad.nonzero()[0]))
             raise ValueError(f"`constraints`: lengths of atoms {atoms} cannot be reached from these positions")
 

@@ -10,6 +10,7 @@ from nvalchemiops.torch.dynamics.integrators import Integrator
 from nvalchemiops.torch.dynamics.model import Evaluation, Model
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import System
 
 
@@ -51,7 +52,7 @@ def systems_refused(evaluate: Callable[[torch.Tensor], Any], n_systems: int, dev
             refused[part] = True
         else:
             parts += part.tensor_split(2)
-    return refused if bool(refused.any()) else None
+    return refused if read_number(refused.any()) else None
 
 
 class Survivors:
@@ -85,8 +86,8 @@ class Survivors:
             if not may_refuse(error):
                 raise
             failed = self._failed(system)
-            n_step = int(self._before.step) + 1
-            if failed is None or bool(failed.all()):
+            n_step = read_number(self._before.step) + 1
+            if failed is None or read_number(failed.all()):
                 error.add_note(f"It ended `simulate` in step {n_step}: try a shorter `dt`.")
                 raise
             new = failed if self.failed is None else failed & ~self.failed
@@ -164,7 +165,7 @@ def failures(state: State, failed: torch.Tensor | None) -> torch.Tensor:
     if failed is None:
         failed = torch.zeros_like(broken)
     new = broken & ~failed
-    if may_read(new, wait=True) and bool(new.any()):
+    if may_read(new, wait=True) and read_number(new.any()):
         text = f"the systems {_numbers(new)} have energies or velocities that are not finite{_ADVICE}"
         notify(text, ConvergenceWarning, "not finite")
     return failed | broken

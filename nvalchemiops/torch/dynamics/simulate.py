@@ -28,6 +28,7 @@ from nvalchemiops.torch.runtime._torch_internals import (
     transforms_active,
 )
 from nvalchemiops.torch.runtime.context import on_host, ordinary
+from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import System, printed_in_short
 
 Hook = Callable[[State], State | None]
@@ -250,7 +251,7 @@ def simulate(
         if state.system.domain is not None:
             state.system.domain.settle()
         records = {name: torch.stack([entry[name] for entry in kept]) for name in measures}
-    begin = int(first_step)
+    begin = read_number(first_step)
     with whole_call(state.system.domain), torch.no_grad():
         failed = failures(state, None if survivors is None else survivors.failed)
     return Simulation(state, records, [begin + n * every for n in range(len(kept))], failed)

@@ -19,6 +19,7 @@ from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.pair.shares import together, whole_call
 from nvalchemiops.torch.operators.noise import normal_noise
 from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.recorder import read_number
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -64,7 +65,7 @@ def square_root(values: torch.Tensor) -> torch.Tensor:
 
 def check_slopes(name: str, value: torch.Tensor) -> None:
     """Raise if derivatives with respect to this factor of the noise are asked for at zero, where they are infinite."""
-    if value.requires_grad and may_read(value) and bool((values_of(value) == 0.0).any()):
+    if value.requires_grad and may_read(value) and read_number((values_of(value) == 0.0).any()):
         raise ValueError(
             f"`{name}` requires gradients, so it must be positive: noise grows with its square root, which has no "
             "derivative at zero"
@@ -89,7 +90,7 @@ def seeds_of(name: str, value: Any, n_systems: int, device: torch.device) -> tor
     if value.shape not in ((), (n_systems,)) or value.is_floating_point():
         raise ValueError(f"`{name}` must be an integer or integers of shape (n_systems,) = ({n_systems},)")
     value = value.to(torch.int64)
-    if name == "keys" and may_read(value) and bool(((value < 0) | (value >= 2**32)).any()):
+    if name == "keys" and may_read(value) and read_number(((value < 0) | (value >= 2**32)).any()):
         raise ValueError("`keys` must be numbers 0 .. 2³² - 1")
     found = value.to(device)
     return found.repeat(n_systems) if found.ndim == 0 else found
@@ -217,9 +218,9 @@ def maxwell_boltzmann(
         division, device = Division.of(masses, batch_idx, num_systems, domain), masses.device
         batch_idx, n_systems, _ = division
         kt = of_each("temperature", temperature, n_systems, device)
-        if may_read(masses) and not bool((values_of(masses) > 0.0).all()):
+        if may_read(masses) and not read_number((values_of(masses) > 0.0).all()):
             raise ValueError("`masses` must be positive")
-        if may_read(kt) and not bool(((values_of(kt) >= 0.0) & values_of(kt).isfinite()).all()):
+        if may_read(kt) and not read_number(((values_of(kt) >= 0.0) & values_of(kt).isfinite()).all()):
             raise ValueError("`temperature` must be finite and must not be negative")
         check_slopes("temperature", kt)
         seeds, system_keys = seeds_of("seed", seed, n_systems, device), seeds_of("keys", keys, n_systems, device)

@@ -10,6 +10,7 @@ from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.segments import batch_idx_of
 from nvalchemiops.torch.runtime.context import all_values_of
+from nvalchemiops.torch.runtime.recorder import read_number
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.neighbors.search import Search
@@ -102,11 +103,11 @@ def _systems_of_rows(search: "Search") -> torch.Tensor | None:
 def largest_count(count: torch.Tensor) -> int:
     """Largest valid count of neighbors. Waits for the device."""
     values = all_values_of(count)
-    most = int(values.max()) if values.numel() else 0
+    most = read_number(values.max()) if values.numel() else 0
     if most < NOT_FINITE:
         return most
     known = values[values < NOT_FINITE]  # rows that were kept from a search whose faults were not read
-    return int(known.max()) if known.numel() else 0
+    return read_number(known.max()) if known.numel() else 0
 
 
 def check_size(size: int, name: str = "cutoff") -> None:

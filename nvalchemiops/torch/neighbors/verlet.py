@@ -17,9 +17,9 @@ from nvalchemiops.torch.neighbors.formats import pairs_of_matrix
 from nvalchemiops.torch.neighbors.rebuild_detection import any_in_systems, stale_systems
 from nvalchemiops.torch.neighbors.search import count_systems
 from nvalchemiops.torch.operators.segments import batch_idx_of, sorted_by_system
-from nvalchemiops.torch.runtime._torch_internals import is_unobserved, outside_of_transforms
+from nvalchemiops.torch.runtime._torch_internals import has_other_modes, is_unobserved, outside_of_transforms
 from nvalchemiops.torch.runtime.context import all_values_of, eager, is_eager, is_mapped, refuse_in_capture, values_of
-from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.recorder import current_recorder, read_number
 
 __all__ = ["VerletList"]
 
@@ -196,7 +196,8 @@ class VerletList:
                 if not (some or is_other):
                     self.rebuilt = flags
                     return kept.result
-                if every or is_other:
+                # what is written in place into kept rows would be lost by torch.func.linearize, which is such a mode
+                if every or is_other or has_other_modes():
                     flags = None
             self._kept = built = self._build(given, flags, kept)
             self.num_builds += 1
@@ -320,7 +321,7 @@ def inverse_of_periodic(cell: torch.Tensor, pbc: torch.Tensor | None) -> torch.T
     reads = layout(rows.device.type).reads
     if reads or pbc is None:
         inverse, failed = torch.linalg.inv_ex(rows)  # in a tenth of the time
-        if not (reads and all_values_of(failed).any()):
+        if not (reads and read_number(all_values_of(failed).any())):
             return inverse
     return torch.linalg.pinv(rows)
 
@@ -380,7 +381,7 @@ def _stale(verlet: VerletList, kept: _BuiltList, given: Systems) -> tuple[torch.
         if verlet.skin == 0.0 or given.cell.reshape(-1, 3, 3).shape[0] != kept.n_systems:
             # a cell for all is kept once, and would not tell which system was built with which
             flags = flags | changed
-        elif not layout(changed.device.type).reads or bool(changed.any()):
+        elif not layout(changed.device.type).reads or read_number(changed.any()):
             inverse = kept.inverse_of_cells()
             assert inverse is not None
             strain = strain_between(old.cell, given.cell, old.pbc, inverse)
