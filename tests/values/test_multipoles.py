@@ -168,6 +168,16 @@ def test_no_atoms(channels):
         assert [tuple(value.shape) for value in found] == [
             (0, *channels), (0, 3), (0, *channels), (0, *channels, 3), (0, *channels, 3, 3), (1, 3, 3)
         ]  # fmt: skip
+    # a batch of no systems, with derivatives by autograd and without
+    x.requires_grad_()
+    cells, batch_idx = x.new_zeros(0, 3, 3).requires_grad_(), torch.zeros(0, dtype=torch.int32)
+    for method in (ewald_summation, particle_mesh_ewald):
+        *_, virial = method(x, cell=cells, batch_idx=batch_idx, widths=0.3, **values, **ALL)
+        energies = method(x, values["charges"], cells, batch_idx=batch_idx, energy_reduction="system")
+        gradients = torch.autograd.grad(energies.sum(), (x, cells))
+        shapes = [tuple(value.shape) for value in (virial, energies, *gradients)]
+        assert shapes == [(0, 3, 3), (0, *channels), (0, 3), (0, 3, 3)]
+    x = x.detach()
     for lattice in (cell, None):
 
         def second(x, lattice=lattice, **options):

@@ -72,7 +72,8 @@ def _has_kernel(*tensors: torch.Tensor) -> bool:
 def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
     """The lattice of cells (n_systems, 3, 3)."""
     inverse, volume, metric = cached_by_value("lattice", (cell,), (), lambda: _geometry(cell.to(torch.float64)))
-    frame = inverse[0] if batch_idx is None else spread_systems(inverse, batch_idx, n_atoms)
+    # [:1], since there may be no systems
+    frame = inverse[:1].flatten(0, 1) if batch_idx is None else spread_systems(inverse, batch_idx, n_atoms)
     return Lattice(inverse, volume, metric, frame)
 
 

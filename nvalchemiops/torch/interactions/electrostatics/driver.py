@@ -36,6 +36,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem,
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
+from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.neighbors.rows import Rows, is_listed, parts_of
@@ -187,6 +188,14 @@ def _described(
     )
 
 
+def long_range_of(asked: EwaldSum, system: ChargedSystem) -> LongRange:
+    """The long-range part that is given, or still to be chosen."""
+    if not system.n_systems:  # nothing to choose, and no libraries transform an empty batch of meshes
+        return KVectorSum.given(None, 1.0, None, None, system)
+    found: LongRange = asked.method.given(*asked.given, system)
+    return found
+
+
 def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[Any, float | None, Rows | None, float]:
     """The given alpha, cutoff, neighbors and accuracy, checked; with a domain, ``same`` must agree on all ranks."""
     alpha, accuracy, cutoff = asked.options[:3]
@@ -204,6 +213,8 @@ def split(
 ) -> tuple[LongRange, torch.Tensor, Rows, float | None]:
     """The long-range part with all parameters, alpha, neighbors and cutoff; ``given`` comes from `check_split`."""
     alpha, cutoff, rows, accuracy = given
+    if alpha is None and not system.n_systems:
+        alpha = torch.zeros(0, dtype=torch.float64, device=system.positions.device)
     sources = sources_of(system) if alpha is None else (None, None)
     long_range = long_range.suited(accuracy, costs_of_call(system, rows, cutoff), sources[0])
     found = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy, sources)
@@ -226,7 +237,7 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
         keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
         dielectric = check_dielectric(options.surface_dielectric)
         system = _check_coulomb(potential, system, dielectric)
-        long_range = asked.long_range(system)
+        long_range = long_range_of(asked, system)
         for name, is_given in (("`alpha`", options.alpha is not None), (long_range.argument, long_range.is_given)):
             if not is_given and not is_coulomb(potential):
                 raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
@@ -363,7 +374,7 @@ def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
         check_potential(potential)
         system = _check_coulomb(potential, system)
         _check_trained(potential, system, splitting)
-        long_range = asked.long_range(system)
+        long_range = long_range_of(asked, system)
         shares.must_be_same(system.domain, method=long_range)
         if not long_range.is_given:
             raise ValueError(f"{long_range.argument} is needed")

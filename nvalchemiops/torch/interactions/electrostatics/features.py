@@ -27,7 +27,13 @@ from nvalchemiops.interactions.pair.potentials import moment_interaction, moment
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
-from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, check_split, in_graph, split
+from nvalchemiops.torch.interactions.electrostatics.driver import (
+    check_dielectric,
+    check_split,
+    in_graph,
+    long_range_of,
+    split,
+)
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
@@ -294,7 +300,7 @@ def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[
     with shares.together(domain):
         system = check_system(atoms, *excluded, options.slab_correction)._replace(of_points=False)
         receivers = _receivers(receiver_widths, system, options.self_interaction)
-        long_range = asked.long_range(system)
+        long_range = long_range_of(asked, system)
         given = check_split(asked, system, method=long_range, derivatives=derivatives)
     long_range, alpha, rows, reach = split(_widest(system, receivers), long_range, *given)
     far = _of_term(long_range.term(_padded(system, derivatives), COULOMB, alpha), system, derivatives)

@@ -86,10 +86,6 @@ class EwaldSum(NamedTuple):
             atoms=atoms._replace(positions=positions, cell=cell), options=options._replace(alpha=alpha)
         )
 
-    def long_range(self, system: ChargedSystem) -> Any:
-        """The long-range part that is given, or still to be chosen."""
-        return self.method.given(*self.given, system)
-
     def shapes(self) -> list[tuple[Sequence[int], torch.dtype]] | None:
         """The shapes and dtypes of the results; None if they depend on the number of systems, and no cells tell it."""
         atoms, request = self.atoms, self.request

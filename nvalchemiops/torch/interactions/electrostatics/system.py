@@ -156,8 +156,8 @@ def check_periodic_cells(cell: Any, positions: torch.Tensor, pbc: Any = None) ->
         )
     cell = checks.check_lattice(cell, positions)
     cell = cell if cell.ndim == 3 else cell.unsqueeze(0)
-    if cell.shape[0] == 0:
-        raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
+    if cell.shape[0] == 0 < positions.shape[0]:
+        raise ValueError("`cell` holds no system, but there are atoms: it must have shape (3, 3) or (n_systems, 3, 3)")
     return cell
 
 
