@@ -199,6 +199,8 @@ def test_a_cutoff_bound_to_a_lattice_sum_is_that_of_the_sum(pbc):
     assert model.neighbors.cutoff == longer
     with pytest.raises(ValueError, match="`cutoff` must be positive"):
         SumOfTerms(partial(charges, cutoff=-1.0))
+    split = SumOfTerms(partial(charges, alpha=0.4))
+    assert (split(system).forces - once).norm() < 1e-6 * once.norm() and split.neighbors_of_sums is None
 
 
 @pytest.mark.parametrize("cutoff", [None, 7.0])

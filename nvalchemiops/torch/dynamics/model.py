@@ -206,8 +206,8 @@ class SumOfTerms:
             own = []
             for term in self.terms:
                 if isinstance(interaction := _interaction(term), ConfiguredSum):
-                    given = self._reach(term)
-                    reach = fastest_cutoff(interaction, system) if given is None else given
+                    given, bound = self._reach(term), getattr(term, "keywords", {})
+                    reach = fastest_cutoff(interaction, system, bound) if given is None else given
                     if reach is not None and (of_slabs or given is None):
                         own.append((term, reach))
             reach, now = max([reach for _, reach in own], default=None), self.neighbors_of_sums

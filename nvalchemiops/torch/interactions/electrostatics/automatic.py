@@ -170,13 +170,15 @@ class Electrostatics(ConfiguredSum):
         return f"accuracy={self.accuracy:g}, method={self.method!r}, cutoff={self.cutoff}"
 
 
-def fastest_cutoff(module: ConfiguredSum, system: System) -> float | None:
+def fastest_cutoff(module: ConfiguredSum, system: System, options: Mapping[str, Any]) -> float | None:
     """The cutoff with which a sum that chooses all parameters takes the least time, if its list is kept.
 
-    None if parameters are given, if no system is periodic, and if values cannot be read.
+    None if parameters are given, to the module or in the ``options`` of its calls, if no system is periodic, and if
+    values cannot be read.
     """
     costs = core.COSTS.get(system.positions.device.type)
-    given = [getattr(module, name, None) for name in ("alpha", "k_cutoff", "mesh_dimensions")]
+    names = ("alpha", "k_cutoff", "mesh_dimensions", "mesh_spacing")
+    given = [options.get(name, getattr(module, name, None)) for name in names]
     if any(value is not None for value in given) or costs is None:
         return None
     if not may_read(system.cell, system.batch_idx, wait=True) or (sizes := periodic_sizes(system)) is None:
