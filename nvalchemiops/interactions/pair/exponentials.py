@@ -73,9 +73,7 @@ def in_range(expression: Any) -> Any:
             if y.is_nonnegative:
                 return factor, -(y**2)
             return Select(falls, factor, x), -Select(falls, y**2, sympy.S.Zero)
-        size = (
-            y if y.is_nonnegative else -y if y.is_nonpositive else Largest(*sorted((y, -y), key=sympy.default_sort_key))
-        )
+        size = y if y.is_nonnegative else Largest(*sorted((y, -y), key=sympy.default_sort_key))
         half = (1 + sympy.exp(-2 * size)) / 2
         return half if x.func == sympy.cosh else sympy.tanh(y) * half, size  # tanh has all digits near zero
 
@@ -174,7 +172,7 @@ def in_range(expression: Any) -> Any:
         """
         powers = dict(factors_of(product))
         for a, b in ((sympy.sinh, sympy.cosh), (sympy.cosh, sympy.sinh)):
-            for x in (base.args for base, e in powers.items() if base.func == a and e.is_Integer and e > 0):
+            for x in (base.args for base, e in powers.items() if base.func == a and e.is_Integer):
                 below = powers.get(b(*x), sympy.S.Zero)
                 n = min(int(powers[a(*x)]), int(-below)) if below.is_number else 0
                 if n > 0:
