@@ -46,9 +46,11 @@ def test_shifts_that_have_fallen_off_have_derivatives_by_parameters():
     torch.testing.assert_close(slope, 0.125 * falls * (1.0 - falls), rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("text", ["1/(1 + exp(r^2 - a))", "1/((1 + exp(a*r - 2))*(1 + exp(a*r - 3)))"])
+@pytest.mark.parametrize(
+    "text", ["1/(1 + exp(r^2 - a))", "1/((1 + exp(a*r - 2))*(1 + exp(a*r - 3)))", "1/(1 + exp(-a*r))"]
+)
 def test_no_exponential_multiplies_what_falls_off(text):
-    """In second derivatives, either, which are the same numbers."""
+    """In second derivatives, either, which are the same numbers; ``a`` may be negative."""
     formula = Formula(text, (), ("a",))
     symbols = symbols_of(formula)
     at = {symbols.squared: 1.7, symbols.of_system[0]: 0.9, sympy.Symbol("b0", real=True): 0.3}
@@ -83,6 +85,10 @@ SUMS_OF_EXPONENTIALS = {
     "log(exp(-x^2) + exp(-2*x^2 - 1))": lambda x: torch.nn.functional.softplus(-(x**2) - 1.0) - x**2,
     "log((exp(-x) + exp(-2*x))^2)": lambda x: 2.0 * torch.nn.functional.softplus(-x) - 2.0 * x,
     "log(r*exp(-x))": lambda x: torch.log(0.5 * x + 5.0) - x,
+    "exp(-2*x)*sqrt(sinh(x)*sinh(2*x))": lambda x: (
+        torch.exp(1.5 * x.abs() - 2.0 * x)
+        * torch.sqrt(0.25 * torch.expm1(-2.0 * x.abs()) * torch.expm1(-4.0 * x.abs()))
+    ),
     "exp(-2*x)*sinh(x)": lambda x: -0.5 * torch.exp(-x) * torch.expm1(-2.0 * x),
     "exp(x)/cosh(x)^2": lambda x: 4.0 * torch.exp(-x) * torch.sigmoid(2.0 * x) ** 2,
     "(cosh(x) - 1)*exp(-2*x)": lambda x: 0.5 * torch.exp(-x) * torch.expm1(-x) ** 2,
@@ -91,6 +97,9 @@ SUMS_OF_EXPONENTIALS = {
     "(exp(-x) + exp(x))^2*exp(-x^2)": lambda x: torch.exp(2.0 * torch.logaddexp(x, -x) - x**2),
     "(1 + exp(x))^2*erfc(x^2/2)": lambda x: (
         torch.special.erfcx(x**2 / 2.0) * torch.exp(2.0 * torch.nn.functional.softplus(x) - x**4 / 4.0)
+    ),
+    "exp(2*x)/(exp(x) + sinh(x) + 9)^3": lambda x: (
+        torch.exp(-x) / (1.0 - 0.5 * torch.expm1(-2.0 * x) + 9.0 * torch.exp(-x)) ** 3
     ),
     "1/(2 + sinh(x))": lambda x: 2.0 / (4.0 + torch.exp(x.clamp(max=700.0)) - torch.exp(-x)),
     "exp(x)/(3 + sinh(x)^2)": lambda x: 4.0 * torch.exp(-x) / (10.0 * torch.exp(-2.0 * x) + 1.0 + torch.exp(-4.0 * x)),
@@ -157,7 +166,8 @@ def test_exponentials_that_are_always_finite_are_left_as_they_are():
 
 def test_nothing_is_selected_between_factors_that_fall_off_together():
     """Parameters of exponents are usually positive, and the distance is: to select would take twice as long."""
-    for text in ("(1 - exp(-a*r))*(1 - exp(-b*r))", "exp(-b*r^2)*(1 - exp(-a*r))", "(1 - exp(1 - r))^2/(a + b)"):
+    texts = ["(1 - exp(-a*r))*(1 - exp(-b*r))", "exp(-b*r^2)*(1 - exp(-a*r))", "(1 - exp(1 - r))^2/(a + b)"]
+    for text in [*texts, "exp(-a*r)*(1 - exp(-b*(r - a)))"]:
         for expression in derivatives(Request(Formula(text, (), ("a", "b")), (), "wrg")).values():
             assert "Select" not in str(prepared(expression))
 
