@@ -263,7 +263,7 @@ def test_memory_that_is_constant_until_it_is_not():
         buffer = torch.ones(3, 4)
         first = x * buffer[:, 0] * len(f"{buffer}")
         buffer[:, :2] = 5.0
-        buffer.add_(x[:, None])
+        torch.add(buffer, x[:, None], out=buffer)
         last = buffer[1]
         empty = torch.empty(2, 3)
         empty[0] = 7.0
