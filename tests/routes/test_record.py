@@ -265,6 +265,9 @@ def test_memory_that_is_constant_until_it_is_not():
         buffer[:, :2] = 5.0
         torch.add(buffer, x[:, None], out=buffer)
         last = buffer[1]
+        total, ones = 2.0 * x, torch.ones(3)
+        total.add_(ones)
+        ones.zero_()
         empty = torch.empty(2, 3)
         empty[0] = 7.0
         empty[1] = x
@@ -274,7 +277,7 @@ def test_memory_that_is_constant_until_it_is_not():
         numbers += [torch.asarray([1.0, 2.0]), x.new([1.0, 2.0])]
         for some in numbers:
             some[0] += x[0]
-        return first, buffer, last, empty, 1.0 / negative, torch.zeros(2), *numbers
+        return first, buffer, last, total, empty, 1.0 / negative, torch.zeros(2), *numbers
 
     again = record(step)
     for seed in range(4):

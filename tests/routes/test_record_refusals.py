@@ -109,6 +109,7 @@ REFUSED = {
     "a set with tensors": lambda x: (1.0, {x.sin()}),
     "moves a tensor": lambda x: (2.0 * x).resize_(30) + 1.0,
     "has written": lambda x: torch.empty(3) * 2.0 + x,
+    "add_.Tensor reads memory": lambda x: (2.0 * x).add_(torch.empty(3)),
     "weighted_square.default cannot be replayed": lambda x: weighted_square(x.double(), x.double()),
 }
 
