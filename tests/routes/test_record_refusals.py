@@ -43,13 +43,14 @@ def launched_by_warp(x):
 
 
 def test_constants_that_a_kernel_writes_over_what_is_there():
-    """Over values that differ in each call, and over constants that a step has read."""
+    """Over values that differ in each call, and over constants that a step has read. What it reads is written, too."""
 
     def step(x):
         threes, values, zeros = torch.full((3,), 3.0), 2.0 * x, torch.zeros(3)
         before = x + zeros
         launch(doubled, 3, [threes], [values])
         launch(doubled, 3, [threes], [zeros])
+        threes.zero_()
         return before, values, zeros
 
     again = record(step)
