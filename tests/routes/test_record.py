@@ -481,3 +481,15 @@ def test_zero_and_minus_zero_are_two_recordings():
         x = torch.arange(1.0, 4.0) + shift
         for by in (0.0, -0.0, np.float64(0.0), np.float64(-0.0)):
             assert torch.equal(divide(x, by), x / float(by))
+
+
+def test_default_types_are_two_recordings():
+    half = record(lambda x: x / 2)
+    try:
+        for dtype in (torch.float32, F64) * 2:
+            torch.set_default_dtype(dtype)
+            for n in range(3):
+                assert half(torch.tensor(n)).dtype is dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "2 recorded" in half.explain()
