@@ -15,7 +15,7 @@ except Exception as error:  # JAX may also raise RuntimeError, for example for a
     ) from error
 
 _SUBMODULES = frozenset(
-    {"bridge", "dynamics", "interactions", "neighbors", "spline", "systems", "torch_bridge", "utils"}
+    {"bridge", "dynamics", "interactions", "neighbors", "segment_ops", "spline", "systems", "torch_bridge", "utils"}
 )
 _OF_SYSTEMS = frozenset({"Neighbors", "System"})
 

@@ -172,6 +172,14 @@ SIGNATURES = {
             "compute_virial=False, num_systems=None"
         ),
     },
+    "segment_ops": {
+        "segmented_dot": "x, y, idx, num_segments",
+        "segmented_matvec": "v, m, idx, num_segments",
+        "segmented_mean": "x, idx, num_segments",
+        "segmented_mul": "x, y, idx, num_segments",
+        "segmented_rms_norm": "x, idx, num_segments",
+        "segmented_sum": "x, idx, num_segments",
+    },
     "spline": {
         "bspline_weight": "u, order",
         "spline_spread": ("positions, values, cell, mesh_dims, spline_order=4, batch_idx=None, cell_inv_t=None"),

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.jax import callback, neighbors, primitive, spline
+from nvalchemiops.jax import callback, neighbors, primitive, segment_ops, spline
 from nvalchemiops.jax.interactions import dispersion, electrostatics, pair
 from nvalchemiops.jax.interactions.electrostatics._shapes import sum_operator
 from nvalchemiops.torch import neighbors as torch_neighbors
+from nvalchemiops.torch import segment_ops as torch_segment_ops
 from nvalchemiops.torch import spline as torch_spline
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
 from nvalchemiops.torch.interactions import electrostatics as torch_electrostatics
@@ -86,6 +87,12 @@ def of_splines(module, near, numbers, x, q, cell):
     return (module.spline_gather(x, mesh * mesh, cell, 5) * q).sum()
 
 
+def of_segments(module, near, numbers, x, q, cell):
+    scaled = module.segmented_matvec(module.segmented_mul(x, q, numbers * 0 + 1, len(q)), cell, numbers * 0, 1)
+    norms = module.segmented_rms_norm(scaled, numbers, 99) * module.segmented_mean(q, numbers, 99)
+    return (norms * module.segmented_sum(q, numbers, 99) + module.segmented_dot(x, x, numbers, 99) ** 2).sum()
+
+
 K = {"alpha": 0.6, "miller_bounds": (2, 2, 2)}
 OPERATORS = {
     "ewald_summation": of_sum("ewald_summation", **K)._replace(order=4),
@@ -99,6 +106,7 @@ OPERATORS = {
     "PairPotential": Operator(of_potential, torch_pair, pair),
     "dftd3": Operator(of_dispersion, torch_dispersion, dispersion),
     "splines": Operator(of_splines, torch_spline, spline),
+    "segments": Operator(of_segments, torch_segment_ops, segment_ops),
 }
 
 
@@ -182,7 +190,7 @@ def transformations(energy, x, order):
 MODES = [True, pytest.param(False, marks=pytest.mark.slow)]
 
 
-@pytest.mark.later_cases("jit-dftd3", "jit-splines")
+@pytest.mark.later_cases("jit-dftd3", "jit-splines", "jit-segments")
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("jitted", MODES, ids=["jit", "eager"])
 def test_every_transformation_equals_torch(name, jitted):
