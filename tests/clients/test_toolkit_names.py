@@ -214,12 +214,11 @@ def chains(s, n_links):
     return 0.1 * draw(2, n_links, seed=6), 2.0 * draw(2, n_links, seed=7), wp.to_torch(masses)
 
 
-def thermostat(s, eta, eta_dot, masses):
+def thermostat(s, eta, eta_dot, masses, nloops=1):
     ke2, scale, unused = (torch.zeros(2, dtype=FLOAT) for _ in range(3))
     steps.nhc_thermostat_chain_update(
         *arrays(s.v, s.m), scalars(eta), scalars(eta_dot), scalars(masses),
-        *arrays(s.kt, s.dt, 3 * s.counts.to(FLOAT), ke2, scale, unused, unused), batch_idx=arrays(IDX)[0],
-        num_systems=2,
+        *arrays(s.kt, s.dt, 3 * s.counts.to(FLOAT), ke2, scale, unused, unused), nloops, arrays(IDX)[0], 2,
     )  # fmt: skip
     close(ke2, 2 * s.kinetic())
     return scale
@@ -260,6 +259,16 @@ def test_chains(n_links):
             given = scalars(eta), scalars(eta_dot), *arrays(s.kinetic(), s.kt), scalars(masses)
             steps.npt_thermostat_half_step(*given, *arrays(s.counts), n_links, arrays(s.dt)[0])
         torch.testing.assert_close((eta_dot - before)[:, 0], 0.5 * s.dt * push, rtol=1e-3, atol=0)
+
+
+def test_loops_divide_the_step_of_a_chain():
+    whole, halves = Systems(0.08), Systems(0.04)
+    eta, eta_dot, masses = chains(whole, 3)
+    parts = eta.clone(), eta_dot.clone()
+    scale = thermostat(whole, eta, eta_dot, masses, nloops=2)
+    close(scale, thermostat(halves, *parts, masses) * thermostat(halves, *parts, masses))
+    for one, other in zip((whole.v, eta, eta_dot), (halves.v, *parts)):
+        close(one, other)
 
 
 def test_pressure():
@@ -376,7 +385,8 @@ def test_aligned_cells():
     s = Systems()
     s.cells[1, 2] *= -1
     before, cells, transform = s.x.clone(), s.cells.clone(), torch.zeros_like(CELLS)
-    utils.align_cell(*arrays(s.x, s.cells, transform), batch_idx=arrays(IDX)[0], device="cpu")
+    x, cell, rotation = arrays(s.x, s.cells, transform)
+    utils.align_cell(x, cell=cell, transform=rotation, batch_idx=arrays(IDX)[0], device="cpu")
     close(s.cells, s.cells.tril())
     assert (s.cells.diagonal(dim1=1, dim2=2)[:, :2] > 0).all()
     close(torch.linalg.det(s.cells), torch.linalg.det(cells))

@@ -136,8 +136,8 @@ def nhc_compute_masses(
     chain_length: int,
     masses: Any = None,
     num_systems: int = 1,
-    dtype: Any = wp.float64,
     device: Any = None,
+    dtype: Any = wp.float64,
 ) -> Any:
     """Masses (n_systems, chain_length) of chains: ``kT tau²``, and for the first link that times ``ndof``."""
     if masses is None:
@@ -150,14 +150,21 @@ def nhc_compute_masses(
 
 
 def _step_chain(
-    eta: Tensor, eta_dot: Tensor, masses: Tensor, energies: Tensor, targets: Tensor, kt: Tensor, h: Tensor
+    eta: Tensor,
+    eta_dot: Tensor,
+    masses: Tensor,
+    energies: Tensor,
+    targets: Tensor,
+    kt: Tensor,
+    h: Tensor,
+    loops: int = 1,
 ) -> Tensor:
     """Move chains for the time h by `move_chains`, and return the factors of the velocities."""
     of_links = (values.expand_as(eta).to(torch.float64) for values in (eta, eta_dot, masses))
     of_systems = (values.expand(len(eta)).to(torch.float64) for values in (energies, targets, kt, h))
     positions, velocities, masses = of_links
     energies, targets, kt, h = of_systems
-    moved, pushed, log_scales = move_chains(positions, velocities, energies, targets, kt, masses, h, 1)
+    moved, pushed, log_scales = move_chains(positions, velocities, energies, targets, kt, masses, h, loops)
     eta.copy_(moved)
     eta_dot.copy_(pushed)
     return torch.exp(log_scales).to(eta.dtype)
@@ -177,18 +184,19 @@ def nhc_thermostat_chain_update(
     total_scale: Tensor,
     step_scale: Maybe = None,
     dt_chain: Maybe = None,
+    nloops: int = 1,
     batch_idx: Maybe = None,
     num_systems: int | None = None,
     compute_ke: bool = True,
 ) -> None:
-    """Move chains (n_systems, n_links) for half a step, and scale ``velocities``.
+    """Move chains (n_systems, n_links) for half a step, in ``nloops`` equal parts, and scale ``velocities``.
 
     ``ke2`` becomes ``Σ m v²`` after scaling, and ``total_scale`` the factor. With ``compute_ke=False``, ``ke2`` is
     given: the sum before scaling, over atoms elsewhere as well. ``step_scale`` and ``dt_chain`` are not used.
     """
     if compute_ke:
         ke2.copy_(_twice_kinetic(velocities, masses, batch_idx, ke2.shape[0]))
-    scale = _step_chain(eta, eta_dot, eta_mass, ke2, ndof * target_temp, target_temp, 0.5 * dt)
+    scale = _step_chain(eta, eta_dot, eta_mass, ke2, ndof * target_temp, target_temp, 0.5 * dt, nloops)
     velocities *= of_atoms(scale, batch_idx).unsqueeze(1)
     ke2 *= scale * scale
     total_scale.copy_(scale)
@@ -457,19 +465,19 @@ def wrap_positions_to_cell(positions: Tensor, cells: Tensor, cells_inv: Tensor, 
 
 
 @on_arrays()
-def align_cell(positions: Tensor, cells: Tensor, transform: Tensor, batch_idx: Maybe = None) -> None:
+def align_cell(positions: Tensor, cell: Tensor, transform: Tensor, batch_idx: Maybe = None) -> None:
     """Rotate systems so that the first lattice vector is along x, and the second in the plane of x and y.
 
     ``transform`` becomes the rotation R, ``r' = R r``. It is never a reflection, so that molecules stay what they are:
     in left-handed cells the third lattice vector points down.
     """
-    axes, _ = torch.linalg.qr(cells.mT)
-    signs = (cells @ axes).diagonal(dim1=1, dim2=2).sign()
+    axes, _ = torch.linalg.qr(cell.mT)
+    signs = (cell @ axes).diagonal(dim1=1, dim2=2).sign()
     axes = axes * torch.where(signs == 0.0, 1.0, signs).unsqueeze(1)
     handed = torch.linalg.det(axes).sign().unsqueeze(1)
     axes = torch.cat([axes[..., :2], axes[..., 2:] * handed.unsqueeze(2)], 2)
     transform.copy_(axes.mT)
-    cells.copy_((cells @ axes).tril())
+    cell.copy_((cell @ axes).tril())
     positions.copy_(times(of_atoms(transform, batch_idx), positions))
 
 
