@@ -215,37 +215,3 @@ def disordered(name):
     length, nearest = {"ionic liquid": (19.0, 2.2), "triclinic": (21.0, 2.2), "dilute": (60.0, 2.5)}[name]
     cell = length * np.array(SKEWED if name == "triclinic" else np.eye(3))
     return System.of(scattered(216, cell, nearest, rng), np.tile([1.0, -1.0], 108), cell)
-
-
-# -- derivatives ----------------------------------------------------------------------------------
-
-
-def by_differences(energy, system, step=1e-4):
-    """-dE/dR, dE/dq and -dE/dstrain of each system, by central differences of ``energy(system)``, a tensor to sum."""
-
-    def slope(name, direction):
-        value = getattr(system, name)
-        up, down = (float(energy(system._replace(**{name: value + h * direction})).sum()) for h in (step, -step))
-        return (up - down) / (2.0 * step)
-
-    def gradient(name):
-        value = getattr(system, name)
-        result = torch.zeros_like(value)
-        for place in range(value.numel()):
-            direction = torch.zeros_like(value)
-            direction.view(-1)[place] = 1.0
-            result.view(-1)[place] = slope(name, direction)
-        return result
-
-    def strained(n, h):
-        deform = torch.eye(3, dtype=torch.float64).repeat(len(system.cell), 1, 1)
-        deform[n] += h
-        positions = (system.positions.unsqueeze(1) @ deform[system.batch_idx.long()]).squeeze(1)
-        return float(energy(system._replace(positions=positions, cell=system.cell @ deform)).sum())
-
-    virial = torch.zeros_like(system.cell)
-    for n, a, b in np.ndindex(*virial.shape):
-        h = torch.zeros(3, 3, dtype=torch.float64)
-        h[a, b] = step
-        virial[n, a, b] = -(strained(n, h) - strained(n, -h)) / (2.0 * step)
-    return -gradient("positions"), gradient("charges"), virial

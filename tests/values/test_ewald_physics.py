@@ -18,7 +18,6 @@ from tests.support.systems import (
     MADELUNG,
     System,
     batch,
-    by_differences,
     compound,
     crystal,
     csr,
@@ -231,51 +230,6 @@ def test_energy_of_a_charged_cell_is_the_neutral_formula_and_its_background(meth
     assert abs(background(system, alpha)) > 0.01  # it is no small matter
     found = summed(method, system, alpha=alpha, cutoff=cutoff).sum()
     torch.testing.assert_close(found, expected, rtol={"ewald": 1e-10, "pme": 1e-8}[method], atol=0.0)
-
-
-# -- every part is the gradient of its own energy -------------------------------------------------
-
-EXCLUDED = {"exclusions": torch.tensor([[0, 3], [2, 4]]), "exclusion_factors": torch.tensor([0.0, 0.5]).double()}
-
-
-def parts_of(system):
-    """Each part as a function of a system, with parameters that do not change as the system does."""
-    alpha, near = 0.7, csr(system, 5.0)
-    miller = {"miller_indices": electrostatics.generate_ewald_miller_indices(system.cell, 5.0)}
-    mesh = {"mesh_dimensions": (16, 15, 18)}
-    open_axis = {"pbc": torch.tensor([True, False, True])}
-
-    def part(function, *arguments, **options):
-        return lambda s, **wanted: function(*s[:3], *arguments, batch_idx=s.batch_idx, **options, **wanted)
-
-    slab = {**open_axis, "slab_correction": True}
-    ewald, pme = ({"alpha": alpha, **near, **more} for more in (miller, mesh))
-    return {
-        "pme reciprocal, default order": part(electrostatics.pme_reciprocal_space, alpha, **mesh),
-        "ewald, slab": part(electrostatics.ewald_summation, **ewald, **slab),
-        "pme, slab": part(electrostatics.particle_mesh_ewald, **pme, **slab),
-        "ewald, exclusions": part(electrostatics.ewald_summation, **ewald, **EXCLUDED),
-        "pme, exclusions": part(electrostatics.particle_mesh_ewald, **pme, **EXCLUDED),
-    }
-
-
-NO_SYMMETRY = triclinic(5, charged=True)
-PARTS = parts_of(NO_SYMMETRY)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_forces_charge_gradients_and_virial_are_differences_of_the_energy(part):
-    """F = -dE/dR, dE/dq, W = -dE/dstrain, for each part by itself, where no symmetry can hide a sign."""
-    function = PARTS[part]
-    _, *found = function(NO_SYMMETRY, **ALL)
-    assert all(t.abs().max() > 1e-3 for t in found)
-    close(found, by_differences(function, NO_SYMMETRY), 1e-6)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_the_virial_is_symmetric(part):
-    virial = PARTS[part](NO_SYMMETRY, compute_virial=True)[1]
-    torch.testing.assert_close(virial, virial.mT, rtol=0, atol=1e-12)
 
 
 @METHODS

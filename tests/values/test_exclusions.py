@@ -242,16 +242,6 @@ def test_second_derivatives(method):
     assert torch.autograd.gradgradcheck(energy, inputs, eps=1e-5, atol=1e-6, rtol=1e-6)
 
 
-@METHODS
-def test_autograd_of_the_energy_gives_what_is_returned(method):
-    system = triclinic(6, charged=True)
-    inputs = [t.clone().requires_grad_() for t in system[:3]]
-    energies, forces, slopes, virial = SUMS[method](*inputs, accuracy=1e-6, **EXCLUDED, **ALL)
-    by_x, by_q, by_cell = torch.autograd.grad(energies.sum(), inputs)
-    by_strain = inputs[0].T @ by_x + inputs[2][0].T @ by_cell[0]
-    close((-by_x, by_q, -by_strain[None]), (forces, slopes, virial), 1e-9)
-
-
 def test_exclusions_of_float32():
     system = triclinic(6, charged=True)
     energies, *others = summed("ewald", system, accuracy=1e-6, **EXCLUDED, **ALL)

@@ -19,7 +19,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
 from nvalchemiops.torch.runtime.context import hidden_values
 from tests.support.comparing import close
 from tests.support.sums import METHODS, SUMS
-from tests.support.systems import ALL, System, by_differences, csr, triclinic
+from tests.support.systems import ALL, System, csr, triclinic
 
 POWERS = pytest.mark.parametrize("power", [4, 6, 8, 12])
 CONVERGED = {
@@ -157,17 +157,6 @@ def test_a_mesh_equals_exact_wave_vectors(power):
 
 
 @METHODS
-@POWERS
-def test_forces_charge_gradients_and_virial_by_differences(power, method):
-    system = triclinic(5, charged=True)
-    options = {**fixed(method, system), "potential": power_law(power)}
-    found = summed(method, system, **options, **ALL)
-    differences = by_differences(lambda s: SUMS[method](*s[:3], **options), system)
-    # high powers have large third derivatives
-    close(found[1:], differences, 1e-6 * max(1.0, found[1].abs().max().item()))
-
-
-@METHODS
 @pytest.mark.parametrize("power", [6, 12])
 def test_gradcheck_of_forces_and_virial(power, method):
     system = triclinic(3, charged=True)
@@ -298,11 +287,9 @@ def test_a_potential_of_a_user(alpha, method):
 
 
 @METHODS
-def test_derivatives_of_the_potential_of_a_user(method):
+def test_second_derivatives_of_the_potential_of_a_user(method):
     system = triclinic(5, charged=True)
     options = {**fixed(method, system), "potential": YUKAWA}
-    found = summed(method, system, **options, **ALL)
-    close(found[1:], by_differences(lambda s: SUMS[method](*s[:3], **options), system), 1e-6)
     inputs = [t.clone().requires_grad_() for t in system[:3]]
     weights = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -14,7 +14,7 @@ from nvalchemiops.torch.interactions.electrostatics import slab_lists
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support.comparing import close
 from tests.support.sums import FINE, METHODS, SUMS
-from tests.support.systems import ALL, System, batch, by_differences, random_rotation, triclinic
+from tests.support.systems import ALL, System, batch, random_rotation, triclinic
 
 AXES = pytest.mark.parametrize("axis", range(3))
 # what is left of splines of the highest order, relative to forces and energies of the order of one
@@ -204,19 +204,7 @@ def test_a_capacitor():
     assert force.item() == pytest.approx(2.0 * math.pi / area, rel=2e-3)
 
 
-# -- derivatives ----------------------------------------------------------------------------------
-
-
-@AXES
-def test_the_correction_alone_by_differences(axis):
-    system, _ = turned(layer(height=9.0, total=-1.0, tilt=(0.3, 0.2)), axis)
-    pbc = open_along(axis)
-    found = electrostatics.compute_slab_correction(*system[:3], pbc, **ALL)
-    assert all(t.abs().max() > 1e-2 for t in found)
-    close(found[1:], by_differences(lambda s: electrostatics.compute_slab_correction(*s[:3], pbc), system), 1e-7)
-
-
-# -- batches, channels ----------------------------------------------------------------------------
+# -- batches --------------------------------------------------------------------------------------
 
 
 @METHODS
@@ -237,19 +225,6 @@ def test_a_batch_of_slabs_and_bulk(method):
     assert not corrections[0][together.batch_idx == 1].any() and not corrections[3][1].any()
     for n in (0, 2, 3):
         assert corrections[0][together.batch_idx == n].any()
-
-
-@METHODS
-def test_channels_of_slabs(method):
-    system = layer(height=8.0)
-    charges = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    options = {"alpha": 0.8, "cutoff": 5.0, **ALL}
-    options |= {"k_cutoff": 5.0} if method == "ewald" else {"mesh_dimensions": (24, 24, 24)}
-    energies, forces, slopes, virial = corrected(method, system._replace(charges=charges), open_along(2), **options)
-    loop = [corrected(method, system._replace(charges=q), open_along(2), **options) for q in charges.T.contiguous()]
-    of_channel = list(zip(*loop))
-    close((energies, slopes), [torch.stack(of_channel[n], 1) for n in (0, 2)], 1e-11)
-    close((forces, virial), [sum(of_channel[n]) for n in (1, 3)], 1e-11)
 
 
 def test_the_correction_is_what_is_added():
