@@ -118,38 +118,6 @@ def crowded() -> dict[str, torch.Tensor]:
     return {"positions": system.positions, "cell": system.cell, "batch_idx": system.batch_idx}
 
 
-@pytest.mark.parametrize("method", ["batch_cell_list", "batch_naive", None])
-def test_fairchem_buffers_narrower_than_the_neighbors(method):
-    """Filled to their width with the first of the full rows, true counts, one warning; no bit beyond them changes.
-
-    What is returned is new, and has all.
-    """
-    near = {**crowded(), "cutoff": 5.0, "method": method}
-    n = len(near["positions"])
-    full, count, images = neighbor_list(**near, pbc=torch.ones(2, 3, dtype=torch.bool))
-    most = int(count.max())
-    for w in (0, 1, 9, most - 1):
-        whole = {name: torch.full((t.numel() + 200,), -9, dtype=torch.int32) for name, t in buffers(n, w).items()}
-        memory = {name: whole[name][100 : 100 + t.numel()].view(t.shape) for name, t in buffers(n, w).items()}
-        with pytest.warns(NeighborListWarning, match=rf"{w} columns.* {most} neighbors") as said:
-            for _ in range(3):
-                found = neighbor_list(
-                    **near, pbc=torch.ones(2, 3, dtype=torch.bool), return_distances=True, return_vectors=True, **memory
-                )
-        assert len(said) in (1, 3)  # as often as filters say: `pytest.warns` asks for all
-        matrix, counts, shifts, distances, vectors = found
-        in_memory, images_in_memory, counts_in_memory = memory.values()
-        assert torch.equal(in_memory, full[:, :w]) and torch.equal(images_in_memory, images[:, :w])
-        assert counts is counts_in_memory and torch.equal(counts, count)
-        assert all((t[:100] == -9).all() and (t[-100:] == -9).all() for t in whole.values())
-        assert torch.equal(matrix[:, :most], full[:, :most]) and torch.equal(shifts[:, :most], images[:, :most])
-        i, slot = (torch.arange(matrix.shape[1]) < count[:, None]).nonzero(as_tuple=True)
-        x, cell = near["positions"], near["cell"][near["batch_idx"][i].long()]
-        r = x[matrix[i, slot].long()] - x[i] + torch.einsum("pa,pac->pc", shifts[i, slot].double(), cell)
-        torch.testing.assert_close(vectors[i, slot], r, rtol=0, atol=1e-12)
-        torch.testing.assert_close(distances[i, slot], r.norm(dim=1), rtol=0, atol=1e-12)
-
-
 def test_one_warning_for_a_line_of_the_caller():
     near = {**crowded(), "cutoff": 5.0}
     with warnings.catch_warnings(record=True) as said:
@@ -235,23 +203,6 @@ def test_cut_rows_beside_flags_and_targets():
     assert torch.equal(counts, count[targets.long()])
     for row, exact, number in zip(matrix.tolist(), full[targets.long()].tolist(), counts.tolist(), strict=True):
         assert sorted(row[:number]) == sorted(exact[:number])
-
-
-@pytest.mark.parametrize("method", [None, "batch_naive", "batch_cell_list"])
-def test_fairchem_dispersion_hands_buffers_back(method):
-    """A first call without a width, later ones with what it returned, while atoms move: nothing is cut."""
-    near = {**crowded(), "cutoff": 5.0, "method": method}
-    matrix, count, shifts = neighbor_list(**near)
-    assert matrix.shape[1] == shifts.shape[1] >= min(1.25 * int(count.max()), estimate_max_neighbors(5.0))
-    generator = torch.Generator().manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", NeighborListWarning)
-        for _ in range(5):
-            near["positions"] = near["positions"] + 0.05 * torch.randn(matrix.shape[0], 3, generator=generator)
-            memory = {"neighbor_matrix": matrix, "num_neighbors": count, "neighbor_matrix_shifts": shifts}
-            found = neighbor_list(**near, **memory)
-            expected = neighbor_list(**near, max_neighbors=matrix.shape[1])
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("cutoff", [1e-3, 3.0, 6.0, 1e10, 1e200])
@@ -544,21 +495,6 @@ def test_counts_of_an_unusable_cell_are_poisoned(cell, compiled, memory):
     assert torch.equal(found[1], neighbor_list(good.positions, 4.0, batch_idx=good.batch_idx)[1])
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("rebuild", [True, False])
-def test_one_rebuild_flag_for_all_systems_of_a_batch(shape, rebuild):
-    systems = batch(triclinic(5), triclinic(7), triclinic(4))
-    for lattice in ({"cell": systems.cell}, {}):
-        given = {"batch_idx": systems.batch_idx, "method": "batch_cell_list", **lattice}
-        wide = neighbor_list(systems.positions, 3.0, **given, max_neighbors=90)
-        memory = [torch.zeros_like(t) for t in wide]
-        names = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
-        buffers = dict(zip(names, memory))
-        flags = torch.full(shape, rebuild)
-        neighbor_list(systems.positions, 3.0, **given, **buffers, rebuild_flags=flags)
-        assert all(torch.equal(a, b if rebuild else torch.zeros_like(b)) for a, b in zip(memory, wide))
-
-
 def test_both_of_two_cut_lists_are_told():
     x = triclinic(11).positions
     n = len(x)
@@ -588,11 +524,14 @@ def test_positions_are_looked_at_also_where_nothing_is_rebuilt(at):
 @pytest.mark.parametrize("flag", [True, False])
 def test_one_flag_is_for_all_systems_also_where_nobody_knows_how_many_there_are(flag, device):
     positions = 4.0 * torch.rand(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
-    batch_idx = torch.tensor([0] * 8 + [1] * 12, dtype=torch.int32, device=device)
-    before = neighbor_list(positions, 1.5, batch_idx=batch_idx, max_neighbors=16)
-    memory = dict(zip(("neighbor_matrix", "num_neighbors"), (t.clone() for t in before)))
-    now = neighbor_list(0.9 * positions, 1.5, batch_idx=batch_idx, max_neighbors=16)
-    flags = torch.tensor([flag], device=device)
-    found = neighbor_list(0.9 * positions, 1.5, batch_idx=batch_idx, **memory, rebuild_flags=flags)
-    assert not torch.equal(now[1], before[1])
-    assert all(torch.equal(a, b) for a, b in zip(found, now if flag else before))
+    given = {"batch_idx": torch.tensor([0] * 8 + [1] * 12, dtype=torch.int32, device=device)}
+    names = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
+    for lattice in ({}, {"cell": 4.0 * torch.eye(3, dtype=F64, device=device).expand(2, 3, 3)}):
+        before, now = (
+            neighbor_list(x, 1.5, **given, **lattice, max_neighbors=32) for x in (positions, 0.9 * positions)
+        )
+        assert not torch.equal(now[1], before[1])
+        for flags in (torch.tensor([flag], device=device), torch.tensor(flag, device=device)):
+            memory = dict(zip(names, (t.clone() for t in before)))
+            found = neighbor_list(0.9 * positions, 1.5, **given, **lattice, **memory, rebuild_flags=flags)
+            assert all(torch.equal(a, b) for a, b in zip(found, now if flag else before))
