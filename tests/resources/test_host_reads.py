@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics import EwaldSummation, Parti
 from nvalchemiops.torch.interactions.lj import lj_energy_forces
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rebuild_detection import batch_neighbor_list_needs_rebuild
+from tests.support.gpu import waiting_is_an_error
 from tests.support.systems import System, batch, crystal
 
 STEPS, CUTOFF, SKIN, WIDTH = 10, 4.0, 0.6, 160
@@ -58,19 +59,6 @@ def dynamics(system, long_range, prepared):
     return x, rows[1]
 
 
-@contextlib.contextmanager
-def no_waiting(device: torch.device):
-    """On a GPU an error as soon as the host waits for it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.later_cases("lanes-Ewald")
 @pytest.mark.parametrize("method", ["Ewald", "PME"])
 def test_ten_steps_read_nothing_and_are_right(method, device):
@@ -82,7 +70,7 @@ def test_ten_steps_read_nothing_and_are_right(method, device):
         free = kept = ParticleMeshEwald(1.1, (24, 24, 24), 6, CUTOFF)
     kept, free = kept.to(device), free.to(device)
     dynamics(system, kept, prepared=True)  # everything is compiled
-    with no_waiting(device):
+    with waiting_is_an_error() if device.type == "cuda" else contextlib.nullcontext():  # on a GPU alone
         found, count = dynamics(system, kept, prepared=True)
     assert int(count.max()) <= WIDTH
     expected, _ = dynamics(system, free, prepared=False)
