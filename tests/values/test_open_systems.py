@@ -111,23 +111,6 @@ def test_open_systems_are_found_where_reading_waits(method, batch):
         close([SUMS[method](positions, charges, None, pbc=pbc[1])], [whole], 1e-12)
 
 
-@METHODS
-@pytest.mark.parametrize("form", ["list", "list with pointers", "matrix"])
-def test_neighbors_of_the_whole_batch_serve_its_periodic_systems(method, form, batch):
-    positions, charges, cells, of_atom, pbc = batch
-    order = of_atom.argsort(stable=True)
-    positions, charges, of_atom = positions[order], charges[order], of_atom[order]
-    found = neighbor_list(positions, 6.5, cells, pbc=pbc, batch_idx=of_atom, return_neighbor_list=form != "matrix")
-    if form == "matrix":
-        given = {"neighbor_matrix": found[0], "neighbor_matrix_shifts": found[2]}
-    else:
-        given = {"neighbor_list": found[0], "neighbor_shifts": found[2]}
-        given |= {"neighbor_ptr": found[1]} if "pointers" in form else {}
-    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "compute_forces": True, **SPLIT[method]}
-    known = SUMS[method](positions, charges, cells, **options, cutoff=6.5)
-    close(SUMS[method](positions, charges, cells, **options, **given), known)
-
-
 def test_k_vectors_that_all_systems_share(batch):
     """With or without an axis for systems."""
     positions, charges, cells, of_atom, pbc = batch
@@ -257,30 +240,32 @@ def test_data_prepared_for_all_systems_of_a_mixed_batch(batch):
         SUMS["pme"](positions, charges, cells, **options, **{**recomputed, "volume": cells.det()[:3]})
 
 
+@METHODS
 @pytest.mark.parametrize("form", ["list", "list with pointers", "matrix"])
-@pytest.mark.parametrize("padding", [-1, 22, 99])
-def test_padding_of_neighbors_of_a_mixed_batch_is_no_pair(form, padding, batch):
+@pytest.mark.parametrize("padding", [None, -1, 22, 99])
+def test_neighbors_of_the_whole_batch_serve_its_periodic_systems(method, form, padding, batch):
+    """Padding is no pair."""
     positions, charges, cells, of_atom, pbc = batch
     order = of_atom.argsort(stable=True)
     positions, charges, of_atom = positions[order], charges[order], of_atom[order]
     search = {"pbc": pbc, "batch_idx": of_atom, "return_neighbor_list": form != "matrix"}
     found = neighbor_list(positions, 6.5, cells, **search)
     if form == "matrix":
-        matrix = torch.where(found[0] == len(charges), padding, found[0])
+        matrix = found[0] if padding is None else torch.where(found[0] == len(charges), padding, found[0])
         given = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": found[2]}
     else:
         # as of JAX, where lists have a capacity: behind the last row
-        more = torch.full((2, 5), padding, dtype=torch.int32)
+        more = torch.full((2, 0 if padding is None else 5), padding or 0, dtype=torch.int32)
         more[0] = len(charges)
-        shifts = torch.cat([found[2], torch.zeros(5, 3, dtype=torch.int32)])
+        shifts = torch.cat([found[2], torch.zeros(more.shape[1], 3, dtype=torch.int32)])
         given = {"neighbor_list": torch.cat([found[0], more], 1), "neighbor_shifts": shifts}
         given |= {"neighbor_ptr": found[1]} if "pointers" in form else {}
-    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "k_cutoff": 8.0}
-    known = SUMS["ewald"](positions, charges, cells, **options, cutoff=6.5)
-    close(SUMS["ewald"](positions, charges, cells, **options, **given, mask_value=padding), known)
-    if form == "matrix" and padding != len(charges):
+    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "compute_forces": True, **SPLIT[method]}
+    known = SUMS[method](positions, charges, cells, **options, cutoff=6.5)
+    close(SUMS[method](positions, charges, cells, **options, **given, mask_value=padding), known)
+    if form == "matrix" and padding in (-1, 99):
         with pytest.raises(ValueError, match="does not exist"):
-            SUMS["ewald"](positions, charges, cells, **options, **given)
+            SUMS[method](positions, charges, cells, **options, **given)
 
 
 def test_lists_without_pairs_serve_a_mixed_batch(batch):
