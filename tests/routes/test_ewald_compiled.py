@@ -16,6 +16,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     generate_k_vectors_ewald_summation,
     generate_k_vectors_pme,
+    multipole_particle_mesh_ewald,
     particle_mesh_ewald,
     power_law,
     prepare_mesh,
@@ -569,3 +570,17 @@ def test_without_sizes_k_vectors_are_used():
     positions, charges, cell, _ = triclinic(12)
     electrostatics = torch.compile(Electrostatics(cutoff=CUTOFF), backend="eager", fullgraph=True)
     close([electrostatics(positions, charges, cell)], [ewald_summation(positions, charges, cell, cutoff=CUTOFF)], 1e-5)
+
+
+def test_a_mesh_of_multipoles_is_chosen_in_a_graph():
+    """As by `particle_mesh_ewald`; also where alpha is given."""
+    x, q, cell, _ = triclinic(5, charged=True)
+    pairs, pointers, shifts = neighbor_list(x, CUTOFF, cell, return_neighbor_list=True)
+    for chosen in ({}, {"alpha": 0.5}):
+
+        def energies(x, chosen=chosen):
+            moments = q.unsqueeze(1)
+            near = (pairs[1], pointers, shifts)
+            return multipole_particle_mesh_ewald(x, moments, cell, *near, sigma=0.3, accuracy=0.01, **chosen)
+
+        assert_compiled_equals_eager(energies, [x])

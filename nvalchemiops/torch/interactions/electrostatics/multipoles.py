@@ -30,6 +30,7 @@ from nvalchemiops.torch.interactions.electrostatics.multipole_parameters import 
     warn_of_short_list,
 )
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
+from nvalchemiops.torch.runtime import compiled
 from nvalchemiops.torch.runtime.acts import unrecorded
 from nvalchemiops.torch.runtime.context import may_read
 
@@ -384,6 +385,37 @@ def multipole_particle_mesh_ewald(
     AccuracyWarning
         As from `multipole_ewald_summation`.
     """
+    place = (positions, cell, batch_idx, multipole_moments, idx_j, neighbor_ptr, unit_shifts)
+    return _on_mesh(*place, sigma, alpha, mesh_dimensions, spline_order, accuracy, cost_ratio)[0]
+
+
+def _shapes_on_mesh(positions: Any, cell: Any, batch_idx: Any, moments: Any, *given: Any) -> Any:
+    """Of energies; None for a call that can be traced, since no mesh is to be chosen from values of the cell."""
+    *_, alpha, mesh_dimensions, _, _, _ = given
+    if alpha is not None and mesh_dimensions is not None:
+        return None
+    _in_float64(positions, cell, batch_idx)
+    _unpack(moments, positions)
+    return [((positions.shape[0],), torch.float64)]
+
+
+@compiled.whole(_shapes_on_mesh)
+def _on_mesh(
+    positions: torch.Tensor,
+    cell: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    multipole_moments: torch.Tensor,
+    idx_j: torch.Tensor,
+    neighbor_ptr: torch.Tensor,
+    unit_shifts: torch.Tensor,
+    sigma: float,
+    alpha: Any,
+    mesh_dimensions: Any,
+    spline_order: int,
+    accuracy: float,
+    cost_ratio: float,
+) -> tuple[torch.Tensor]:
+    """Energies, as `multipole_particle_mesh_ewald` describes them."""
     place = _in_float64(positions, cell, batch_idx)
     width = checks.check_positive("sigma", sigma)
     needed = None
@@ -405,7 +437,7 @@ def multipole_particle_mesh_ewald(
     )
     with unrecorded():
         warn_of_short_list(place, near, needed, accuracy)
-    return energies
+    return (energies,)
 
 
 def _neighbors(idx_j: torch.Tensor, neighbor_ptr: torch.Tensor, unit_shifts: torch.Tensor) -> dict[str, Any]:
