@@ -5,6 +5,7 @@ import functools
 import pickle
 import re
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -297,6 +298,14 @@ def test_without_the_package_with_the_data(package):
     """It is optional: everything can be imported, and the error says what to install and what to do else."""
     said = output_of(run_python(MISSING.format(package=package)))
     assert re.search(r"tad-dftd3.*pip install 'nvalchemiops\[dispersion\]'.*'\.\[dispersion\]'.*file", said)
+
+
+@pytest.mark.parametrize("package", ["tad_dftd3", "tad_mctc.data.radii"])
+def test_a_package_with_another_layout_is_not_said_to_be_missing(package, monkeypatch):
+    """Without a module, or without the functions in it."""
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    with pytest.raises(ImportError, match=r"tad-dftd3, of which another release.*(tad_dftd3.reference|VDW_PAIRWISE)"):
+        dispersion.D3Parameters.load()
 
 
 def test_published_data_do_not_import_their_package(monkeypatch):

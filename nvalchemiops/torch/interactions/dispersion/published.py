@@ -37,19 +37,25 @@ def from_package() -> dict[str, Any]:
         reference = _without_package("tad_dftd3", "reference")
         r4r2 = _without_package("tad_dftd3", "data", "r4r2")
         radii = importlib.import_module("tad_mctc.data.radii")
-    except ImportError as error:
+        read_data, read_r4r2 = reference.Reference, r4r2.R4R2
+        read_radii, read_covalent = radii.VDW_PAIRWISE, radii.COV_D3
+    except (ImportError, AttributeError) as error:
+        is_there = error.name not in ("tad_mctc", "tad_dftd3")
+        found = (
+            f"of which another release than expected is installed ({error})" if is_there else "which is not installed"
+        )
         raise ImportError(
-            "the D3 data are in the package tad-dftd3, which is not installed: pip install 'nvalchemiops[dispersion]' "
-            "(in a checkout '.[dispersion]'), or give a file to D3Parameters.load"
+            f"the D3 data are in the package tad-dftd3, {found}: pip install 'nvalchemiops[dispersion]' (in a checkout "
+            "'.[dispersion]'), or give a file to D3Parameters.load"
         ) from error
-    data = reference.Reference(dtype=torch.float64)
+    data = read_data(dtype=torch.float64)
     # published in angstrom with four and two decimals; the package converts them with another bohr, or to float32
-    r0ab = (radii.VDW_PAIRWISE(dtype=torch.float64) * _TABLE_BOHR).round(decimals=4) / _TABLE_BOHR
-    covalent = (0.75 * radii.COV_D3(dtype=torch.float64) * _TABLE_BOHR).round(decimals=2) / _TABLE_BOHR
+    r0ab = (read_radii(dtype=torch.float64) * _TABLE_BOHR).round(decimals=4) / _TABLE_BOHR
+    covalent = (0.75 * read_covalent(dtype=torch.float64) * _TABLE_BOHR).round(decimals=2) / _TABLE_BOHR
     n = data.cn.shape[0]
     return {
         "rcov": covalent[:n] * (4.0 / 3.0),
-        "r4r2": r4r2.R4R2(dtype=torch.float64)[:n],
+        "r4r2": read_r4r2(dtype=torch.float64)[:n],
         "c6ab": data.c6.where((data.cn >= 0)[:, None, :, None] & (data.cn >= 0)[None, :, None, :], 0.0),
         "cn_ref": data.cn,
         "interp_mesh": data.cn.shape[1],
