@@ -256,6 +256,18 @@ def test_prepared_data_in_the_memory_of_the_list():
         same_bits(ewald_summation(x, q, cell, 0.9, **{**there, "miller_indices": vectors}), expected)
 
 
+def test_lists_and_pointers_in_the_same_memory():
+    """Kernels would look for the pairs beside the pointers of the next list, where others are."""
+    x, q, cell, near = arguments()
+    pairs, pointers = near["neighbor_list"], near["neighbor_ptr"]
+    both, others = (torch.cat([pairs[0], j, pointers]) for j in (pairs[1], (pairs[0] + 1) % 20))
+    together = {**near, "neighbor_list": both[: pairs.numel()].view(2, -1), "neighbor_ptr": both[pairs.numel() :]}
+    apart = {**near, "neighbor_ptr": others[pairs.numel() :]}
+    expected = ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **near)
+    for there in [together] * 3 + [apart] * 3:
+        same_bits(ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **there), expected)
+
+
 def test_exclusions_follow_the_atoms():
     """Which image of an excluded atom is the nearest one may be another in the next call."""
     x, q, cell, near = arguments()
