@@ -10,7 +10,7 @@ fibers, three times, with lanes in another order each time, and stops at the fir
 - a read of memory of a new tensor, or of a local variable, that nothing was written to;
 - results that depend on the order of lanes.
 
-`tests.checker.session.checked` runs all launches of the library that way, with the layout of a GPU. A kernel that is
-new needs a call in ``programs.py``, or ``test_kernels.py`` fails. Faults in CUDA's own functions, between several
-streams, or in the code that NVRTC generates are not found.
+`tests.checker.session.checked` runs all launches of the library that way, with the layout of a GPU. ``programs.py``
+runs the problems of all kernels in `tests.lanes.problems`. Faults in CUDA's own functions, between several streams, or
+in the code that NVRTC generates are not found.
 """

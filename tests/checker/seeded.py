@@ -6,6 +6,7 @@ Prints, for each fault, what was found. `CRASHES` end the process, or do not end
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,10 +20,11 @@ from nvalchemiops.kernels.native import native_kernel
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.neighbors.search import search_neighbors
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors import search
+from nvalchemiops.torch.operators.fourier import fourier_gather
 from tests.checker import programs
 from tests.checker.launches import Fault
 from tests.checker.session import checked
+from tests.lanes import problems
 
 TEXT = """
     const int lane = threadIdx.x & 31, n = values.shape[1];
@@ -175,23 +177,8 @@ def run(name: str, text: str) -> dict[str, Any] | None:
 # -- in kernels of the library ----------------------------------------------------------------------
 
 
-def _pairs() -> None:
-    variant = next(v for v in pairs._EWALD if v.request.outputs == "wrv")
-    programs.run_pair_kernel(variant, programs.ONE, "list")
-
-
-def _bad_pairs() -> None:
-    variant = next(v for v in pairs._EWALD if v.request.outputs == "wrv")
-    programs.run_pair_kernel(variant, programs.ONE, "list", bad=len(programs.ONE.charges))
-
-
-def _search() -> None:
-    x, _, cell, system_of = programs.ONE
-    targets = torch.arange(len(x), dtype=torch.int32)
-    first = torch.tensor([0, len(x)], dtype=torch.int32)
-    memory = [targets.new_zeros((len(targets), *rest)) for rest in ((40,), (), (40, 3))]
-    query = (x, programs.CUTOFF, cell, None, system_of, first, targets, False, 0, 0, 0.0, False)
-    search.fill_neighbor_matrix(*query, torch.ones(1, dtype=torch.bool), -1, *memory)
+def _pairs(bad: int | None = None) -> None:
+    problems.pair_sums(next(v for v in pairs._EWALD if v.request.outputs == "wrv"), bad)()
 
 
 LIBRARY = {
@@ -209,19 +196,19 @@ LIBRARY = {
         ("race of blocks", "energies.data[i / 2] =", 0),
     ),
     "pairs: an atom that does not exist": (
-        (pairs.pair_kernel, _bad_pairs, "it.j >= 0 && it.j < n_atoms", "it.j >= 0"),
+        (pairs.pair_kernel, partial(_pairs, problems.Rows.n_atoms), "it.j >= 0 && it.j < n_atoms", "it.j >= 0"),
         ("out of bounds", "d[a] = exact(x_j[a]) - x_i[a];", None),
     ),
     "search: more neighbors than there is room for": (
-        (search_neighbors, _search, "if (hit && slot < room)", "if (hit)"),
-        ("race of lanes", "index.data[start + slot] =", None),
+        (search_neighbors, partial(programs.rebuilt_search, 9), "if (hit && slot < room)", "if (hit)"),
+        ("race of blocks", "index.data[start + slot] =", None),
     ),
     "search: all lanes fill the rest of a row": (
-        (search_neighbors, _search, "found, lane, 32);", "found, 0, 1);"),
+        (search_neighbors, programs.rebuilt_search, "found, lane, 32);", "found, 0, 1);"),
         ("race of lanes", "index.data[r.start + slot] = fill_value;", 1),
     ),
     "Fourier sums: two atoms have one place": (
-        (gather.fourier_gather, programs.fourier_program, "n_atoms + atom)", "n_atoms + atom / 2)"),
+        (gather.fourier_gather, problems.fourier(fourier_gather, 1), "n_atoms + atom)", "n_atoms + atom / 2)"),
         ("race of lanes", "of_atom[c] =", 1),
     ),
 }
@@ -235,7 +222,6 @@ def run_in_library(factory: Any, program: Callable[[], None], old: str, new: str
         changes.append(old in text)
         return original(text.replace(old, new), *arguments)
 
-    programs.near_of(0)
     factory.cache_clear()
     try:
         with (

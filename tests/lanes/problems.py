@@ -4,11 +4,14 @@ Rows are as long as a warp has lanes, or one shorter or longer, once and twice; 
 anything, and several systems.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+import nvalchemiops.torch.ops  # noqa: F401  # all operators, and with them all kernels
 from nvalchemiops.interactions.pair import moments as moment_kernels
 from nvalchemiops.interactions.pair import sum as pair_kernels
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, WEIGHTS
@@ -16,6 +19,7 @@ from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.kernels.sorting import ROWS
+from nvalchemiops.launch import registered_kernels
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives
@@ -24,7 +28,7 @@ from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.pairs import measure_pairs
 from nvalchemiops.torch.neighbors.rows import _inspect as inspect_rows
 from nvalchemiops.torch.operators.chains import move_chains
-from nvalchemiops.torch.operators.fourier import fourier_spread
+from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.influence import mesh_influence, multiply_by_influence
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors, usable_cells
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
@@ -74,7 +78,8 @@ class Rows:
 
     cutoff, r_switch, n_atoms, n_systems = 4.0, 3.0, 45, 2
 
-    def __init__(self, precision):
+    def __init__(self, precision, bad=None):
+        """With ``bad``, many neighbors have this number, which no atom has."""
         real = getattr(torch, precision)
         at = torch.cartesian_prod(torch.arange(5), torch.arange(3), torch.arange(3)).double()
         self.positions = (1.4 * at + 0.2 * random(self.n_atoms, 3).tanh()).to(real)
@@ -88,6 +93,8 @@ class Rows:
         steps = torch.randn(self.n_atoms, self.n_atoms - 1, generator=torch.Generator().manual_seed(1)).argsort(1) + 1
         slot = torch.arange(len(self.first)) - self.row_begin[self.first.long()]
         self.neighbors = (self.first + steps[self.first.long(), slot % steps.shape[1]]).int() % self.n_atoms
+        if bad is not None:
+            self.neighbors[3::7] = bad
         moved = (slot % 2 == 1) != (slot >= steps.shape[1])
         self.shifts = torch.where(moved.unsqueeze(1), integers(len(slot), 3, low=-1, high=2, seed=2), 0)
         self.shifts[:, 0] += moved * (self.shifts == 0).all(1)
@@ -104,8 +111,8 @@ class Rows:
         return index.flatten(), shifts.flatten(0, 1)
 
 
-def pair_sums(variant) -> Problem:
-    rows, formula, request = Rows(variant.precision), variant.formula, variant.request
+def pair_sums(variant, bad=None) -> Problem:
+    rows, formula, request = Rows(variant.precision, bad), variant.formula, variant.request
     real, n = rows.positions.dtype, rows.n_atoms
     n_globals = len(formula.global_parameters)
     given = {"positions": rows.positions, "cell": rows.cell, "batch_idx": rows.batch_idx}
@@ -220,8 +227,8 @@ def distances(precision) -> Problem:
     ]
 
 
-def inspections() -> Problem:
-    rows = Rows("float64")
+def inspections(bad=None) -> Problem:
+    rows = Rows("float64", bad)
     system = (rows.positions, rows.cell, rows.batch_idx)
     neighbors, shifts = rows.matrix()
     return lambda: [
@@ -504,3 +511,64 @@ def system_totals(precision) -> Problem:
         return [*few, *one, system_sums(values[:, :3].contiguous(), many, 9)]
 
     return problem
+
+
+# -- what runs the kernels of the library -----------------------------------------------------------
+
+CPU_ONLY = {"prepare_search", "sort_atoms", "end_rows", "compact_neighbors", "program_kernel", "stale_kernel"}
+"""Kernels for the layout of a CPU, which on a GPU nothing launches."""
+
+RUNS: dict[str, Callable[..., Problem]] = {
+    "pair_kernel": pair_sums,
+    "moment_kernel": moment_sums,
+    "three_body": triples,
+    "coefficients": coefficients,
+    "measure_pairs": distances,
+    "inspect_rows": inspections,
+    "search_neighbors": searches,
+    "search_nearest": nearest_searches,
+    "describe_systems": searches,
+    "locate_atoms": searches,
+    "place_atoms": searches,
+    "number_systems": uncounted_systems,
+    "shortest_vectors": lattices,
+    "usable_cells": judged_cells,
+    "lattice_geometry": inverted_cells,
+    "transform_vectors": coordinates,
+    "tabulate_influence": influences,
+    "phase_tables": lambda: fourier(fourier_spread, 1),
+    "fourier_coefficients": lambda: fourier(fourier_gather, 1),
+    "fourier_spread": lambda derivatives: fourier(fourier_spread, derivatives),
+    "fourier_gather": lambda derivatives: fourier(fourier_gather, derivatives),
+    "find_columns": splines,
+    "spline_stencils": splines,
+    "spline_spread": splines,
+    "spline_gather": splines,
+    "begin_rows": sorted_rows,
+    "add_counts": row_counts,
+    "sum_rows": system_totals,
+    "chain_kernel": chains,
+    "normal_numbers": noise,
+    "chi_square_numbers": noise,
+}
+"""What runs the variants of each kernel."""
+
+
+def is_for_a_cpu(name):
+    return name.partition("(")[0] in CPU_ONLY
+
+
+KERNELS = {
+    name: build for name, build in registered_kernels() if name.partition("(")[0] in RUNS and not is_for_a_cpu(name)
+}
+
+
+def kernels_by_problem() -> dict[tuple[Any, ...], list[str]]:
+    """Which kernels the same problem runs."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, build in KERNELS.items():
+        problem = RUNS[name.partition("(")[0]]
+        arguments = inspect.signature(problem).bind(*build.args)
+        arguments.apply_defaults()
+        found.setdefault((problem, *arguments.args), []).append(name)
+    return found
