@@ -161,7 +161,7 @@ class Parameters:
                 found[name] = system.tensor(of_pairs(name, table, elements))
         return found
 
-    def for_batches(self, system: System, **others: torch.Tensor) -> InBatches | None:
+    def for_batches(self, system: System, **others: Any) -> InBatches | None:
         """The potential with the values for atoms of several systems, and those of parameters elsewhere, or None."""
         return InBatches(functools.partial(self._potential, **others, **self.of(system))) if self._by_element else None
 
