@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.recorder import read_number
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.systems import Neighbors, System
@@ -25,7 +26,7 @@ def count_systems(system: "System") -> int:
     if found is not None:
         return found
     if system.batch_idx.numel():
-        return int(system.batch_idx.max()) + 1
+        return 1 + int(read_number(system.batch_idx.max()))
     return int(getattr(system.cell, "ndim", 0) == 3 or getattr(system.pbc, "ndim", 0) == 2)  # one, without atoms
 
 

@@ -27,6 +27,7 @@ from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import volumes_of
 from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.runtime.releases import Class, replaceable
 
 if TYPE_CHECKING:
@@ -389,7 +390,7 @@ class Neighbors(NamedTuple):
         ``counts`` (n_atoms,) are the true numbers of neighbors: a matrix with fewer columns raises an error.
         """
         if counts is not None and may_read(counts) and counts.numel():
-            most = int(counts.max())
+            most = read_number(counts.max())
             if most > matrix.shape[1]:
                 raise ValueError(f"`matrix` has {matrix.shape[1]} columns, but an atom has {most} neighbors")
         return cls(None, None, matrix, shifts, padding, cutoff, half)

@@ -124,3 +124,22 @@ def test_the_start_of_a_run_is_linearized():
         return simulate(system._replace(positions=x), model, rigid, steps=0, seed=1, masses=masses).state.velocities
 
     linearized_is_forward_mode(velocities, system.positions)
+
+
+def test_half_lists_are_linearized():
+    """Which atoms exist is read."""
+    pairs, pointers, shifts = neighbor_list(
+        SMALL.positions, CUTOFF, SMALL.cell, half_fill=True, return_neighbor_list=True
+    )
+    near = {"neighbor_list": pairs, "neighbor_ptr": pointers, "neighbor_shifts": shifts, "half_list": True}
+    linearized_is_forward_mode(lambda x: LENNARD_JONES(x, SMALL.cell, sigma=1.0, epsilon=1.0, **near), SMALL.positions)
+
+
+def test_splittings_of_multipoles_are_linearized():
+    """The volume of the cell, and the reach of the list, are read."""
+    pairs, pointers, shifts = neighbor_list(SMALL.positions, CUTOFF, SMALL.cell, return_neighbor_list=True)
+    charges, cell = SMALL.charges.unsqueeze(1), SMALL.cell
+    given = (charges, cell, pairs[1], pointers, shifts)
+    linearized_is_forward_mode(
+        lambda x: electrostatics.multipole_ewald_summation(x, *given, sigma=0.3, accuracy=0.5), SMALL.positions
+    )

@@ -22,6 +22,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.pairs import Pairs, list_geometry, matrix_geometry, slot_mask
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, refuse_in_capture
+from nvalchemiops.torch.runtime.recorder import read_number
 
 __all__ = [
     "check_full_list",
@@ -163,7 +164,7 @@ def get_neighbor_matrix_from_neighbor_list(
         max_neighbors = checks.check_count("max_neighbors", max_neighbors)
     if may_read(neighbor_list, neighbor_ptr, wait=True):
         _check_rows(neighbor_list, neighbor_ptr)
-        longest = int(counts.max()) if n_atoms else 0
+        longest = read_number(counts.max()) if n_atoms else 0
         width = longest if max_neighbors is None else max(longest, max_neighbors)
         if max_neighbors is not None and longest > max_neighbors:
             notify(
@@ -310,7 +311,7 @@ def transpose_order(neighbor_list: torch.Tensor, n_atoms: int) -> tuple[torch.Te
     checks.check_index("neighbor_list", neighbor_list, None, (2, None))
     n_atoms = checks.check_count("n_atoms", n_atoms)
     j, order = torch.sort(neighbor_list[1], stable=True)
-    if may_read(j, wait=True) and j.shape[0] and (int(j[0]) < 0 or int(j[-1]) >= n_atoms):
+    if may_read(j, wait=True) and j.shape[0] and (read_number(j[0]) < 0 or read_number(j[-1]) >= n_atoms):
         raise ValueError(f"`neighbor_list`: j must be in 0 .. {n_atoms - 1}, got {int(j[0])} .. {int(j[-1])}")
     return order, row_pointers(j.to(torch.int32), n_atoms)
 
@@ -434,7 +435,7 @@ def _number_of_each(keys: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _raise_at(wrong: torch.Tensor, neighbor_list: torch.Tensor, shifts: torch.Tensor | None, fault: str) -> None:
     """Raise if a pair is wrong; the first one, (i, j, S), is formatted into ``fault``."""
-    if wrong.numel() and bool(wrong.any()):
+    if wrong.numel() and read_number(wrong.any()):
         place = int(wrong.to(torch.uint8).argmax())
         image = (0, 0, 0) if shifts is None else tuple(shifts[place].tolist())
         raise ValueError("`neighbor_list`" + fault.format((*neighbor_list[:, place].tolist(), image)))
@@ -478,7 +479,7 @@ def _check_entries(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> N
     _check_rows(neighbor_list, neighbor_ptr)
     n_atoms = neighbor_ptr.shape[0] - 1
     wrong = (neighbor_list < 0) | (neighbor_list >= n_atoms)
-    if wrong.numel() and bool(wrong.any()):
+    if wrong.numel() and read_number(wrong.any()):
         first = int(wrong.any(0).to(torch.uint8).argmax())
         i, j = neighbor_list[:, first].tolist()
         raise ValueError(

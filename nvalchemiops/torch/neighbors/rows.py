@@ -390,7 +390,7 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
     pointers, neighbors, shifts, width, padding, first = rows
     fault, balance, reach = _inspect(*wide, batch_idx, pointers, neighbors, shifts, width, padding, first)
     fault, balance, reach = (slices_of(report) for report in (fault, balance, reach))
-    worst = int(fault.max()) if fault.numel() else 0
+    worst = read_number(fault.max()) if fault.numel() else 0
     if worst == core.OUT_OF_RANGE:
         raise ValuesError(
             f"`neighbor_list` or `neighbor_matrix`: indices must be in 0 .. {batch_idx.shape[0] - 1}, or for padding "
@@ -402,7 +402,7 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
         raise ValuesError(
             "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row" + core.HOW_TO_SORT
         )
-    if bool((balance.sum(1) != 0).any()):
+    if read_number((balance.sum(1) != 0).any()):
         notify(
             "`neighbor_list` or `neighbor_matrix` is not full: a sum needs both (i, j, S) and (j, i, -S) of each pair "
             "(half_fill=False, and enough columns). The pairs in it are summed as they are; if it holds each pair "

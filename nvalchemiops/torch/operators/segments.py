@@ -13,7 +13,7 @@ from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
-from nvalchemiops.torch.runtime.recorder import current_recorder, differ_in_replays, read_fault
+from nvalchemiops.torch.runtime.recorder import current_recorder, differ_in_replays, read_fault, read_number
 
 FEW = 64 * BLOCK
 """Total number of atoms up to which the systems are not divided among threads."""
@@ -94,7 +94,7 @@ def largest_system(batch_idx: torch.Tensor) -> int:
         return (batch_idx.max().cpu(),)
 
     if may_read(batch_idx):
-        return int(batch_idx.max())
+        return int(read_number(batch_idx.max()))
     if (recorder := current_recorder()) is not None:
         recorder.end("the number of systems is read: give `num_systems`")
     return int(cached_by_identity("largest system", batch_idx, (), read, on_host=True)[0])

@@ -11,6 +11,7 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import warn_
 from nvalchemiops.torch.interactions.electrostatics.parameters import estimate_pme_mesh_dimensions
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, pair_distances, rows_of
 from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.runtime.recorder import read_number
 
 
 class MultipoleEwaldParameters(NamedTuple):
@@ -133,7 +134,7 @@ def _balance(
     volume = torch.linalg.det(cells).abs()
     eta = (volume**2 / (n_atoms * cost_ratio)) ** (1.0 / 6.0) / math.sqrt(2.0 * math.pi)
     left = 2.0 * eta**2 - 4.0 * width**2
-    if may_read(left) and bool((left <= 0.0).any()):
+    if may_read(left) and read_number((left <= 0.0).any()):
         raise ValueError(
             "`sigma` is too large for these cells, or `cost_ratio` too large: Gaussians are as wide as the splitting. "
             "Sum over k-vectors alone, by multipole_electrostatic_energy"
@@ -152,7 +153,7 @@ def warn_of_short_list(
     batch_idx = place["batch_idx"]
     if needed is None or not may_read(positions, cell, batch_idx, *near.values()):
         return
-    if not all(bool(values.isfinite().all()) for values in (positions, cell)):
+    if not all(read_number(values.isfinite().all()) for values in (positions, cell)):
         return
     if batch_idx is None:
         batch_idx = torch.zeros(positions.shape[0], dtype=torch.int32, device=positions.device)
