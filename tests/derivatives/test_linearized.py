@@ -70,6 +70,14 @@ def test_quadrupoles_and_given_alphas_of_gaussians_are_linearized():
     linearized_is_forward_mode(lambda x: SUMS[0].energies(x, *inputs[1:], near, **sources), inputs.x)
 
 
+def test_sums_over_half_lists_are_linearized():
+    """Which atoms exist is read, and for an alpha that is not given how far the lists reach."""
+    x, charges, cell, _ = SUMS[0].inputs(SMALL)
+    pairs, ptr, shifts = neighbor_list(x, CUTOFF, cell=cell, half_fill=True, return_neighbor_list=True)
+    near = {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts, "half_list": True}
+    linearized_is_forward_mode(lambda x: electrostatics.ewald_summation(x, charges, cell, accuracy=1e-3, **near), x)
+
+
 def test_steps_with_a_masked_barostat_are_linearized():
     """What is written into a part of a constant is lost; masses and parameters are read."""
     system = System(SMALL.positions, cell=5.0 * torch.eye(3, dtype=torch.float64))
@@ -124,15 +132,6 @@ def test_the_start_of_a_run_is_linearized():
         return simulate(system._replace(positions=x), model, rigid, steps=0, seed=1, masses=masses).state.velocities
 
     linearized_is_forward_mode(velocities, system.positions)
-
-
-def test_half_lists_are_linearized():
-    """Which atoms exist is read."""
-    pairs, pointers, shifts = neighbor_list(
-        SMALL.positions, CUTOFF, SMALL.cell, half_fill=True, return_neighbor_list=True
-    )
-    near = {"neighbor_list": pairs, "neighbor_ptr": pointers, "neighbor_shifts": shifts, "half_list": True}
-    linearized_is_forward_mode(lambda x: LENNARD_JONES(x, SMALL.cell, sigma=1.0, epsilon=1.0, **near), SMALL.positions)
 
 
 def test_splittings_of_multipoles_are_linearized():

@@ -315,7 +315,7 @@ def check_reach(
 
     _, listed = pair_distances(rows, positions, cell, batch_idx)
     _, found = pair_distances(build_rows(positions, cutoff, cell, batch_idx, pbc), positions, cell, batch_idx)
-    n_listed, n_found = int((listed < near).sum()), int((found < near).sum())
+    n_listed, n_found = read_number((listed < near).sum()), read_number((found < near).sum())
     if n_listed == n_found:
         return
     reach = f"its farthest pair is at {float(listed.max()):g}" if listed.numel() else "it is empty"
