@@ -585,5 +585,5 @@ def read_fault(fault: torch.Tensor, only_in_replays: bool = False) -> int:
     with recorder.pause():
         number = int(fault)
     if number and not only_in_replays:  # callers may catch the error, and go on as for no other values
-        recorder.end(f"{FOR_NOW}the call raises or warns for these values")
+        recorder.end(f"{FOR_NOW}the call raises, warns or goes another way for these values")
     return number
