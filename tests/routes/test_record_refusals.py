@@ -270,6 +270,18 @@ def test_what_follows_an_error_of_a_cell_is_no_step():
         assert torch.equal(again(x, cell), step(x, cell))
 
 
+def test_open_axes_in_an_argument_are_no_error():
+    """A plan is for cells that are periodic along all axes: these calls are ordinary ones, and that is said."""
+    given = {"cell": 9.0 * torch.eye(3), "sigma": 1.0, "epsilon": 1.0}
+    given["neighbor_list"] = torch.tensor([[0, 1], [1, 0]])
+    given["neighbor_shifts"] = torch.zeros(2, 3, dtype=torch.int32)
+    potential = lennard_jones(5.0)
+    again = record(lambda x, pbc: potential(x, pbc=pbc, **given))
+    x, slab = torch.eye(2, 3), torch.tensor([True, True, False])
+    assert torch.equal(again(x, slab), potential(x, pbc=slab, **given))
+    assert "goes another way for these values" in again.explain()
+
+
 def test_calls_that_often_end_a_recording_are_not_recorded_each_time():
     again, found = record(of_factors), []
     for factor in (*[-1.0] * 8, *[1.0] * 9):

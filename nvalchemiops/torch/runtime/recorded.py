@@ -556,7 +556,7 @@ def record(
 
 _DEPENDENT = "arguments and other tensors of the function have gradients by the same tensors"
 
-_LATER = "operations raised errors in such calls before, which is why they are recorded again only later"
+_LATER = "such calls could not be recorded before, which is why they are recorded again only later"
 
 _MOST_WAITING = 1023
 """Ordinary calls before the next one is recorded: an ordinary call takes much less time than one that is recorded."""
