@@ -26,11 +26,15 @@ def test_the_virial_of_a_mesh_is_linearized():
     linearized_is_forward_mode(lambda x: SUMS[1].call(x, *inputs[1:], near, compute_virial=True)[-1], inputs.x)
 
 
-def test_a_prepared_sum_is_linearized():
-    """Whose alpha is compared with that of its k-vectors."""
+def test_prepared_sums_are_linearized():
+    """Whose alpha or cell is compared with that of the prepared data, as given k-vectors are with the cell."""
     x, charges, cell, _ = SUMS[0].inputs(SMALL)
     ewald = electrostatics.EwaldSummation(0.8, 3.0, CUTOFF).prepare(cell)
     linearized_is_forward_mode(lambda x: ewald(x, charges, cell), x)
+    pme = electrostatics.ParticleMeshEwald(0.8, (6, 7, 8), cutoff=CUTOFF).prepare(cell)
+    linearized_is_forward_mode(lambda x: pme(x, charges, cell), x)
+    given = {"alpha": 0.8, "k_vectors": electrostatics.generate_k_vectors_ewald_summation(cell, 3.0), "cutoff": CUTOFF}
+    linearized_is_forward_mode(lambda x: electrostatics.ewald_summation(x, charges, cell, **given), x)
 
 
 def test_dispersion_of_a_batch_is_linearized():

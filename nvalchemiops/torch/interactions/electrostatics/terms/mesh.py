@@ -45,7 +45,7 @@ from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_sp
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.cache import KeptTensors, cached_by_value, cached_on_device
-from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, values_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host
 from nvalchemiops.torch.runtime.graphs import place_of
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class PreparedMesh(NamedTuple):
             )
         if not may_read(cell):
             return (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
-        if not torch.equal(values_of(cell).to(torch.float64), self.cell):
+        if not np.array_equal(on_host(cell), on_host(self.cell)):
             raise ValuesError(f"`prepared` is for another `cell`: prepare it again for this cell. {ELSEWHERE}")
         return None
 

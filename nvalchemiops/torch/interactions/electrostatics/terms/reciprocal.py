@@ -49,6 +49,7 @@ from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_syst
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.cache import cached_by_value, cached_on_device
 from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.runtime.recorder import read_number
 
 # -- which k-vectors ------------------------------------------------------------------------------
 
@@ -281,7 +282,7 @@ def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, to
     valid = None
     if not may_read(cell, k_vectors):
         valid = fits
-    elif not bool(fits.all()):
+    elif not read_number(fits.all()):
         raise ValuesError(
             "`k_vectors` do not belong to the reciprocal lattice of `cell`: make them for this cell, or give "
             "`miller_indices`, which stay the same when the cell changes"
