@@ -523,6 +523,24 @@ def test_one_graph_replayed_by_many_threads():
     in_threads(work, [float(k + 1) for k in range(6)])
 
 
+def test_one_graph_replayed_during_its_replay(monkeypatch):
+    """As by a signal handler, between the gradients that arrive and the launches that read them."""
+    x, w = leaf(5), leaf(5, seed=1)
+    y, inner, backward = weighted_square(x, w), [], wp.Tape.backward
+
+    def interrupted(tape):
+        if not inner:
+            inner.append(None)
+            inner.extend(torch.autograd.grad(y, (x, w), torch.ones_like(y), retain_graph=True))
+        backward(tape)
+
+    monkeypatch.setattr(wp.Tape, "backward", interrupted)
+    outer = torch.autograd.grad(3.0 * y.sum(), (x, w))
+    expected = 2.0 * x * w, x**2
+    torch.testing.assert_close(inner[1:], [g.detach() for g in expected])
+    torch.testing.assert_close(outer, tuple(3.0 * g.detach() for g in expected))
+
+
 def test_an_active_warp_tape_is_refused_with_a_reason():
     x, w = leaf(3), leaf(3, seed=1)
     with wp.Tape(), pytest.raises(RuntimeError, match="Tape is active"):
