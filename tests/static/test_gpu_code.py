@@ -88,6 +88,10 @@ LEAN = (
     "search_neighbors()",
     "search_nearest()",
     "place_atoms()",
+    "find_columns(8)",
+    "phase_tables()",
+    "fourier_coefficients()",
+    "fourier_spread(1)",
     "fourier_gather(2)",
 )
 """One of each family, in the everyday suite."""
