@@ -22,7 +22,7 @@ from nvalchemiops.torch.runtime.context import on_host
 from tests.lanes.fibers import gpu_layout
 from tests.support.comparing import close
 from tests.support.plans import forget, ordinary, plan_of, way_of
-from tests.support.repeated import F64, NAMES, REQUESTS, moved, same_bits
+from tests.support.repeated import F64, NAMES, REQUESTS, assert_as_ordinary, gradients, moved, same_bits
 
 
 def a_batch(sizes=(8, 12, 5), seed=0):
@@ -293,23 +293,14 @@ def test_gradients_of_batches(name):
     """First and second order, by positions and charges; weights of systems and of atoms."""
     x, q, cell, numbers = a_batch()
 
-    def gradients(x, q, weights, order):
-        x, q = x.clone().requires_grad_(), q.clone().requires_grad_()
-        energies = sum_of_batch(name, x, q, cell, numbers)
-        found = torch.autograd.grad((weights * energies).sum(), (x, q), create_graph=order == 2)
-        if order == 2:
-            found += torch.autograd.grad(sum((g * g).sum() for g in found), (x, q))
-        return (energies.detach(), *(g.detach() for g in found))
+    def energies(x, q):
+        return sum_of_batch(name, x, q, cell, numbers)
 
     of_systems, of_atoms = torch.tensor([1.0, 0.5, 2.0], dtype=F64)[numbers], torch.linspace(0.5, 1.5, 25, dtype=F64)
     for step in range(4):
         y, p, _ = moved(x, q, {}, step)
         for weights, order in ((of_systems, 1), (of_atoms, 1), (of_systems, 2)):
-            found = gradients(y, p, weights, order)
-            expected = ordinary(lambda y=y, p=p, w=weights, order=order: gradients(y, p, w, order))
-            same_bits(found[0], expected[0])
-            for a, b in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+            assert_as_ordinary(gradients, energies, (y, p), weights, order)
     plan_of(count=1 if "given" in name else 2)
 
 

@@ -14,13 +14,22 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_reciprocal_space,
     ewald_summation,
     particle_mesh_ewald,
-    pme_reciprocal_space,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine, tables
 from nvalchemiops.torch.runtime.recorder import current_recorder
 from tests.support.plans import ordinary, plan_of, plans_of_calls
-from tests.support.repeated import F64, NAMES, REQUESTS, SUMS, arguments, moved, same_bits
+from tests.support.repeated import (
+    F64,
+    NAMES,
+    REQUESTS,
+    SUMS,
+    arguments,
+    assert_as_ordinary,
+    gradients,
+    moved,
+    same_bits,
+)
 
 
 @pytest.mark.parametrize("as_matrix", [False, True], ids=["list", "matrix"])
@@ -57,32 +66,22 @@ def test_the_layout_of_results_is_the_same_in_each_call(function):
     assert plan_of().steps
 
 
-@pytest.mark.parametrize("inputs", ["positions", "charges", "both"])
+@pytest.mark.parametrize("inputs", [(0,), (1,), (0, 1)], ids=["positions", "charges", "both"])
 @pytest.mark.parametrize("name", SUMS)
 def test_gradients_are_those_of_the_ordinary_way(name, inputs):
     """First and second order, one weight for all atoms and different ones."""
     function, options = SUMS[name]
     x, q, cell, near = arguments()
     weights = torch.linspace(0.5, 1.5, 20, dtype=F64)
-
-    def gradients(x, q, near, weights, order):
-        x = x.clone().requires_grad_(inputs != "charges")
-        q = q.clone().requires_grad_(inputs != "positions")
-        wrt = [t for t in (x, q) if t.requires_grad]
-        energies = function(x, q, cell, 0.9, **near, **options)
-        found = torch.autograd.grad((weights * energies).sum(), wrt, create_graph=order == 2)
-        if order == 2:
-            found += torch.autograd.grad(sum((g * g).sum() for g in found), wrt)
-        return (energies.detach(), *(g.detach() for g in found))
-
     for step in range(5):
-        here = moved(x, q, near, step)
+        *given, here = moved(x, q, near, step)
+
+        def energies(*leaves, given=given, here=here):
+            y, p = (leaves[inputs.index(n)] if n in inputs else given[n] for n in (0, 1))
+            return function(y, p, cell, 0.9, **here, **options)
+
         for w, order in ((torch.ones(20, dtype=F64), 1), (weights, 1), (weights, 2)):
-            found = gradients(*here, w, order)
-            expected = ordinary(lambda here=here, w=w, order=order: gradients(*here, w, order))
-            same_bits(found[0], expected[0])
-            for a, b in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+            assert_as_ordinary(gradients, energies, [given[n] for n in inputs], w, order)
     plan_of()
 
 
@@ -132,44 +131,6 @@ def test_lists_without_pointers(half_list):
     pairs[1, 0] = 100
     with pytest.raises(ValueError, match="neighbor"):
         call()
-
-
-def real_space(x, q, cell, near, **asked):
-    return ewald_real_space(x, q, cell, 0.9, **near, cutoff=2.8, **asked)
-
-
-def reciprocal_space(x, q, cell, _, **asked):
-    return ewald_reciprocal_space(x, q, cell, None, 0.9, k_cutoff=6.0, **asked)
-
-
-def mesh(x, q, cell, _, **asked):
-    return pme_reciprocal_space(x, q, cell, 0.9, mesh_dimensions=(12, 10, 9), **asked)
-
-
-@pytest.mark.parametrize("request_", REQUESTS)
-@pytest.mark.parametrize("part", [real_space, reciprocal_space, mesh])
-def test_parts_of_sums_have_plans(part, request_):
-    x, q, cell, near = arguments()
-    for step in range(5):
-        here = moved(x, q, near, step)
-
-        def call(here=here):
-            y, p, listed = here
-            return part(y, p, cell.clone(), listed, **REQUESTS[request_])
-
-        same_bits(call(), ordinary(call))
-    plan_of()
-    y, p, listed = here
-    y = y.clone().requires_grad_()
-    weights = torch.linspace(0.5, 1.5, 20, dtype=F64)
-
-    def gradients():
-        (first,) = torch.autograd.grad((weights * part(y, p, cell, listed)).sum(), y, create_graph=True)
-        return first.detach(), torch.autograd.grad(first.square().sum(), y)[0]
-
-    for _ in range(4):
-        for found, expected in zip(gradients(), ordinary(gradients), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_busy_machine_has_plans_too(monkeypatch):
@@ -260,21 +221,14 @@ def test_sums_with_sources_and_channels_have_plans(function, n_channels, highest
         same_bits(call(), ordinary(call))
     plan_of()
 
-    def gradients(order):
-        leaves = {"x": y.clone().requires_grad_(), **{n: t.clone().requires_grad_() for n, t in given.items()}}
-        wrt = list(leaves.values())
-        energies = function(leaves.pop("x"), **leaves, cell=cell, near=here, energy_reduction="system")
-        found = torch.autograd.grad(energies.sum(), wrt, create_graph=order == 2)
-        if order == 2:
-            found += torch.autograd.grad(sum((g * g).sum() for g in found), wrt)
-        return (energies.detach(), *(g.detach() for g in found))
+    def energies(y, *sources):
+        return function(y, **dict(zip(given, sources)), cell=cell, near=here, energy_reduction="system")
 
     for step in range(4):
         here = moved(x, q, near, step)[2]
         given = random_sources(x, n_channels, highest, step)
         for order in (1, 2):
-            for a, b in zip(gradients(order), ordinary(lambda order=order: gradients(order)), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+            assert_as_ordinary(gradients, energies, [y, *given.values()], 1.0, order, tolerance=1e-11)
     plan_of(count=2)
 
 

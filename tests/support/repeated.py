@@ -4,6 +4,8 @@ import torch
 
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.support.comparing import close
+from tests.support.plans import ordinary
 from tests.support.systems import triclinic
 
 F64 = torch.float64
@@ -46,6 +48,23 @@ def moved(x, q, near, step):
     generator = torch.Generator().manual_seed(step)
     x = x + 0.01 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
     return x, q * (1.0 + 0.1 * step), {name: t.clone() for name, t in near.items()}
+
+
+def gradients(energies_of, inputs, weights, order):
+    """Energies as a function of these, and derivatives of their weighted sum, up to the first or the second order."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    energies = energies_of(*leaves)
+    found = torch.autograd.grad((weights * energies).sum(), leaves, create_graph=order == 2)
+    if order == 2:
+        found += torch.autograd.grad(sum((g * g).sum() for g in found), leaves)
+    return (energies.detach(), *(g.detach() for g in found))
+
+
+def assert_as_ordinary(function, *arguments, tolerance=1e-12):
+    """Without a plan the first result has the same bits, and derivatives are the same to rounding."""
+    found, expected = function(*arguments), ordinary(lambda: function(*arguments))
+    same_bits(found[0], expected[0])
+    close(found, expected, tolerance)
 
 
 def results(found):
