@@ -15,22 +15,6 @@ def test_a_pair_at_the_cutoff_does_not_belong():
     assert neighbor_list(positions, np.nextafter(2.0, 3.0))[1].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-@pytest.mark.parametrize("half_fill", [False, True])
-def test_matrix_equals_list(name, half_fill, dtype):
-    system = SYSTEMS[name]().to(dtype)
-    n_atoms = len(system.charges)
-    options = {"cell": system.cell, "half_fill": half_fill}
-    pairs, ptr, shifts = neighbor_list(system.positions, 4.5, return_neighbor_list=True, **options)
-    matrix, count, matrix_shifts = neighbor_list(system.positions, 4.5, fill_value=-7, **options)
-    kept = matrix != -7
-    assert all(t.dtype == torch.int32 for t in (pairs, ptr, shifts, matrix, count, matrix_shifts))
-    assert torch.equal(count, ptr.diff()) and torch.equal(kept.sum(1).int(), count)
-    assert torch.equal(matrix[kept], pairs[1]) and torch.equal(matrix_shifts[kept], shifts)
-    assert torch.equal(pairs[0], torch.repeat_interleave(torch.arange(n_atoms, dtype=torch.int32), count))
-    assert not matrix_shifts[~kept].any()
-
-
 @pytest.mark.parametrize("by", ["batch_idx", "batch_ptr", "both"])
 def test_batch_equals_singles(by, device):
     systems = [make() for make in SYSTEMS.values()]

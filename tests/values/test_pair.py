@@ -29,10 +29,9 @@ from tests.support.potentials import (
     as_matrix,
     close,
     find_pairs,
-    from_pairs,
     pair_of_systems,
 )
-from tests.support.systems import System, batch, triclinic
+from tests.support.systems import System, triclinic
 
 CUTOFF = 4.5
 ALL_OUTPUTS = {"compute_forces": True, "compute_virial": True}
@@ -149,24 +148,7 @@ def test_without_a_cutoff_compiled_code_has_all_pairs():
             call(x, torch.eye(3, dtype=torch.float64))
 
 
-# -- neighbors in any form ------------------------------------------------------------------------
-
-
-@KINDS
-@pytest.mark.parametrize("form", ["list", "half", "matrix", "wide", "negative padding", "pairs by hand", "far list"])
-def test_the_form_of_neighbors_does_not_matter(case, form):
-    system = batch(triclinic(6, charged=True, seed=1), triclinic(4, charged=True, seed=2))
-    parameters = case.parameters(system)
-    neighbors = {
-        "list": lambda: as_list(system, CUTOFF),
-        "half": lambda: as_list(system, CUTOFF, half=True),
-        "matrix": lambda: as_matrix(system, CUTOFF),
-        "wide": lambda: as_matrix(system, CUTOFF, max_neighbors=200),
-        "negative padding": lambda: as_matrix(system, CUTOFF, fill_value=-7, max_neighbors=100),
-        "pairs by hand": lambda: from_pairs(find_pairs(system, CUTOFF)),
-        "far list": lambda: as_list(system, 1.5 * CUTOFF),
-    }[form]()
-    close(all_of(case, system, parameters, **neighbors), all_of(case, system, parameters))
+# -- rows of neighbors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
