@@ -171,7 +171,8 @@ def relax(
     Notes
     -----
     Where this text promises the same results, they are the same to the last bit if those of the model depend on the
-    system alone. A neighbor list with a skin (`SumOfTerms`) may be built at other steps, which changes rounding.
+    system alone. A neighbor list with a skin (`SumOfTerms`) may be built at other steps, which changes rounding, and
+    lattice sums within their accuracy; sums that choose their cutoff do so in the first call of a model.
 
     A system fails if its results are not finite, or if the model raises an error for it, as for a cell that has
     collapsed. The others go on. On ranks an error of the model ends the relaxation, as do errors at the start.
