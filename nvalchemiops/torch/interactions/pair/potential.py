@@ -49,7 +49,7 @@ class PairPotential:
     global_parameters : sequence of str, optional
         Parameters of the system.
     per_pair : sequence of str, optional
-        Parameters of each pair of species, given as tables.
+        Parameters of each pair of species, given as tables. A pair has the mean of both entries, so fill both halves.
     cutoff : float, length, optional
         Pairs at this distance or beyond are left out. By default all pairs in the list count, or without a list all
         pairs of a system that is not periodic.
