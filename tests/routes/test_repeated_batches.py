@@ -100,7 +100,7 @@ def test_choices_that_are_kept_for_batches_are_those_that_are_made(function, mon
         places[8 : 8 + n_moved] = 0
         kept = [results_of_all() for _ in range(2)][1]
         with monkeypatch.context() as patch:
-            patch.setattr(choice, "_sizes_known", lambda _: None)
+            patch.setattr(choice, "key_of_sizes", lambda _: None)
             patch.setattr("nvalchemiops.torch.runtime.cache._kept", Kept(MOST_ENTRIES))
             meshes._meshes.clear()
             same_bits(kept, results_of_all())
@@ -119,7 +119,7 @@ def test_kept_long_range_parts_are_those_of_alpha_and_accuracy(function, monkeyp
     given += [(0.7, 1e-3, few), (0.7, 1e-3, 8.0 * few)]
     kept = [[energies(*each) for each in given] for _ in range(3)][2]
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "_sizes_known", lambda _: None)
+        patch.setattr(choice, "key_of_sizes", lambda _: None)
         same_bits(tuple(kept), tuple([energies(*each) for each in given]))
     assert len({float(e.sum()) for e in kept}) == len(given)
 
@@ -157,7 +157,7 @@ def test_gradients_by_alpha_beside_long_range_parts_that_are_kept(function, of_p
         return torch.autograd.grad(energies.sum() + (forces * x.sin()).sum(), alpha)
 
     found = [gradients() for _ in range(3)]
-    monkeypatch.setattr(choice, "_sizes_known", lambda _: None)
+    monkeypatch.setattr(choice, "key_of_sizes", lambda _: None)
     close([g for (g,) in found], [gradients()[0]] * 3, 1e-11)
 
 

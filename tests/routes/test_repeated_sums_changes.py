@@ -103,7 +103,7 @@ def test_choices_that_are_kept_are_those_that_are_made(method, name, monkeypatch
         changed.copy_(scale * cell)
         kept = [results_of_all() for _ in range(2)][1]
         with monkeypatch.context() as patch:
-            patch.setattr(choice, "_sizes_known", lambda _: None)
+            patch.setattr(choice, "key_of_sizes", lambda _: None)
             meshes._meshes.clear()
             same_bits(tuple(kept), tuple(results_of_all()))
 
