@@ -93,10 +93,12 @@ class SlabTerm(NamedTuple):
             forces = -along.sum(1, keepdim=True) * normals
         if derivatives.virial:
             # lengths along the normal enter squared, the volume once; widths and sizes of moments do not change
-            twice = energies if of_widths is None else energies - charges * of_widths
-            both = system_sums(torch.stack([energies.sum(1), twice.sum(1)], 1), batch_idx, system.n_systems)
+            energy = system_sums(energies.sum(1), batch_idx, system.n_systems)
             dyad = normal.unsqueeze(-1) * normal.unsqueeze(-2)
-            virial = on_diagonal(both[:, 0]) - 2.0 * both[:, 1, None, None] * dyad
+            virial = on_diagonal(energy) - 2.0 * energy[:, None, None] * dyad
+            if of_widths is not None:
+                energy = system_sums((charges * of_widths).sum(1), batch_idx, system.n_systems)
+                virial = virial + 2.0 * energy[:, None, None] * dyad
             if n_moments > 1:
                 virial = virial + virial_of_frames(gradients, system)
         return Contribution(energies, forces, gradients if derivatives.charge_gradients else None, virial)
