@@ -288,6 +288,19 @@ def test_batches_have_plans(name, dtype):
     plan_of(count=2 if "given" in name else 3)
 
 
+def test_hybrid_forces_of_a_large_batch_have_a_plan():
+    """Its alpha is too long to be compared by value: plans recognize the tensor, which is not detached anew."""
+    x, q, cells, _ = a_batch((257,))
+    cell, numbers = cells[:1].expand(257, 3, 3).contiguous(), torch.arange(257, dtype=torch.int32)
+    near = dict(zip(NAMES[False], neighbor_list(x, 3.0, cell, None, numbers, return_neighbor_list=True)))
+    alpha = torch.full((257,), 0.9, dtype=F64)
+    for step in range(3):
+        y, p, _ = moved(x, q, {}, step)
+        given = {"k_cutoff": 3.0, "batch_idx": numbers, **near, "compute_forces": True, "hybrid_forces": True}
+        ewald_summation(y, p, cell, alpha, **given)
+    assert way_of("sum") == "plan (replayed)"
+
+
 @pytest.mark.parametrize("name", OF_BATCHES)
 def test_gradients_of_batches(name):
     """First and second order, by positions and charges; weights of systems and of atoms."""

@@ -11,6 +11,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem,
 from nvalchemiops.torch.interactions.pair.shares import summed
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.systems import System
 
 ENERGY_DTYPE = torch.float64
@@ -60,6 +61,12 @@ class SumOptions(NamedTuple):
     surface_dielectric: Any = None
 
 
+def _constant(value: Any) -> Any:
+    """The value without derivatives; itself if it has none, since plans recognize large tensors by their identity."""
+    is_tracked = isinstance(value, torch.Tensor) and (value.requires_grad or not is_eager(value))
+    return value.detach() if is_tracked else value
+
+
 class EwaldSum(NamedTuple):
     """A sum of all terms, or of some, as the arguments of a public function describe it."""
 
@@ -80,8 +87,7 @@ class EwaldSum(NamedTuple):
         if not self.request.hybrid:
             return self
         atoms, options = self.atoms, self.options
-        given: tuple[Any, ...] = (atoms.positions, atoms.cell, options.alpha)
-        positions, cell, alpha = [value.detach() if isinstance(value, torch.Tensor) else value for value in given]
+        positions, cell, alpha = map(_constant, (atoms.positions, atoms.cell, options.alpha))
         return self._replace(
             atoms=atoms._replace(positions=positions, cell=cell), options=options._replace(alpha=alpha)
         )
