@@ -237,11 +237,16 @@ def test_gradients_by_cells_with_longer_indices():
     assert ways[3] == ways[7] == "plan (replayed, for any cell)", "a plan that is too small is made again"
 
 
-def test_no_system_is_an_error_in_any_cell():
+def test_a_batch_of_no_systems_is_empty_in_each_call():
     near = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in zip(NEAR, ((2, 0), (1,), (0, 3)))}
+    given = X[:0], Q[:0], CELL.reshape(-1, 3, 3)[:0], 0.5
     for _ in range(3):
-        with pytest.raises(ValueError, match="`cell` holds no system"):
-            ewald_summation(X[:0], Q[:0], CELL.reshape(-1, 3, 3)[:0], 0.5, k_cutoff=3.0, **near)
+        found = ewald_summation(
+            *given, k_cutoff=3.0, batch_idx=near["neighbor_ptr"][:0], energy_reduction="system", **near
+        )
+        assert found.shape == (0,)
+        with pytest.raises(ValueError, match="`batch_idx` is needed"):
+            ewald_summation(*given, k_cutoff=3.0, **near)
 
 
 @pytest.mark.parametrize("form", ["list", "matrix", "searched"])
