@@ -228,14 +228,15 @@ def test_a_batch_of_slabs_and_bulk(method):
 
 
 def test_the_correction_is_what_is_added():
+    """For each of two charges of an atom, too."""
     system, _ = turned(layer(total=1.0), 0)
-    pbc = open_along(0)
+    system, pbc = system._replace(charges=torch.stack([system.charges, system.charges.square()], 1)), open_along(0)
     for method in SUMS:
         without = SUMS[method](*system[:3], accuracy=1e-6, **ALL)
         alone = electrostatics.compute_slab_correction(*system[:3], pbc, **ALL)
         close(corrected(method, system, pbc, accuracy=1e-6, **ALL), [a + b for a, b in zip(without, alone)], 1e-13)
     per_system = electrostatics.compute_slab_correction(*system[:3], pbc, energy_reduction="system")
-    torch.testing.assert_close(per_system, electrostatics.compute_slab_correction(*system[:3], pbc).sum()[None])
+    torch.testing.assert_close(per_system, electrostatics.compute_slab_correction(*system[:3], pbc).sum(0)[None])
 
 
 # -- bad input ------------------------------------------------------------------------------------
