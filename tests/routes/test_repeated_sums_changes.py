@@ -5,6 +5,8 @@ import torch
 
 from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
+    ewald_real_space,
+    ewald_reciprocal_space,
     ewald_summation,
     generate_k_vectors_ewald_summation,
     particle_mesh_ewald,
@@ -148,6 +150,21 @@ def test_what_is_fixed_in_a_plan_is_part_of_its_key():
         in_place.mul_(scale)
         expected = ordinary(lambda: ewald_summation(x, q, **given | {"cell": in_place.clone()}, **near))
         same_bits(ewald_summation(x, q, **given | {"cell": in_place}, **near), expected)
+
+
+@pytest.mark.parametrize("function", [ewald_summation, ewald_real_space, ewald_reciprocal_space])
+def test_requests_have_plans_of_their_own(function):
+    """Of the same arguments, in turn."""
+    x, q, cell, near = arguments()
+    given = {"k_vectors": None} if function is ewald_reciprocal_space else near
+    given = given | ({} if function is ewald_real_space else {"k_cutoff": 6.0})
+    for asked in (*REQUESTS.values(),) * 4:
+
+        def call(asked=asked):
+            return function(x, q, cell, alpha=0.9, **given, **asked)
+
+        same_bits(call(), ordinary(call))
+    plan_of(count=len(REQUESTS))
 
 
 def test_memory_of_the_caller_is_neither_kept_nor_used_later():
