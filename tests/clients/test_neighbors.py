@@ -224,6 +224,7 @@ def test_padding_of_a_matrix_with_room_is_empty():
         matrix, count, shifts, distances, vectors = neighbor_list(
             system.positions, 4.0, system.cell, fill_value=fill_value, return_distances=True, return_vectors=True
         )
+        assert matrix.shape[1] == matrix_width(4.0, int(count.max()))
         beyond = torch.arange(matrix.shape[1]) >= count[:, None]
         assert beyond.any(1).all() and (matrix[beyond] == (6 if fill_value is None else fill_value)).all()
         assert not shifts[beyond].any() and not distances[beyond].any() and not vectors[beyond].any()
