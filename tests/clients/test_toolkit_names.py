@@ -207,11 +207,11 @@ def test_velocities():
 
 
 def chains(s, n_links):
-    masses = steps.nhc_compute_masses(
-        *arrays(3 * s.counts, s.kt, torch.tensor([0.3, 0.5], dtype=FLOAT)), n_links,
-        masses=scalars(torch.zeros(2, n_links, dtype=FLOAT)), num_systems=2,
-    )  # fmt: skip
-    return 0.1 * draw(2, n_links, seed=6), 2.0 * draw(2, n_links, seed=7), wp.to_torch(masses)
+    given = (*arrays(3 * s.counts, s.kt, torch.tensor([0.3, 0.5], dtype=FLOAT)), n_links)
+    masses = wp.to_torch(steps.nhc_compute_masses(*given, None, 2, "cpu", wp.float64))
+    in_memory = steps.nhc_compute_masses(*given, masses=scalars(torch.zeros_like(masses)), num_systems=2)
+    close(wp.to_torch(in_memory), masses)
+    return 0.1 * draw(2, n_links, seed=6), 2.0 * draw(2, n_links, seed=7), masses
 
 
 def thermostat(s, eta, eta_dot, masses, nloops=1):
@@ -381,7 +381,7 @@ def test_wrapping():
 
 
 def test_aligned_cells():
-    """Rotated, not mirrored, also if they are left-handed."""
+    """Rotated, not mirrored, also if they are left-handed; what is aligned stays."""
     s = Systems()
     s.cells[1, 2] *= -1
     before, cells, transform = s.x.clone(), s.cells.clone(), torch.zeros_like(CELLS)
@@ -393,6 +393,9 @@ def test_aligned_cells():
     close(torch.linalg.det(transform), torch.ones(2, dtype=FLOAT))
     close(s.cells @ s.cells.mT, cells @ cells.mT)
     close(torch.linalg.solve(s.cells.mT[IDX], s.x), torch.linalg.solve(cells.mT[IDX], before))
+    aligned = s.cells.clone()
+    utils.align_cell(x, cell, rotation, arrays(IDX)[0])
+    close((s.cells, transform), (aligned, torch.eye(3, dtype=FLOAT).expand(2, 3, 3)))
 
 
 def test_forces_on_cells():
