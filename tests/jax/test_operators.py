@@ -90,7 +90,9 @@ def of_splines(module, near, numbers, x, q, cell):
 def of_segments(module, near, numbers, x, q, cell):
     scaled = module.segmented_matvec(module.segmented_mul(x, q, numbers * 0 + 1, len(q)), cell, numbers * 0, 1)
     norms = module.segmented_rms_norm(scaled, numbers, 99) * module.segmented_mean(q, numbers, 99)
-    return (norms * module.segmented_sum(q, numbers, 99) + module.segmented_dot(x, x, numbers, 99) ** 2).sum()
+    extremes = module.segmented_max(q, numbers * 0, 1) + 2.0 * module.segmented_min(q, numbers * 0, 1)
+    sums = norms * module.segmented_sum(q, numbers, 99) + module.segmented_dot(x, x, numbers, 99) ** 2
+    return sums.sum() + (extremes**2).sum()
 
 
 K = {"alpha": 0.6, "miller_bounds": (2, 2, 2)}
