@@ -153,18 +153,19 @@ def test_what_is_fixed_in_a_plan_is_part_of_its_key():
 
 
 @pytest.mark.parametrize("function", [ewald_summation, ewald_real_space, ewald_reciprocal_space])
-def test_requests_have_plans_of_their_own(function):
+def test_requests_and_cutoffs_have_plans_of_their_own(function):
     """Of the same arguments, in turn."""
     x, q, cell, near = arguments()
-    given = {"k_vectors": None} if function is ewald_reciprocal_space else near
-    given = given | ({} if function is ewald_real_space else {"k_cutoff": 6.0})
-    for asked in (*REQUESTS.values(),) * 4:
+    given = {} if function is ewald_real_space else {"k_cutoff": 6.0}
+    given |= {"k_vectors": None} if function is ewald_reciprocal_space else near
+    every = [*REQUESTS.values(), {"cutoff" if near.keys() <= given.keys() else "k_cutoff": 2.5}]
+    for asked in every * 4:
 
         def call(asked=asked):
-            return function(x, q, cell, alpha=0.9, **given, **asked)
+            return function(x, q, cell, alpha=0.9, **given | asked)
 
         same_bits(call(), ordinary(call))
-    plan_of(count=len(REQUESTS))
+    plan_of(count=len(every))
 
 
 def test_memory_of_the_caller_is_neither_kept_nor_used_later():
