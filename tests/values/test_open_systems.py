@@ -242,9 +242,9 @@ def test_data_prepared_for_all_systems_of_a_mixed_batch(batch):
 
 @METHODS
 @pytest.mark.parametrize("form", ["list", "list with pointers", "matrix"])
-@pytest.mark.parametrize("padding", [None, -1, 22, 99])
+@pytest.mark.parametrize("padding", [None, -1, 21, 22, 99])
 def test_neighbors_of_the_whole_batch_serve_its_periodic_systems(method, form, padding, batch):
-    """Padding is no pair."""
+    """Padding is no pair, also if it is the number of an atom without pairs."""
     positions, charges, cells, of_atom, pbc = batch
     order = of_atom.argsort(stable=True)
     positions, charges, of_atom = positions[order], charges[order], of_atom[order]
