@@ -8,7 +8,7 @@ pass.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -147,14 +147,13 @@ def _values_pullback(
     return spectrum * _weights(mesh, numbers, n_ranks, grad_values)
 
 
-def _op(result: str, shape: Callable[..., Any], backward: Callable[..., torch.Tensor]) -> Any:
-    """The decorator of an op with this result, of this shape."""
-    outputs = [OutputSpec(result, real_of, shape)]
-    name = f"nvalchemiops::window_{result}"
-    return warp_custom_op(name, outputs=outputs, backward=backward, vmap=refuse_slices, trusted=True)
-
-
-@_op("spectrum", _of_spectrum, _spectrum_pullback)
+@warp_custom_op(
+    "nvalchemiops::window_spectrum",
+    outputs=[OutputSpec("spectrum", real_of, _of_spectrum)],
+    backward=_spectrum_pullback,
+    vmap=refuse_slices,
+    trusted=True,
+)
 def window_spectrum(
     values: torch.Tensor, mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, group: int
 ) -> torch.Tensor:
@@ -177,7 +176,13 @@ def window_spectrum(
     return torch.view_as_real(spectrum).unflatten(0, values.shape[:2]).contiguous()
 
 
-@_op("values", _of_values, _values_pullback)
+@warp_custom_op(
+    "nvalchemiops::window_values",
+    outputs=[OutputSpec("values", real_of, _of_values)],
+    backward=_values_pullback,
+    vmap=refuse_slices,
+    trusted=True,
+)
 def window_values(
     spectrum: torch.Tensor, mesh: Sequence[int], numbers: Sequence[int], n_ranks: int, group: int
 ) -> torch.Tensor:
