@@ -47,6 +47,7 @@ from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.cache import KeptTensors, cached_by_value, cached_on_device
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host
 from nvalchemiops.torch.runtime.graphs import place_of
+from nvalchemiops.torch.runtime.recorder import read_number
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -103,9 +104,10 @@ class PreparedMesh(NamedTuple):
                 f"`prepared` is for a cell {tuple(self.cell.shape)} on {self.cell.device}, but this one is "
                 f"{tuple(cell.shape)} on {cell.device}. {ELSEWHERE}"
             )
+        agrees = (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
         if not may_read(cell):
-            return (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
-        if not np.array_equal(on_host(cell), on_host(self.cell)):
+            return agrees
+        if not read_number(agrees.all()):
             raise ValuesError(f"`prepared` is for another `cell`: prepare it again for this cell. {ELSEWHERE}")
         return None
 
