@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import types
 import typing
@@ -250,6 +251,30 @@ def _check_names(
             raise ValueError(f"{op_name}: `mutates_args` names '{name}', which is not an input")
         if not parameters[names.index(name)].is_tensor:
             raise TypeError(f"{op_name}: `mutates_args` names '{name}', which is not a tensor")
+
+
+def with_fields(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body of an op, with the fields of its named tuples as parameters in their place: ops take no named tuples."""
+    parameters: list[inspect.Parameter] = []
+    kinds: list[tuple[Any, int]] = []
+    for parameter in inspect.signature(body).parameters.values():
+        kind = parameter.annotation
+        fields = typing.get_type_hints(kind) if hasattr(kind, "_fields") else {}
+        defaults = {} if parameter.default is inspect.Parameter.empty else getattr(kind, "_field_defaults", {})
+        kinds.append((kind, len(fields)))
+        parameters += [
+            parameter.replace(name=name, annotation=hint, default=defaults.get(name, inspect.Parameter.empty))
+            for name, hint in fields.items()
+        ] or [parameter]
+
+    @functools.wraps(body)
+    def call(*given: Any) -> Any:
+        rest = iter(given)
+        return body(*[kind(*itertools.islice(rest, n)) if n else next(rest) for kind, n in kinds])
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # `inspect` looks there
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
 
 
 def schema_type(annotation: Any) -> str | None:

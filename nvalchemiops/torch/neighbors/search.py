@@ -21,6 +21,7 @@ from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.neighbors.search_in_warps import rows_of_warp
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.autograd.functorch import given_slices
 from nvalchemiops.torch.launch import RepeatedLaunch, launch, multiprocessors
 from nvalchemiops.torch.neighbors import faults
@@ -62,11 +63,6 @@ class Search(NamedTuple):
     # ``nearest``, by index
     tie_tolerance: float = 0.0
     symmetric: bool = False
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any]) -> "Search":
-        """The search of an op, from its arguments by name."""
-        return cls._make([arguments[name] for name in cls._fields])
 
     @property
     def n_rows(self) -> int:
@@ -334,22 +330,10 @@ def _equally_long(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tupl
     vmap=_equally_long,
     trusted=True,
 )
-def neighbor_pairs(
-    positions: torch.Tensor,
-    cutoff: float,
-    cell: torch.Tensor | None,
-    pbc: torch.Tensor | None,
-    batch_idx: torch.Tensor | None,
-    batch_ptr: torch.Tensor | None,
-    target_indices: torch.Tensor | None,
-    half: bool,
-    method: int,
-    nearest: int,
-    tie_tolerance: float,
-    symmetric: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@with_fields
+def neighbor_pairs(search: Search) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Search, with results in list format. Waits for the device to learn the number of pairs; raises for bad input."""
-    return neighbor_rows(Search.of(locals()))
+    return neighbor_rows(search)
 
 
 def found_pairs(search: Search) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -473,28 +457,13 @@ def _matrix_width(*inputs: Any) -> int | DynamicSize:
     backward="none",
     trusted=True,
 )
-def neighbor_matrix(
-    positions: torch.Tensor,
-    cutoff: float,
-    cell: torch.Tensor | None,
-    pbc: torch.Tensor | None,
-    batch_idx: torch.Tensor | None,
-    batch_ptr: torch.Tensor | None,
-    target_indices: torch.Tensor | None,
-    half: bool,
-    method: int,
-    nearest: int,
-    tie_tolerance: float,
-    symmetric: bool,
-    fill_value: int,
-    width: int | None,
-) -> Tensors:
+@with_fields
+def neighbor_matrix(search: Search, fill_value: int, width: int | None) -> Tensors:
     """Search, with results in matrix format.
 
     With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without a
     width the matrix has spare columns; the search then waits for the device, and raises for bad input.
     """
-    search = Search.of(locals())
     if width is None:
         return _spacious_matrix(search, fill_value)
     bins = _CellList(search, may_wait=False)
@@ -539,19 +508,9 @@ def _matrix_of(search: Search, columns: int, fill_value: int) -> tuple[torch.Ten
     backward="none",
     trusted=True,
 )
+@with_fields
 def fill_neighbor_matrix(
-    positions: torch.Tensor,
-    cutoff: float,
-    cell: torch.Tensor | None,
-    pbc: torch.Tensor | None,
-    batch_idx: torch.Tensor | None,
-    batch_ptr: torch.Tensor | None,
-    target_indices: torch.Tensor | None,
-    half: bool,
-    method: int,
-    nearest: int,
-    tie_tolerance: float,
-    symmetric: bool,
+    search: Search,
     rebuild_flags: torch.Tensor | None,
     fill_value: int,
     matrix: torch.Tensor,
@@ -559,7 +518,7 @@ def fill_neighbor_matrix(
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Search, with results in matrix format in given memory; see `neighbor_matrix`."""
-    bins = _CellList(Search.of(locals()), may_wait=False, rebuild_flags=rebuild_flags)
+    bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
     bins.fill_matrix(matrix, count, shifts, fill_value)
     return bins.fault
 

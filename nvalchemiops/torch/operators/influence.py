@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import warp as wp
@@ -10,9 +10,23 @@ import warp as wp
 from nvalchemiops.kernels.mesh.influence import tabulate_influence
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.autograd.specs import PRECISIONS
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime.memory import new_empty
+
+
+class PowerLaw(NamedTuple):
+    """What an influence function depends on."""
+
+    metric: torch.Tensor  # (n_systems, 3, 3) float64, of `nvalchemiops.torch.operators.lattice.Lattice`
+    volume: torch.Tensor  # (n_systems,) float64
+    alpha: torch.Tensor  # (n_systems,) float64
+    b_xy: torch.Tensor  # (n_x, n_y, 1) float64, ``1 / b²`` of the splines along x and y, for these planes along y
+    b_z: torch.Tensor  # (1, 1, n_z) float64, likewise for these planes along z
+    mesh_dimensions: Sequence[int]  # of the whole mesh
+    first_planes: Sequence[int]  # the first plane along y, and along z
+    exponent: int
 
 
 def _shape(metric: Any, volume: torch.Tensor, alpha: Any, b_xy: torch.Tensor, b_z: torch.Tensor) -> tuple[int, ...]:
@@ -29,34 +43,13 @@ def _shape(metric: Any, volume: torch.Tensor, alpha: Any, b_xy: torch.Tensor, b_
     backward="none",
     trusted=True,
 )
-def mesh_influence(
-    metric: torch.Tensor,
-    volume: torch.Tensor,
-    alpha: torch.Tensor,
-    b_xy: torch.Tensor,
-    b_z: torch.Tensor,
-    mesh_dimensions: Sequence[int],
-    first_planes: Sequence[int],
-    exponent: int,
-    with_derivative: bool,
-    single: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@with_fields
+def mesh_influence(law: PowerLaw, with_derivative: bool, single: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The influence function of a power law on the half mesh, or on some of its planes.
 
     Parameters
     ----------
-    metric : (n_systems, 3, 3) float64 tensor
-        Of `nvalchemiops.torch.operators.lattice.Lattice`.
-    volume, alpha : (n_systems,) float64 tensors
-    b_xy : (n_x, n_y, 1) float64 tensor
-        ``1 / b²`` of the splines along x and y, for these planes along y.
-    b_z : (1, 1, n_z) float64 tensor
-        Likewise for these planes along z.
-    mesh_dimensions : (int, int, int)
-        Of the whole mesh.
-    first_planes : (int, int)
-        The first plane along y, and along z.
-    exponent : int
+    law : PowerLaw
     with_derivative : bool
     single : bool
         Whether values are float32.
@@ -67,11 +60,10 @@ def mesh_influence(
         As of `nvalchemiops.torch.interactions.electrostatics.terms.mesh.Influence`; without ``with_derivative`` the
         second one is empty.
     """
-    shape = _shape(metric, volume, alpha, b_xy, b_z)
-    value = new_empty(shape, torch.float32 if single else torch.float64, volume.device)
-    derivative = new_empty(shape if with_derivative else (0,), torch.float64, volume.device)
-    given = (metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent)
-    _launch(given, 0, value, derivative, None, None)
+    shape, device = _shape(*law[:5]), law.volume.device
+    value = new_empty(shape, torch.float32 if single else torch.float64, device)
+    derivative = new_empty(shape if with_derivative else (0,), torch.float64, device)
+    _launch(law, 0, value, derivative, None, None)
     return value, derivative
 
 
@@ -83,25 +75,14 @@ def mesh_influence(
     backward="none",
     trusted=True,
 )
-def multiply_by_influence(
-    density: torch.Tensor,
-    metric: torch.Tensor,
-    volume: torch.Tensor,
-    alpha: torch.Tensor,
-    b_xy: torch.Tensor,
-    b_z: torch.Tensor,
-    mesh_dimensions: Sequence[int],
-    first_planes: Sequence[int],
-    exponent: int,
-    with_powers: bool,
-) -> torch.Tensor:
+@with_fields
+def multiply_by_influence(density: torch.Tensor, law: PowerLaw, with_powers: bool) -> torch.Tensor:
     """Multiply the transform of meshes by the influence function in place.
 
     Parameters
     ----------
     density : (n_systems, n_channels, n_x, n_y, n_z, 2) tensor
-    metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent
-        As for `mesh_influence`.
+    law : PowerLaw
     with_powers : bool
 
     Returns
@@ -112,13 +93,12 @@ def multiply_by_influence(
     """
     shape = (density.shape[0], *density.shape[2:4], 3) if with_powers else (0,)
     powers = torch.empty(shape, dtype=torch.float64, device=density.device)
-    given = (metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent)
-    _launch(given, density.shape[1], None, None, density, powers)
+    _launch(law, density.shape[1], None, None, density, powers)
     return powers
 
 
-def _launch(given: Sequence[Any], n_channels: int, *results: torch.Tensor | None) -> None:
-    metric, volume, alpha, b_xy, b_z, mesh, first_planes, exponent = given
+def _launch(law: PowerLaw, n_channels: int, *results: torch.Tensor | None) -> None:
+    metric, volume, alpha, b_xy, b_z, mesh, first_planes, exponent = law
     numbers = (*mesh, b_xy.shape[1], *first_planes, exponent, math.pi**1.5 / math.gamma(exponent / 2), n_channels)
     dtype = next(t.dtype for t in (results[0], results[2]) if t is not None)
     inputs = [metric, alpha, volume, b_xy.flatten(), b_z.flatten(), *numbers]

@@ -9,19 +9,43 @@ if the row holds all atoms within the cutoff, including ghosts. So each rank com
 atoms, from values and weights of its ghosts, which the ops fetch. Nothing is sent back to the owners of ghosts.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.interactions.dispersion.three_body import MOST_COEFFICIENTS, N_SUMS, three_body
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
-from nvalchemiops.torch.interactions.pair.shares import with_ghosts
+from nvalchemiops.torch.interactions.pair.shares import Ghosts, with_ghosts
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems
 from nvalchemiops.torch.runtime.context import is_eager
+
+
+class Triples(NamedTuple):
+    """The atoms of a sum over triples, and their rows of neighbors."""
+
+    positions: torch.Tensor  # (n_atoms, 3)
+    cell: torch.Tensor | None  # (n_systems, 3, 3), given if ``shifts`` are given
+    # (n_atoms, n_coefficients): ``C6_ij = Σ_q ± c_iq c_jq``, with a plus for the first `n_positive` coefficients
+    coefficients: torch.Tensor
+    species: torch.Tensor  # (n_atoms,) int32, row of each atom in `pair_radii`
+    pair_radii: torch.Tensor  # (n_species, n_species)
+    batch_idx: torch.Tensor | None  # (n_atoms,) int32
+    n_systems: int
+    row_begin: torch.Tensor | None  # as all up to `padding` in `nvalchemiops.torch.neighbors.rows.Rows`; full rows
+    neighbors: torch.Tensor
+    shifts: torch.Tensor | None
+    width: int
+    padding: int
+    n_positive: int
+    cutoff: float  # triples count all of whose sides are shorter
+    r_switch: float  # if it is below the cutoff, a factor for each side goes to zero between the two
+
+
+NO_GHOSTS = Ghosts()
 
 
 def _of_systems(*inputs: Any) -> tuple[Any, ...]:
@@ -45,51 +69,26 @@ _OUTPUTS = {
     backward="none",
     trusted=True,
 )
+@with_fields
 def three_body_derivatives(
-    positions: torch.Tensor,
-    cell: torch.Tensor | None,
-    coefficients: torch.Tensor,
-    species: torch.Tensor,
-    pair_radii: torch.Tensor,
-    batch_idx: torch.Tensor | None,
-    n_systems: int,
-    row_begin: torch.Tensor | None,
-    neighbors: torch.Tensor,
-    shifts: torch.Tensor | None,
-    width: int,
-    padding: int,
-    n_positive: int,
-    cutoff: float,
-    r_switch: float,
-    weights: torch.Tensor | None = None,
-    system_of_all: torch.Tensor | None = None,
-    sent: torch.Tensor | None = None,
-    partners: Sequence[int] = (),
-    send: Sequence[int] = (),
-    receive: Sequence[int] = (),
-    group: int = 0,
+    triples: Triples, weights: torch.Tensor | None = None, ghosts: Ghosts = NO_GHOSTS
 ) -> tuple[torch.Tensor, ...]:
     """Energies (n_atoms,) of triples, a third for each atom, and first derivatives of their sum with ``weights``.
 
-    The derivatives are the gradients with respect to positions, coefficients and cell, and the virial.
-
-    Parameters
-    ----------
-    weights : (n_atoms,) tensor, optional
-        Weights of the energies in the sum that is differentiated; one by default.
-    **others
-        As for `three_body_energies`.
+    The derivatives are the gradients with respect to positions, coefficients and cell, and the virial. The weights
+    (n_atoms,) are one by default.
     """
-    given = dict(locals())  # a copy, because a debugger may add entries to locals()
+    positions, _, coefficients, *_ = triples
+    given = {**triples._asdict(), **ghosts._asdict(), "weights": weights}
     if coefficients.shape[1] > MOST_COEFFICIENTS:
         raise ValueError(f"`s9`: the three-body energy allows at most {MOST_COEFFICIENTS} reference states in total")
-    if sent is not None:
+    if ghosts.sent is not None:
         given = with_ghosts(given, ("positions", "coefficients", "weights"))
     n_atoms, device, dtype = positions.shape[0], positions.device, positions.dtype
     sums = torch.empty((n_atoms, N_SUMS), dtype=torch.float64, device=device)
     results = [positions.new_empty(n_atoms), torch.empty_like(positions), torch.empty_like(coefficients)]
     launch(three_body(precision_of(positions)), n_atoms, [given[n] for n in _READ], [*results, sums], lanes=WARP)
-    of_system = add_systems(sums, batch_idx, n_systems).view(-1, 2, 3, 3).to(dtype)
+    of_system = add_systems(sums, triples.batch_idx, triples.n_systems).view(-1, 2, 3, 3).to(dtype)
     return *results, of_system[:, 0].clone(), of_system[:, 1].clone()
 
 
@@ -117,53 +116,10 @@ def _pullback(
     backward=_pullback,
     trusted=True,
 )
-def three_body_energies(
-    positions: torch.Tensor,
-    cell: torch.Tensor | None,
-    coefficients: torch.Tensor,
-    species: torch.Tensor,
-    pair_radii: torch.Tensor,
-    batch_idx: torch.Tensor | None,
-    n_systems: int,
-    row_begin: torch.Tensor | None,
-    neighbors: torch.Tensor,
-    shifts: torch.Tensor | None,
-    width: int,
-    padding: int,
-    n_positive: int,
-    cutoff: float,
-    r_switch: float,
-    system_of_all: torch.Tensor | None = None,
-    sent: torch.Tensor | None = None,
-    partners: Sequence[int] = (),
-    send: Sequence[int] = (),
-    receive: Sequence[int] = (),
-    group: int = 0,
-) -> torch.Tensor:
-    """Energies (n_atoms,) of triples, a third for each atom.
-
-    Parameters
-    ----------
-    positions : (n_atoms, 3) tensor
-    cell : (n_systems, 3, 3) tensor, optional
-        Lattice vectors in rows; given if ``shifts`` are given.
-    coefficients : (n_atoms, n_coefficients) tensor
-        ``C6_ij = Σ_q ± c_iq c_jq``, with a plus for the first ``n_positive`` coefficients.
-    species : (n_atoms,) int32 tensor
-        Row of each atom in ``pair_radii``.
-    pair_radii : (n_species, n_species) tensor
-    batch_idx : (n_atoms,) int32 tensor, optional
-    n_systems : int
-    row_begin, neighbors, shifts, width, padding
-        See `nvalchemiops.torch.neighbors.rows.Rows`; full rows.
-    n_positive : int
-    cutoff, r_switch : float
-        A triple counts if all of its sides are shorter than the cutoff. If ``r_switch`` is below the cutoff, a factor
-        for each side goes to zero between the two.
-    system_of_all, sent, partners, send, receive, group : optional
-        Given if ranks share the sum, as for `nvalchemiops.torch.interactions.pair.op.pair_sum`.
-    """
-    return three_body_derivatives(**locals())[0]
+@with_fields
+def three_body_energies(triples: Triples, ghosts: Ghosts = NO_GHOSTS) -> torch.Tensor:
+    """Energies (n_atoms,) of triples, a third for each atom."""
+    return three_body_derivatives(*triples, None, *ghosts)[0]
 
 
 def three_body_sum(given: tuple[Any, ...], ghosts: tuple[Any, ...], derivatives: bool) -> tuple[torch.Tensor, ...]:

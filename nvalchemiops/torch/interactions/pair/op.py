@@ -427,7 +427,7 @@ def pair_sum(
     cutoff, r_switch : float
         Cutoff, and distance at which switching begins.
     system_of_all, sent, partners, send, receive, group : optional
-        Given if ranks share the sum; see `nvalchemiops.torch.interactions.pair.shares.with_ghosts`. Then arguments and
+        Given if ranks share the sum; see `nvalchemiops.torch.interactions.pair.shares.Ghosts`. Then arguments and
         results per atom are those of the atoms that this rank owns, except that neighbors and excluded atoms are
         indices among owned atoms and ghosts, and ``species`` has entries for both. Rows after those of owned atoms are
         not read. Results per system, and gradients with respect to inputs that are the same on all ranks, are only

@@ -12,7 +12,7 @@ complete, no gradients of ghosts are computed or sent back, and ghosts need no r
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,28 +31,29 @@ from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
 
+class Ghosts(NamedTuple):
+    """The arguments of an op over pairs by which ranks exchange the values of ghosts."""
+
+    system_of_all: torch.Tensor | None = None  # (n_owned + n_ghosts,) int32
+    sent: torch.Tensor | None = None  # (n_sent,) int64, owned atoms whose values are sent, for the first partner first
+    partners: Sequence[int] = ()  # ranks that see owned atoms, or own ghosts
+    send: Sequence[int] = ()  # how many values go to each partner
+    receive: Sequence[int] = ()  # how many ghosts come from each partner
+    group: int = 0  # of processes, from `nvalchemiops.torch.distributed.collectives.number_of`
+
+
 def ghosts_of(domain: Domain | None, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
     """The arguments of an op over pairs that describe ghosts; ``batch_idx`` is None if the sum ignores systems."""
     if domain is None:
         return ()
     halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
-    return systems, halo.rows, halo.partners, halo.send, halo.receive, halo.group
+    return Ghosts(systems, halo.rows, halo.partners, halo.send, halo.receive, halo.group)
 
 
 def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Arguments of an op by name; those called ``names`` get the values of ghosts after those of owned atoms.
 
-    ``given`` must also contain
-
-    system_of_all : (n_owned + n_ghosts,) int32 tensor, optional
-    sent : (n_sent,) int64 tensor
-        Owned atoms whose values are sent, those for the first partner first.
-    partners : sequence of int
-        Ranks that see owned atoms, or own ghosts.
-    send, receive : sequence of int
-        How many values go to each partner, and how many ghosts come from each.
-    group : int
-        Number of the process group, from `nvalchemiops.torch.distributed.collectives.number_of`.
+    The fields of `Ghosts` are among the arguments.
     """
     # in the arguments `direction_*`, the axis of atoms follows that of directions
     axes = {name: int(name.startswith("direction_")) for name in names if given[name] is not None}
