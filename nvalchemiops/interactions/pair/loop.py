@@ -311,6 +311,11 @@ NO_TABLES: dict[str, list[str]] = {
 """Placeholders for the lines that tables of parameters need."""
 
 
+def loads(inputs: Sequence[str], kind: str, values: Mapping[str, str]) -> list[str]:
+    """Declarations of those variables, with these values, that are among the ``inputs`` of a program."""
+    return [f"const {kind} {name} = {value};" for name, value in values.items() if name in inputs]
+
+
 def vector(name: str, values: Sequence[str]) -> str:
     """The declaration of an array with these values."""
     return f"const one {name}[{len(values)}] = {{{', '.join(f'one({value})' for value in values)}}};"

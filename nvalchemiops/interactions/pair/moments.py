@@ -421,15 +421,11 @@ def source(variant: Variant) -> str:
     for k in range(n_directions):
         places = [f"direction_cell.data[9 * ({k}LL * cell.shape[0] + system) + {c}]" for c in range(9)]
         shared.append(loop.vector(f"h_d{k}", places))
-    n = len(formula.per_atom)
-    for m in range(n):
-        if f"own{m}" in program.inputs:
-            source_of_own = "row_parameters" if variant.apart else "parameters"
-            shared.append(f"const one own{m} = {source_of_own}.data[{n}LL * i + {m}];")
-    n_globals = len(formula.global_parameters)
-    for m in range(n_globals):
-        if f"shared{m}" in program.inputs:
-            shared.append(f"const one shared{m} = global_parameters.data[{n_globals} * system + {m}];")
+    n, n_globals = len(formula.per_atom), len(formula.global_parameters)
+    source_of_own = "row_parameters" if variant.apart else "parameters"
+    given = {f"own{m}": f"{source_of_own}.data[{n}LL * i + {m}]" for m in range(n)}
+    given |= {f"shared{m}": f"global_parameters.data[{n_globals} * system + {m}]" for m in range(n_globals)}
+    shared += loop.loads(program.inputs, "one", given)
     if variant.sums_pairs:
         n_row = count(variant.row)
         for c in range(n_channels):
@@ -440,9 +436,8 @@ def source(variant: Variant) -> str:
     shared += program.shared
 
     data = ["const lanes s = d0 * d0 + d1 * d1 + d2 * d2;"]
-    for m in range(n):
-        if f"other{m}" in program.inputs:
-            data.append(f"const lanes other{m} = take(parameters.data + {m}, {n});")
+    others = {f"other{m}": f"take(parameters.data + {m}, {n})" for m in range(n)}
+    data += loop.loads(program.inputs, "lanes", others)
     for k in range(n_directions):
         for a in range(3):
             change = " + ".join(f"shift{c} * h_d{k}[{3 * c + a}]" for c in range(3))

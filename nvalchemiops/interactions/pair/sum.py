@@ -197,21 +197,18 @@ def _number_of(letter: str, k: int, variant: Variant) -> int:
 def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
     """Lines that load the data shared by all pairs of an atom."""
     formula, n = variant.formula, variant.n_parameters
+    n_own, n_globals = len(formula.per_atom), len(formula.global_parameters)
     lines = []
     if variant.request.weights:
         lines.append("const one w_i = weights.data[i];")
     names = [("", "", 0)] + [(f"_d{k}", "direction_", k) for k in range(len(variant.request.directions))]
     for suffix, prefix, k in names:
         at = {letter: f"{_number_of(letter, k, variant)}LL" if suffix else "0LL" for letter in "rcpgw"}
-        for m in range(len(formula.per_atom)):
-            if f"own{m}{suffix}" in program.inputs:
-                place = f"{prefix}parameters.data[({at[PARAMETERS]} * n_atoms + i) * {n} + {m}]"
-                lines.append(f"const one own{m}{suffix} = {place};")
-        for m in range(len(formula.global_parameters)):
-            if f"shared{m}{suffix}" in program.inputs:
-                row = f"{at[GLOBALS]} * global_parameters.shape[0] + system"
-                place = f"{prefix}global_parameters.data[({row}) * {len(formula.global_parameters)} + {m}]"
-                lines.append(f"const one shared{m}{suffix} = {place};")
+        place = f"{prefix}parameters.data[({at[PARAMETERS]} * n_atoms + i) * {n}"
+        given = {f"own{m}{suffix}": f"{place} + {m}]" for m in range(n_own)}
+        place = f"{prefix}global_parameters.data[({at[GLOBALS]} * global_parameters.shape[0] + system) * {n_globals}"
+        given |= {f"shared{m}{suffix}": f"{place} + {m}]" for m in range(n_globals)}
+        lines += loop.loads(program.inputs, "one", given)
         if not suffix:
             continue
         parts = variant.request.directions[k]
@@ -249,13 +246,10 @@ def _data_of_pair(variant: Variant, program: derivatives.Program) -> list[str]:
         lines += [f"const lanes c{earlier}_{k} = {_dot(f'_d{earlier}', f'_d{k}')};" for earlier in moved]
         moved.append(k)
     for suffix, start in names:
-        for m in range(len(formula.per_atom)):
-            if f"other{m}{suffix}" in program.inputs:
-                lines.append(f"const lanes other{m}{suffix} = take({start} + {m}, {n});")
-        for m in range(len(formula.per_pair)):
-            if f"table{m}{suffix}" in program.inputs:
-                column = len(formula.per_atom) + m * variant.n_species
-                lines.append(f"const lanes table{m}{suffix} = take_both({start} + {column}, {n});")
+        given = {f"other{m}{suffix}": f"take({start} + {m}, {n})" for m in range(len(formula.per_atom))}
+        columns = range(len(formula.per_atom), n, variant.n_species or 1)
+        given |= {f"table{m}{suffix}": f"take_both({start} + {column}, {n})" for m, column in enumerate(columns)}
+        lines += loop.loads(program.inputs, "lanes", given)
     for suffix in ("", *(f"_d{k}" for k in range(len(directions)))):
         name = f"eta{suffix.removeprefix('_d')}" if suffix else "omega"
         if name not in program.inputs:
