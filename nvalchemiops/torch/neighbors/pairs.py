@@ -15,6 +15,7 @@ from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.lattice import one_or_nan
@@ -281,26 +282,15 @@ def _cell_gradient(pairs: Pairs, gradient: torch.Tensor, i: torch.Tensor) -> tor
     backward=_pull_back,
     trusted=True,
 )
-def measure_pairs(
-    positions: torch.Tensor,
-    cell: torch.Tensor | None,
-    system: torch.Tensor | None,
-    target: torch.Tensor | None,
-    first: torch.Tensor | None,
-    second: torch.Tensor,
-    shifts: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    width: int,
-    padding: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@with_fields
+def measure_pairs(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
     """Distances (n_slots,) and vectors (n_slots, 3) of `Pairs`; NaN for an index out of range."""
-    n_slots = second.shape[0]
+    n_slots = pairs.second.shape[0]
     distances = new_empty((n_slots,), positions.dtype, positions.device)
     vectors = new_empty((n_slots, 3), positions.dtype, positions.device)
     kernel = core.measure_pairs(precision_of(positions))
     each = layout(positions.device.type).rows_per_thread(core.SLOTS_PER_THREAD)
-    inputs = [positions, cell, system, target, first, second, shifts, counts, width, padding, each]
-    launch(kernel, -(-n_slots // each), inputs, [distances, vectors])
+    launch(kernel, -(-n_slots // each), [positions, *pairs, each], [distances, vectors])
     return distances.sqrt_(), vectors
 
 
