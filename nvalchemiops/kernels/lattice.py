@@ -13,6 +13,7 @@ import warp as wp
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants, launch
+from nvalchemiops.types import REAL
 
 SMALLEST_VOLUME_RATIO = 1e-10
 """Smallest volume spanned by the periodic lattice vectors, relative to the product of their lengths. Below it, the
@@ -175,14 +176,10 @@ def shortest_vectors() -> Any:
     return gather_only(kernel)
 
 
-_MATRICES = {"float64": wp.mat33d, "float32": wp.mat33f}
-_VECTORS = {"float64": wp.vec3d, "float32": wp.vec3f}
-
-
 @kernel_variants(("float64",), ("float32",))
 def usable_cells(precision: str) -> Any:
     """The kernel that tells whether cells are regular: finite, and their vectors independent."""
-    real, matrix = getattr(wp, precision), _MATRICES[precision]
+    real, _, matrix = REAL[precision]
 
     @wp.kernel(module=kernel_module(f"usable_cells_{precision}"), enable_backward=False)
     def kernel(
@@ -247,7 +244,7 @@ def lattice_geometry() -> Any:
 @kernel_variants(("float64",), ("float32",))
 def transform_vectors(precision: str) -> Any:
     """The kernel that multiplies vectors by matrices, in float64."""
-    vector = _VECTORS[precision]
+    vector = REAL[precision].vec3
 
     @wp.kernel(module=kernel_module(f"transform_vectors_{precision}"), enable_backward=False)
     def kernel(

@@ -103,9 +103,7 @@ class OutputSpec:
     @functools.cached_property
     def _known_dtype(self) -> torch.dtype | None:
         """The torch dtype, if it does not depend on inputs."""
-        if self.torch_dtype is not None:
-            return self.torch_dtype
-        return TORCH_DTYPES[scalar_type(self.dtype)] if is_warp_dtype(self.dtype) else None
+        return self.torch_dtype or _torch_dtype(self.dtype)
 
 
 def like(name: str, i: int) -> OutputSpec:
