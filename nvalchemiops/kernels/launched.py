@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import warp as wp
 
+from nvalchemiops._warp_internals import source_of
+from nvalchemiops.kernels.native import defined
 from nvalchemiops.launch import kernel_module
 from nvalchemiops.neighbors.rows import NOWHERE
 from nvalchemiops.types import REAL
@@ -100,61 +102,24 @@ def lj_kernel(precision: str, with_virial: bool) -> wp.Kernel:
         wp.atomic_add(forces, i, vec3(force))
         return virial
 
+    @wp.func
+    def add_virial(system: wp.int32, virial: wp.mat33d, virials: wp.array2d(dtype=real)):
+        for a in range(3):
+            for b in range(3):
+                wp.atomic_add(virials, system, 3 * a + b, real(virial[a, b]))
+
+    # a kernel with the parameters of the function, without or with the virials
+    types = dict(source_of(of_atom)[1].__annotations__)
+    del types["i"], types["return"]
+    text = f"    virial = of_atom(wp.tid(), {', '.join(types)})\n"
     if with_virial:
-
-        @wp.kernel(module=kernel_module(f"client_lj_virial_{precision}"), enable_backward=False)
-        def lennard_jones(
-            positions: wp.array(dtype=vec3),
-            cells: wp.array(dtype=mat33),
-            matrix: wp.array2d(dtype=wp.int32),
-            shifts: wp.array2d(dtype=wp.vec3i),
-            counts: wp.array(dtype=wp.int32),
-            batch_idx: wp.array(dtype=wp.int32),
-            epsilon: wp.array(dtype=real),
-            sigma: wp.array(dtype=real),
-            cutoff: wp.array(dtype=real),
-            width: wp.array(dtype=real),
-            half: wp.bool,
-            fill_value: wp.int32,
-            energies: wp.array(dtype=real),
-            forces: wp.array(dtype=vec3),
-            virials: wp.array2d(dtype=real),
-        ):
-            i = wp.tid()
-            virial = of_atom(
-                i, positions, cells, matrix, shifts, counts, batch_idx, epsilon, sigma, cutoff, width, half, fill_value,
-                energies, forces,
-            )  # fmt: skip
-            for a in range(3):
-                for b in range(3):
-                    wp.atomic_add(virials, batch_idx[i], 3 * a + b, real(virial[a, b]))
-
-        return lennard_jones
-
-    @wp.kernel(module=kernel_module(f"client_lj_{precision}"), enable_backward=False)
-    def lennard_jones_alone(
-        positions: wp.array(dtype=vec3),
-        cells: wp.array(dtype=mat33),
-        matrix: wp.array2d(dtype=wp.int32),
-        shifts: wp.array2d(dtype=wp.vec3i),
-        counts: wp.array(dtype=wp.int32),
-        batch_idx: wp.array(dtype=wp.int32),
-        epsilon: wp.array(dtype=real),
-        sigma: wp.array(dtype=real),
-        cutoff: wp.array(dtype=real),
-        width: wp.array(dtype=real),
-        half: wp.bool,
-        fill_value: wp.int32,
-        energies: wp.array(dtype=real),
-        forces: wp.array(dtype=vec3),
-    ):
-        i = wp.tid()
-        of_atom(
-            i, positions, cells, matrix, shifts, counts, batch_idx, epsilon, sigma, cutoff, width, half, fill_value,
-            energies, forces,
-        )  # fmt: skip
-
-    return lennard_jones_alone
+        types["virials"] = wp.array2d(dtype=real)
+        text += "    add_virial(batch_idx[wp.tid()], virial, virials)\n"
+    text = f"def lennard_jones({', '.join(types)}):\n{text}"
+    kernel = defined("lennard_jones", text, of_atom=of_atom, add_virial=add_virial)
+    kernel.__annotations__ = types
+    name = "client_lj_virial" if with_virial else "client_lj"
+    return wp.kernel(module=kernel_module(f"{name}_{precision}"), enable_backward=False)(kernel)
 
 
 class ByScalar:
@@ -234,14 +199,16 @@ def ewald_kernels(precision: str, batched: bool) -> EwaldKernels:
     def structure_factor(
         n: wp.int32,
         wave: wp.vec3d,
+        cell: mat33,
+        alpha: real,
         begin: wp.int32,
         end: wp.int32,
-        weight: wp.float64,
         positions: wp.array(dtype=vec3),
         charges: wp.array(dtype=real),
         cosines: wp.array2d(dtype=wp.float64),
         sines: wp.array2d(dtype=wp.float64),
     ) -> wp.vec3d:
+        weight = green(wp.dot(wave, wave), wp.abs(wp.determinant(wp.mat33d(cell))), wp.float64(alpha))
         total = wp.vec3d()
         for i in range(begin, end):
             phase = wp.dot(wave, wp.vec3d(positions[i]))
@@ -315,11 +282,9 @@ def ewald_kernels(precision: str, batched: bool) -> EwaldKernels:
             if block > 0:  # there is none below BATCH_BLOCK_SIZE atoms
                 return
             wave = wp.vec3d(k_vectors[system, n])
-            volume = wp.abs(wp.determinant(wp.mat33d(cells[system])))
-            weight = green(wp.dot(wave, wave), volume, wp.float64(alpha[system]))
             found = structure_factor(
-                n, wave, begin[system], end[system], weight, positions, charges, cosines, sines
-            )  # fmt: skip
+                n, wave, cells[system], alpha[system], begin[system], end[system], positions, charges, cosines, sines
+            )
             re[system, n] = found[0]
             im[system, n] = found[1]
             if n == 0:
@@ -357,9 +322,7 @@ def ewald_kernels(precision: str, batched: bool) -> EwaldKernels:
     ):
         n = wp.tid()
         wave = wp.vec3d(k_vectors[n])
-        volume = wp.abs(wp.determinant(wp.mat33d(cell[0])))
-        weight = green(wp.dot(wave, wave), volume, wp.float64(alpha[0]))
-        found = structure_factor(n, wave, 0, positions.shape[0], weight, positions, charges, cosines, sines)
+        found = structure_factor(n, wave, cell[0], alpha[0], 0, positions.shape[0], positions, charges, cosines, sines)
         re[n] = found[0]
         im[n] = found[1]
         if n == 0:

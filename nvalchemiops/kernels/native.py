@@ -68,7 +68,7 @@ def native_kernel(
 
 def signature(**parameters: Any) -> Callable[..., Any]:
     """A function without a body that has these parameters and types, for `native_kernel`."""
-    function = _defined("row_function", f"def row_function({', '.join(parameters)}): ...\n")
+    function = defined("row_function", f"def row_function({', '.join(parameters)}): ...\n")
     function.__annotations__ = parameters
     return function
 
@@ -95,14 +95,14 @@ def row_kernel(name: str, function: Any, module: Any, lanes: bool = False, block
         f"    {'_row, _lane' if lanes else '_row'} = wp.tid()\n"
         f"    function({OFFSET} + _row, {declared})\n"
     )
-    kernel = _defined(name, text, function=function)
+    kernel = defined(name, text, function=function)
     kernel.__annotations__ = {OFFSET: wp.int32, **{n: types[n] for n in names}}
     bounds = None if blocks is None else (GPU.block, blocks)
     made = wp.kernel(module=module, enable_backward=False, launch_bounds=bounds)(kernel)
     return with_lanes(gather_only(made), WARP if lanes else 0)
 
 
-def _defined(name: str, text: str, **scope: Any) -> Any:
+def defined(name: str, text: str, **scope: Any) -> Any:
     """The function ``name`` that ``text`` defines. The text is also put into `linecache`, where Warp looks for it."""
     file = f"<nvalchemiops kernel {hashlib.sha256(text.encode()).hexdigest()[:20]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
