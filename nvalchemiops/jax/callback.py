@@ -16,6 +16,7 @@ from nvalchemiops.jax.dtypes import WIDER, torch_dtype
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.openmp import at_fixed_threads
+from nvalchemiops.torch.runtime.recorded import is_close
 
 Flags = tuple[bool, ...]
 """Whether an operand or a result has an axis at each level of ``vmap``, outermost first."""
@@ -276,7 +277,7 @@ def _is_batch_of_slices(request: Request, tensors: Sequence[torch.Tensor]) -> bo
         found = bool(of_all)
         for place in ((0,) * len(lead), (-1,) * len(lead)):
             of_one = values(request, [x[place] for x in stacks]) if found else []
-            found = found and all(_is_close(x[place], y) for x, y in zip(of_all, of_one))
+            found = found and all(is_close(x[place], y, to_half=True) for x, y in zip(of_all, of_one))
     if not found:
         warnings.warn(
             f"`{function.name}` does not treat leading axes as a batch: vmap calls it slice by slice, as with "
@@ -287,16 +288,6 @@ def _is_batch_of_slices(request: Request, tensors: Sequence[torch.Tensor]) -> bo
     if not found or any(bool((x != x.flatten()[0]).any()) for x in of_all if x.numel()):
         function.verdicts[key] = found  # a result with all numbers equal, such as zeros, would prove nothing
     return found
-
-
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors agree to half of their digits, relative to the largest entry."""
-    if not expected.is_floating_point() and not expected.is_complex():
-        return torch.equal(found, expected)
-    digits = torch.finfo(expected.dtype).eps ** 0.5
-    finite = expected.detach().abs().nan_to_num(0.0, 0.0, 0.0)
-    scale = float(finite.max()) if expected.numel() else 0.0
-    return torch.allclose(found, expected, digits, digits * scale, equal_nan=True)
 
 
 def _tensor(buffer: Any) -> torch.Tensor:

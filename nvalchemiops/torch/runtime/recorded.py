@@ -285,7 +285,7 @@ class Recorded:
             results, is_same = None, False
         if results is not None:  # errors, and values that the plan leaves to the function, say nothing about it
             recording.note_check()
-        if not is_same or not all(map(_is_close, results or expected, expected)):
+        if not is_same or not all(map(is_close, results or expected, expected)):
             self.clear()
             reason = (
                 f"`{self._name}` and its plan have different results: the function does something that is not "
@@ -572,8 +572,11 @@ def _replayed(plan: Plan, moving: Sequence[torch.Tensor]) -> tuple[torch.Tensor,
     return fairly(lambda *values: plan(values) or (), *moving) or None
 
 
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether results are the same, up to the rounding of sums in another order."""
+def is_close(one: torch.Tensor, other: torch.Tensor, to_half: bool = False) -> bool:
+    """Whether results are the same, up to the rounding of sums in another order; or to half of their digits.
+
+    Differences are relative to the largest entry.
+    """
     if one.shape != other.shape or one.dtype is not other.dtype:
         return False
     if one.is_complex():
@@ -581,7 +584,8 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
     scale = float(other.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
-    return torch.allclose(one, other, rtol=0.0, atol=64 * torch.finfo(one.dtype).eps * scale, equal_nan=True)
+    eps = torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=0.0, atol=(eps**0.5 if to_half else 64 * eps) * scale, equal_nan=True)
 
 
 def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[int]:
