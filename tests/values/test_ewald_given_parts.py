@@ -160,6 +160,19 @@ def test_compiled_sums_choose_the_same_and_say_nothing(case):
     torch.testing.assert_close(compiled, eager, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("method", SUMS)
+def test_lists_that_are_too_short_for_a_given_alpha_are_noticed(method):
+    """Where an accuracy is asked for, since no mesh or k-vectors are given."""
+    system, short = disordered("water"), 2.5 * spacing(disordered("water"))
+    reference = exact_forces("water")
+    found = csr(system, short)
+    forces, (warning,) = forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **found)
+    error = relative_error(forces, reference)
+    assert error / 3.0 < expected(warning) < 3.0 * error
+    for enough in ({"accuracy": 0.05}, {"k_cutoff": 1.0} if method == "ewald" else {"mesh_dimensions": (12, 12, 12)}):
+        assert not forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **found, **enough)[1]
+
+
 def test_each_system_of_a_batch_gets_its_own():
     first, second = disordered("ionic liquid"), disordered("triclinic")
     together, given = batch(first, second), {"cutoff": 7.0, "k_cutoff": 1.4, "accuracy": 1e-6}

@@ -172,8 +172,9 @@ def ewald_summation(
     -----
     AccuracyWarning
         Without ``alpha``, the given k-vectors and the reach of the list together miss the accuracy by more than a
-        factor of 2. The message states the expected error, as from `estimate_errors`. Also if ``quadrupoles`` have a
-        trace or an antisymmetric part, which is not used.
+        factor of 2. The message states the expected error, as from `estimate_errors`. With ``alpha``, but no k-vectors,
+        if a list up to ``cutoff`` misses it by more than a factor of 10. Also if ``quadrupoles`` have a trace or an
+        antisymmetric part, which is not used.
     NeighborListWarning
         Without ``alpha`` and ``cutoff``, the list does not hold both directions of each pair. The pairs in it are
         summed.
@@ -187,7 +188,7 @@ def ewald_summation(
     searched in each call. If k-vectors are given and too few for this alpha, a smaller one is used: the largest alpha
     for which they suffice, if the list reaches far enough; otherwise the alpha at which both parts miss the accuracy by
     the same factor. For small molecules in large cells the largest distance in the list may be much shorter than its
-    cutoff: give ``cutoff``, which saves k-vectors. If ``alpha`` is given, the reach of the list is not checked.
+    cutoff: give ``cutoff``, which saves k-vectors. With a given ``alpha`` the reach of the list is not measured.
 
     The set of k-vectors depends on the cell, which is read on the host unless ``miller_bounds`` are given. Sizes of
     systems are read on the host if alpha or neighbors are not given. Exported programs, and compiled graphs on a GPU,

@@ -103,6 +103,8 @@ def choose_splitting(
     if not long_range.is_given and may_read(chosen, system.cell, system.batch_idx, wait=True):
         values, sizes_known = on_host(chosen.detach()), key_of_sizes(system)
     if rows is not None:
+        if values is not None and cutoff is not None:  # with a given long-range part no accuracy is asked for
+            _warn_of_cutoff(system, rows, values, cutoff, target)
         return EwaldSplitting(chosen, rows, target, None, strengths, values, sizes_known)
     if cutoff is None:
         if compiling:
@@ -346,6 +348,21 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
 
 
 # -- Gaussians --------------------------------------------------------------------------------------
+
+
+def _warn_of_cutoff(
+    system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff: float, target: core.Target
+) -> None:
+    """Warn if the list, up to this cutoff, is too short for a given alpha (n_systems,)."""
+    spacing = sizes_of_system(system).spacing
+    errors = np.exp(core.log_real_error(alpha, cutoff, spacing)) / target.force
+    is_known = system.of_points and may_read(system.positions, system.moments, wait=True)
+    if is_known and (errors > 10.0 * target.accuracy).any():
+        near = torch.as_tensor(np.minimum(cutoff, core.NEARBY * spacing), device=system.positions.device)
+        errors *= target.force / force_on_host(system, rows, near, spacing)
+        has_charges = on_host(system.sums(system.charges.detach().square())).any(1)
+        errors = np.where(has_charges, errors, 0.0)
+    warn_of_errors(target.accuracy, errors, "this `alpha` and the `cutoff` of the neighbor list", least=10.0)
 
 
 def _warn_of_widths(
