@@ -121,8 +121,8 @@ class SumOfTerms:
     """A model that adds interactions of this library and other models, with a Verlet list.
 
     All terms with a cutoff share one list. Lattice sums that choose their cutoff, and sums of slabs, share another one:
-    with their cutoff, or the one that is fastest for the atoms of the first call (chosen again for another number). Sums
-    with an alpha, k-vectors or a mesh, but without a cutoff, search in each call: give them the cutoff of their alpha.
+    with their cutoff, or the one that is fastest for the atoms of the first call (chosen again for another number).
+    Sums with an alpha, k-vectors or a mesh, but no cutoff, search in each call: give them the cutoff of their alpha.
 
     Parameters
     ----------

@@ -350,9 +350,7 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
 # -- Gaussians --------------------------------------------------------------------------------------
 
 
-def _warn_of_cutoff(
-    system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff: float, target: core.Target
-) -> None:
+def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff: float, target: core.Target) -> None:
     """Warn if the list, up to this cutoff, is too short for a given alpha (n_systems,)."""
     spacing = sizes_of_system(system).spacing
     errors = np.exp(core.log_real_error(alpha, cutoff, spacing)) / target.force
