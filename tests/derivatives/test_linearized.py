@@ -7,6 +7,7 @@ import torch
 from nvalchemiops.torch import System
 from nvalchemiops.torch.dynamics import Constraints, Evaluation, langevin, nph, simulate
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.interactions.dispersion import DFTD3
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list
 from tests.support.cases import CUTOFF, D3, LENNARD_JONES, MIXED, SMALL, SUMS
 from tests.support.comparing import close, random_like
@@ -41,6 +42,12 @@ def test_dispersion_of_a_batch_is_linearized():
     """Whose elements and systems are read."""
     inputs, near = D3.inputs(MIXED), D3.near(MIXED)
     linearized_is_forward_mode(lambda x: D3.energies(x, *inputs[1:], near, energy_reduction="system"), inputs.x)
+
+
+def test_published_data_of_dispersion_are_read_inside():
+    """From files, which the tracer of torch cannot read."""
+    x = SMALL.positions
+    linearized_is_forward_mode(lambda x: DFTD3("pbe", [6, 8])(System(x, numbers=torch.tensor([6, 8, 6]))).energies, x)
 
 
 def test_a_molecule_of_gaussians_is_linearized():

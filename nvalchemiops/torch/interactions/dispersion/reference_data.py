@@ -3,6 +3,8 @@
 import dataclasses
 import operator
 from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,8 +223,12 @@ class D3Parameters:
         ValueError
             The file lacks an entry, or its name has another ending.
         """
-        with torch.device("cpu"):  # independent of the default device
-            return cls(**(from_package() if path is None else _from_file(Path(path))))
+        read = from_package if path is None else partial(_from_file, Path(path))
+        # in another thread, which has neither the default device nor the modes of this one: tracers cannot read files
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(read).result()
+        with torch.device("cpu"):
+            return cls(**found)
 
     @property
     def has_reference(self) -> torch.Tensor:
