@@ -13,7 +13,7 @@ from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
 from nvalchemiops.torch.runtime.calls import int32_of
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_capturing, may_read, on_host
-from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.recorder import current_recorder, differ_in_replays, read_fault
 
 FLOATS = (torch.float32, torch.float64)
 
@@ -279,7 +279,7 @@ def check_batch(
             raise ValueError("`batch_idx` is needed for several systems")
         return None, 1
     check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
-    if may_read(batch_idx, wait=wait):
+    if may_read(batch_idx, wait=wait) and not (n_systems is not None and in_range_in_replays(batch_idx, n_systems)):
         low, high = torch.stack(torch.aminmax(batch_idx)).tolist() if batch_idx.numel() else (0, -1)
         if low < 0:
             raise ValuesError(f"`batch_idx` has the negative entry {low}")
@@ -293,6 +293,13 @@ def check_batch(
         elif high >= n_systems:
             raise ValuesError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
     return int32_of(batch_idx).contiguous(), n_systems
+
+
+def in_range_in_replays(batch_idx: torch.Tensor, n_systems: int) -> bool:
+    """Whether numbers of systems differ in replays of this call, each of which looks at its own, and are in range."""
+    if not differ_in_replays(batch_idx):
+        return False
+    return not read_fault(((batch_idx < 0) | (batch_idx >= n_systems)).any().to(torch.int32))
 
 
 def made_on(device: torch.device, values: np.ndarray) -> torch.Tensor:

@@ -14,6 +14,7 @@ from nvalchemiops.torch.interactions.electrostatics import ewald_summation, part
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.storage import _has_no_gaps
+from tests.support.cases import MIXED, SUMS
 from tests.support.systems import triclinic
 
 F64 = torch.float64
@@ -140,6 +141,25 @@ def test_weights_of_atoms_that_vary(system):
         given = moved(system.positions, seed), torch.ones(20, dtype=F64) if seed == 2 else weights
         torch.testing.assert_close(again(*given), step(*given), rtol=1e-12, atol=1e-12)
     assert "1 replayed" in again.explain()
+
+
+@pytest.mark.parametrize("case", SUMS, ids=[case.name for case in SUMS])
+def test_systems_of_atoms_that_vary(case):
+    """Replays sort atoms by system, compare numbers of systems with those that exist, and k-vector sums their sizes."""
+    inputs, near, systems = case.inputs(MIXED), case.near(MIXED), MIXED.batch_idx
+
+    def step(x, batch_idx):
+        return case.results(x, *inputs[1:], near | {"batch_idx": batch_idx}, energy_reduction="system")
+
+    recorded = record(step)
+    one_more = torch.where(systems == systems[0], 2, systems)
+    for batch_idx in (systems, systems, systems.flip(0), systems.sort().values, one_more):
+        for found, expected in zip(recorded(inputs.x, batch_idx), step(inputs.x, batch_idx), strict=True):
+            assert torch.equal(found, expected)
+    assert "recorded, 0 replayed" not in recorded.explain()
+    for wrong in (systems + 1, systems - 1):
+        with pytest.raises(ValueError, match="`batch_idx` has the"):
+            recorded(inputs.x, wrong)
 
 
 @pytest.mark.parametrize("change", ["in place", "data", "numpy", "other memory"])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.memory import new_empty
-from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
+from nvalchemiops.torch.runtime.recorder import current_recorder, differ_in_replays, read_fault
 
 
 def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]:
@@ -28,7 +29,12 @@ def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]
         return torch.tensor([0, count], dtype=torch.int32, device=begin.device), count
     groups = torch.zeros_like(begin)
     torch.cumsum((begin.diff() + (size - 1)).div(size, rounding_mode="floor"), 0, out=groups[1:])
-    return groups, int(groups[-1])
+    recorder = current_recorder()
+    with nullcontext() if recorder is None else recorder.pause():
+        number = int(groups[-1])
+    if differ_in_replays(groups):  # by another number it is not replayed
+        read_fault((groups[-1] != number).to(torch.int32), only_in_replays=True)
+    return groups, number
 
 
 MOST_THREADS = 2**16

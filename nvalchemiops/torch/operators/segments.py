@@ -8,6 +8,7 @@ from nvalchemiops.arguments import ValuesError
 from nvalchemiops.kernels.segments import BLOCK, rows_of_a_block, sum_rows
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.layout import layout
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
@@ -65,12 +66,8 @@ def check_system_numbers(batch_idx: torch.Tensor, n_systems: int) -> None:
 
 
 def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
-    if batch_idx.numel() == 0:
+    if batch_idx.numel() == 0 or checks.in_range_in_replays(batch_idx, n_systems):
         return
-    if differ_in_replays(batch_idx):
-        is_wrong = read_fault(((batch_idx < 0) | (batch_idx >= n_systems)).any().to(torch.int32))
-        if not is_wrong:
-            return
     low, high = torch.stack(torch.aminmax(values_of(batch_idx))).tolist()  # read together, also where torch traces
     if not 0 <= low <= high < n_systems:
         raise ValuesError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
