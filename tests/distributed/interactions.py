@@ -78,6 +78,21 @@ def weights_that_are_not_finite(group: Any) -> None:
         assert not gradient.isfinite().any(), (weight, gradient)
 
 
+@case(2)
+def hybrid_sums(group: Any) -> None:
+    """Forces and virials do not depend on positions, cell and alpha, and gradients of energies flow through charges."""
+
+    def energies_of(x, q, cell, alpha, **where):
+        given = {"compute_forces": True, "compute_virial": True, "hybrid_forces": True, "cutoff": CUTOFF, **where}
+        ewald = ewald_summation(x, q, cell, alpha, k_cutoff=4.0, **given)
+        mesh = particle_mesh_ewald(x, q, cell, alpha, mesh_dimensions=(8, 9, 10), **given)
+        names = ("atom {} e", "atom {} f", "{} virial")
+        return {name.format(k): value for k, sums in enumerate((ewald, mesh)) for name, value in zip(names, sums)}
+
+    for batch in (False, True):
+        compare(group, Atoms(batch), energies_of, (torch.tensor(0.7, dtype=F64),))
+
+
 @case(1, 3)
 def pair_potentials(group: Any) -> None:
     table = torch.tensor([[1.0, 0.5, 0.2], [0.5, 2.0, 0.7], [0.2, 0.7, 1.5]], dtype=F64)
