@@ -45,11 +45,11 @@ class SlabTerm(NamedTuple):
         is_first = torch.arange(3, device=pbc.device) == 0
         chosen = torch.where(is_slab.unsqueeze(1), ~pbc, is_first).to(torch.float64).unsqueeze(-1)
         plane, open_vector = (planes * chosen).sum(1), (cell * chosen).sum(1)
-        normal = plane / plane.square().sum(-1, keepdim=True).sqrt()
-        height = (open_vector * normal).sum(-1).abs()
-        volume = (open_vector * plane).sum(-1).abs()
+        area = torch.linalg.vector_norm(plane, dim=-1, keepdim=True)
+        volume = (open_vector * plane).sum(-1, keepdim=True).abs()
+        normal = plane / area
 
-        of_atom = spread_systems(torch.cat([normal, height[:, None], volume[:, None]], 1), batch_idx, n_atoms)
+        of_atom = spread_systems(torch.cat([normal, volume / area, volume], 1), batch_idx, n_atoms)
         normals = of_atom[:, :3]
         z = (positions * normals).sum(-1, keepdim=True)
         # relative to the middle of the system, to avoid cancellation of large numbers
@@ -58,7 +58,8 @@ class SlabTerm(NamedTuple):
 
         # charge, dipole and second moment along the normal
         charges, dipoles = moments[..., 0], None
-        first, second = charges * z, charges * z * z
+        first = charges * z
+        second = first * z
         if n_moments > 1:
             dipoles = (moments[..., 1:4] * normals.unsqueeze(1)).sum(-1)
             first, second = first + dipoles, second + 2.0 * dipoles * z
@@ -72,9 +73,10 @@ class SlabTerm(NamedTuple):
 
         # the potential, and its first and second derivative along the normal
         applies = torch.where(n_open > 1, torch.nan, is_slab.to(torch.float64))
-        scale = (spread_systems(applies, batch_idx, n_atoms) * 4.0 * math.pi / of_atom[:, 4]).unsqueeze(1)
-        potential = z * dipole - 0.5 * (second + total * z * z) - total * (of_atom[:, 3:4] ** 2 / 12.0)
-        potential, field, slope = scale * potential, scale * (dipole - total * z), -scale * total
+        scale = (spread_systems(applies, batch_idx, n_atoms) * (4.0 * math.pi) / of_atom[:, 4]).unsqueeze(1)
+        at_atom = total * z
+        potential = z * dipole - 0.5 * (second + at_atom * z) - total * (of_atom[:, 3:4] ** 2 / 12.0)
+        potential, field, slope = scale * potential, scale * (dipole - at_atom), -scale * total
         of_widths = None
         if widths is not None:
             of_widths = 0.5 * slope * squared(widths)
@@ -85,7 +87,7 @@ class SlabTerm(NamedTuple):
         if n_moments > 4:
             pairs = [normals[:, a] * normals[:, b] for a in range(3) for b in range(a, 3)]
             columns.append(slope.unsqueeze(-1) * torch.stack(pairs, -1).unsqueeze(1))
-        gradients = torch.cat(columns, -1)
+        gradients = torch.cat(columns, -1) if n_moments > 1 else columns[0]
         energies = 0.5 * (moments * gradients).sum(-1)
         forces = virial = None
         if derivatives.forces:
