@@ -276,7 +276,7 @@ def check_batch(
     """
     if batch_idx is None:
         if n_systems not in (None, 1):
-            raise ValueError("`batch_idx` is needed for several systems")
+            raise ValueError(f"`batch_idx` is needed: other arguments are for {n_systems} systems")
         return None, 1
     check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
     if may_read(batch_idx, wait=wait) and not (n_systems is not None and in_range_in_replays(batch_idx, n_systems)):

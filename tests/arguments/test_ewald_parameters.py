@@ -198,3 +198,18 @@ def test_an_accuracy_in_the_place_of_the_cell(kind):
     """Where `Electrostatics.estimate` has it."""
     with pytest.raises(TypeError, match="got float: give `accuracy` by name"):
         kind.estimate(System(X, cell=CELL), 1e-6)
+
+
+def test_there_is_nothing_to_choose_for_no_systems():
+    none = torch.zeros(0, 3, 3, dtype=torch.float64)
+    system = System(none[:, 0], none[:, 0, 0], none)
+    for ask in (
+        lambda: electrostatics.Electrostatics().explain(system),
+        lambda: electrostatics.Electrostatics.estimate(system),
+        lambda: electrostatics.EwaldSummation(0.4, 2.0).prepare(none),
+        lambda: electrostatics.estimate_pme_mesh_dimensions(none, 0.4),
+    ):
+        with pytest.raises(ValueError, match="`cell` holds no system"):
+            ask()
+    with pytest.raises(ValueError, match=r"`batch_idx` is needed: .* 0 systems"):
+        electrostatics.Electrostatics()(system)

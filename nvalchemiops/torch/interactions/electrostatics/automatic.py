@@ -149,6 +149,8 @@ class Electrostatics(ConfiguredSum):
         sizes = None if system.cell is None else periodic_sizes(system)
         lines = [f"{_counted(n_open, 'open system')}: all pairs, exactly"] * bool(n_open)
         if sizes is None:
+            if system.cell is not None and system.cell.shape[0] == 0:
+                raise ValueError("`cell` holds no system: there is nothing to choose")
             if is_open is None or not read_number(is_open.all()):
                 raise ValueError("`cell`, `batch_idx` and `pbc` of the system do not fit together")
             return "\n".join(lines)

@@ -485,8 +485,10 @@ def check_cells_alone(cell: Any, name: str = "cell") -> torch.Tensor:
     checks.check_place(name, cell)
     if cell.dtype not in checks.FLOATS:
         raise TypeError(f"`{name}` must be float32 or float64, got {cell.dtype}")
-    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3) or cell.shape[0] == 0:
+    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
         raise ValueError(f"`{name}` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+    if cell.shape[0] == 0:
+        raise ValueError(f"`{name}` holds no system: there is nothing to choose or prepare")
     cell = cell.resolve_neg().reshape(-1, 3, 3)
     check_cells(cell)
     return cell

@@ -401,7 +401,7 @@ def _sizes_of(atoms: System) -> Sizes:
     checks.check_positions(positions, finite=False)
     cell = check_periodic_cells(atoms.cell, positions)
     if cell.shape[0] == 0:
-        raise ValueError("`cell` holds no system: there is nothing to choose parameters for")
+        raise ValueError("`cell` holds no system: there is nothing to choose or prepare")
     refuse_in_capture(positions, IN_CAPTURE)
     check_cells(cell.detach().cpu())  # values are read in any case
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0], wait=True)

@@ -144,7 +144,7 @@ def _batch(
         cell = _without_open_axes(cell if cell.ndim == 3 else cell.unsqueeze(0), pbc)
     if batch_idx is None:
         if num_systems not in (None, 1) or (cell is not None and cell.shape[0] != 1):
-            raise ValueError("`batch_idx` is needed: `cell`, `pbc` or `num_systems` describe several systems")
+            raise ValueError("`batch_idx` is needed: `cell`, `pbc` or `num_systems` are not for one system")
         return cell, None, 1
     checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
     of_caller, batch_idx = batch_idx, checks.int32_of(batch_idx)
