@@ -417,6 +417,8 @@ def generate_k_vectors_pme(
     Returns
     -------
     k_vectors : ([n_systems,] n_x, n_y, n_z // 2 + 1, 3) tensor, 1/length
+        An index n/2 of an even axis has one sign of the two that a mesh cannot distinguish. In a skewed cell their
+        lengths differ: factors for such entries should be means over both signs, or zero, to be symmetric.
     k_squared : ([n_systems,] n_x, n_y, n_z // 2 + 1) tensor, 1/length²
         At the origin 1e-12 instead of zero, so that callers may divide by it.
     """
