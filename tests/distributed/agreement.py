@@ -322,7 +322,12 @@ def mistakes_of_one_rank_are_errors_on_all(group: Any) -> None:
         "`positions` must have": [lambda: domains["open"].follow(own["open"][there:])],
         "has a `domain` already": [lambda: domains["open"].distribute(opened._replace(domain=wrong(None, 1)))],
         "`cell` of the system must be that": [lambda: domains["open"].distribute(wrong(opened, single))],
-        "`cell` and `pbc` of the system": [lambda: domains["slab"].distribute(single)],
+        "`cell` and `pbc` of the system": [
+            lambda: domains["slab"].distribute(single),
+            lambda: domains["slab"].distribute(
+                single._replace(cell=wrong(1.0, 1.1) * atoms.cell, pbc=torch.tensor([True, True, False]))
+            ),
+        ],
         "`batch_idx` of the system must be that": [lambda: domains["open"].distribute(wrong(opened, batched))],
         "`batch_idx` of the system is missing": [lambda: domains["batch"].distribute(wrong(batched, opened))],
         "`batch_idx` belongs to the `domain`": [

@@ -51,10 +51,11 @@ def inference_comes_before_training(group: Any) -> None:
         assert domain is not first
         energies = particle_mesh_ewald(x, 1.2 * domain.distribute(q), atoms.cell, domain=domain, **MESH)
         expected = domain.sum(energies.sum())
+        domain.collect(energies)
     held = (atoms.positions[mine] + 0.3).requires_grad_()
     charges = domain.replicated(width) * domain.distribute(q)
     energies = particle_mesh_ewald(domain.distribute(held), charges, atoms.cell, domain=domain, **MESH)
-    found = domain.sum(energies.sum())
+    found = domain.sum(domain.collect(energies).sum())
     assert_equal(found, expected.clone(), "energy")
     forces, slope = torch.autograd.grad(found, (held, width), create_graph=True)
     assert_equal(slope * width, 2.0 * found, "the energy is quadratic in charges")
