@@ -1,5 +1,7 @@
 """Relaxation: the steps of ASE's optimizers, batches that do what each system does alone, minima that are minima."""
 
+import inspect
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -33,9 +35,10 @@ from tests.dynamics.relaxation import (
 
 # -- ASE ------------------------------------------------------------------------------------------
 
+# limits of the time step that 50 steps reach
 OPTIMIZERS = {
-    "fire": (FIRE(), AseFIRE),
-    "fire2": (FIRE2(), AseFIRE2),
+    "fire": (FIRE(dtmax=0.15), partial(AseFIRE, dtmax=0.15)),
+    "fire2": (FIRE2(dtmax=0.07, dtmin=0.06), partial(AseFIRE2, dtmax=0.07, dtmin=0.06)),
     "abc": (FIRE2(use_abc=True), partial(AseFIRE2, use_abc=True)),
     "lbfgs": (
         LBFGS(memory=12, damping=0.9, maxstep=0.03),
@@ -83,6 +86,13 @@ def test_steps_equal_those_of_ase(name: str, mode: str) -> None:
         assert abs(fmax - np.linalg.norm(filtered.get_forces(), axis=1).max()) < 1e-9
         count += 1
     assert count == 51
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(FIRE, AseFIRE), (FIRE2, AseFIRE2), (LBFGS, AseLBFGS)])
+def test_defaults_are_those_of_ase(ours: Any, theirs: Any) -> None:
+    known = inspect.signature(theirs).parameters
+    differ = {f.name: (f.default, known[f.name].default) for f in fields(ours) if f.default != known[f.name].default}
+    assert differ in ({}, {"maxstep": (0.2, None)})  # None is 0.2
 
 
 def test_converges_when_ase_does() -> None:
