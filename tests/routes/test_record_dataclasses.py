@@ -43,7 +43,15 @@ def test_dataclasses_are_containers():
 
 
 class Named(dict):
-    """Results of a model, as many libraries have them."""
+    """Results of a model, as many libraries have them: entries are attributes, too."""
+
+    def __init__(self, **entries):
+        for name, value in entries.items():
+            self[name] = value
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value)
+        setattr(self, name, value)
 
 
 class Slotted:
@@ -126,14 +134,18 @@ def test_classes_of_dictionaries_are_kept():
     def again(found):
         assert type(found) is Named
         both = collections.defaultdict(list, {"c": 2.0 * found["x"]})
-        return Named(y=3.0 * found["x"]), collections.OrderedDict(b=found["x"] + 1.0), both, Constant(d=-found["x"])
+        more = Named(e=found.x)
+        more.unit = "eV"
+        one = Named(y=3.0 * found["x"])
+        return one, collections.OrderedDict(b=found["x"] + 1.0), both, Constant(d=-found["x"]), more
 
     for k in range(4):
         x = torch.full((3,), float(k))
-        one, two, three, four = again(Named(x=x))
+        one, two, three, four, five = again(Named(x=x))
         assert type(one) is Named and type(two) is collections.OrderedDict and three["missing"] == []
         assert torch.equal(one["y"], 3.0 * x) and torch.equal(two["b"], x + 1.0) and torch.equal(three["c"], 2.0 * x)
-        assert isinstance(four, dict) and torch.equal(four["d"], -x)
+        assert one.y is one["y"] and isinstance(four, dict) and torch.equal(four["d"], -x)
+        assert torch.equal(five["e"], x) and (type(five) is dict or five.unit == "eV"), "nothing is lost in silence"
     assert "1 recorded, 2 replayed" in again.explain()
 
 
