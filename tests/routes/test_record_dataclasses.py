@@ -73,7 +73,7 @@ class Hidden:
 
 OTHER_CONTAINERS = {
     "mappingproxy": lambda x: types.MappingProxyType({"y": x}),
-    "deque": lambda x: collections.deque([x]),
+    "deque in itself": lambda x: (found := collections.deque([x])).append(found) or found,
     "dict_values": lambda x: {"y": x}.values(),
     "generator": lambda x: (number * x for number in range(2)),
     "generator of a list": lambda x: (-one for one in [x]),
