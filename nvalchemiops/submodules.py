@@ -1,4 +1,4 @@
-"""Names of modules that are found when they are first used, such as the submodules of a package."""
+"""Names of modules that are found when they are first used, and what to install for optional ones."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -20,3 +20,8 @@ def found_when_used(module: str, names: Iterable[str], find: Callable[[str], Any
 def loaded_when_used(package: str, names: Iterable[str]) -> Callable[[str], Any]:
     """Make the ``__getattr__`` of a package, which imports the submodules of these names."""
     return found_when_used(package, names, lambda name: importlib.import_module(f"{package}.{name}"))
+
+
+def installed_by(extra: str) -> str:
+    """How to install the packages of an extra, for errors that say what is missing."""
+    return f"pip install 'nvalchemiops[{extra}]' (in a checkout '.[{extra}]')"

@@ -12,14 +12,12 @@ A calculator is a sum of terms::
 Everything is in ASE's units: eV, angstrom and elementary charges.
 """
 
+from nvalchemiops.submodules import installed_by
+
 try:
     import ase  # noqa: F401  (absolute, so this is ASE itself)
 except ImportError as error:
-    raise ImportError(
-        f"nvalchemiops.ase needs ASE ({error}): install the extra `ase`, as in pip install 'nvalchemiops[ase]', or "
-        "in a checkout '.[ase]'",
-        name=error.name,
-    ) from error
+    raise ImportError(f"nvalchemiops.ase needs ASE ({error}): {installed_by('ase')}", name=error.name) from error
 
 from nvalchemiops.ase.calculator import Calculator
 from nvalchemiops.ase.dispersion import Dispersion

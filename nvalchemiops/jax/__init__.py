@@ -5,13 +5,13 @@ Submodules are loaded when used.
 
 from typing import Any
 
-from nvalchemiops.submodules import loaded_when_used
+from nvalchemiops.submodules import installed_by, loaded_when_used
 
 try:
     import jax as _jax  # noqa: F401  # only to see whether it works
 except Exception as error:  # JAX may also raise RuntimeError, for example for a jaxlib of another release
     raise ImportError(
-        f'nvalchemiops.jax needs JAX ({type(error).__name__}: {error}): pip install "nvalchemiops[jax]"', name="jax"
+        f"nvalchemiops.jax needs JAX ({type(error).__name__}: {error}): {installed_by('jax')}", name="jax"
     ) from error
 
 _SUBMODULES = frozenset(

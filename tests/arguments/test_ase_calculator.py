@@ -180,7 +180,7 @@ def test_ase_is_optional():
         print(error, error.name, nvalchemiops.cli.main(["energy", "file.xyz"]))
     """
     finished = run_python(code)
-    assert "pip install 'nvalchemiops[ase]', or in a checkout '.[ase]'" in finished.stdout
+    assert "pip install 'nvalchemiops[ase]' (in a checkout '.[ase]')" in finished.stdout
     assert finished.stdout.endswith(" ase 2\n")
     assert finished.stderr.startswith("nvalchemiops energy: nvalchemiops.ase needs ASE")
 

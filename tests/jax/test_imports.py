@@ -60,4 +60,4 @@ print(json.dumps(said))
 """
     )
     assert name == "jax" and "\n" not in message
-    assert reason in message and message.endswith('pip install "nvalchemiops[jax]"')
+    assert reason in message and message.endswith("pip install 'nvalchemiops[jax]' (in a checkout '.[jax]')")

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.submodules import installed_by
+
 _TABLE_BOHR = 0.5291772109044924
 """Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, with which s-dftd3 converts radii.
 
@@ -45,8 +47,8 @@ def from_package() -> dict[str, Any]:
             f"of which another release than expected is installed ({error})" if is_there else "which is not installed"
         )
         raise ImportError(
-            f"the D3 data are in the package tad-dftd3, {found}: pip install 'nvalchemiops[dispersion]' (in a checkout "
-            "'.[dispersion]'), or give a file to D3Parameters.load"
+            f"the D3 data are in the package tad-dftd3, {found}: {installed_by('dispersion')}, or give a file to "
+            "D3Parameters.load"
         ) from error
     data = read_data(dtype=torch.float64)
     # published in angstrom with four and two decimals; the package converts them with another bohr, or to float32
