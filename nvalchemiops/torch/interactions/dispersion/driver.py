@@ -388,18 +388,25 @@ def _tables(given: D3Parameters | ReferenceStates, states: ReferenceStates) -> s
 
 def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
     """The reference states of the elements present, and their data for each atom."""
-    if isinstance(parameters, ReferenceStates):
-        if parameters.radii.device != numbers.device:
-            raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")
-        return _atoms_of(parameters, numbers)
-    if not isinstance(parameters, D3Parameters):
+    if isinstance(parameters, D3Parameters):
+        if not may_read(numbers, wait=True):
+            raise ValuesNeededError(
+                "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where "
+                "atomic numbers cannot be read"
+            )
+        parameters = _states_of(parameters, numbers)
+    if not isinstance(parameters, ReferenceStates):
         raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
-    if not may_read(numbers, wait=True):
-        raise ValuesNeededError(
-            "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where atomic "
-            "numbers cannot be read"
-        )
-    return _atoms_of(_states_of(parameters, numbers), numbers)
+    states = parameters
+    if states.radii.device != numbers.device:
+        raise ValueError(f"`parameters` are on {states.radii.device}, but `numbers` on {numbers.device}")
+
+    def of_atoms() -> tuple[torch.Tensor, ...]:
+        row = states.rows(numbers)
+        return (row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))
+
+    values = (numbers, states.row_of_number, states.radii, states.z)
+    return Atoms(states, *cached_by_value("d3 atoms", values, (), of_atoms))
 
 
 def _states_of(parameters: D3Parameters, numbers: torch.Tensor) -> ReferenceStates:
@@ -414,14 +421,3 @@ def _states_of(parameters: D3Parameters, numbers: torch.Tensor) -> ReferenceStat
     elements = tuple(number for number in found.tolist() if 0 < number <= last)
     # without atoms, any element will do
     return parameters._states(elements or parameters.elements[:1], numbers.device)
-
-
-def _atoms_of(states: ReferenceStates, numbers: torch.Tensor) -> Atoms:
-    """The data of each atom, looked up in the reference states."""
-
-    def of_atoms() -> tuple[torch.Tensor, ...]:
-        row = states.rows(numbers)
-        return (row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))
-
-    values = (numbers, states.row_of_number, states.radii, states.z)
-    return Atoms(states, *cached_by_value("d3 atoms", values, (), of_atoms))
