@@ -103,10 +103,12 @@ def lj_kernel(precision: str, with_virial: bool) -> wp.Kernel:
         return virial
 
     @wp.func
-    def add_virial(system: wp.int32, virial: wp.mat33d, virials: wp.array2d(dtype=real)):
+    def add_virial(
+        i: wp.int32, batch_idx: wp.array(dtype=wp.int32), virial: wp.mat33d, virials: wp.array2d(dtype=real)
+    ):
         for a in range(3):
             for b in range(3):
-                wp.atomic_add(virials, system, 3 * a + b, real(virial[a, b]))
+                wp.atomic_add(virials, batch_idx[i], 3 * a + b, real(virial[a, b]))
 
     # a kernel with the parameters of the function, without or with the virials
     types = dict(source_of(of_atom)[1].__annotations__)
@@ -114,7 +116,7 @@ def lj_kernel(precision: str, with_virial: bool) -> wp.Kernel:
     text = f"    virial = of_atom(wp.tid(), {', '.join(types)})\n"
     if with_virial:
         types["virials"] = wp.array2d(dtype=real)
-        text += "    add_virial(batch_idx[wp.tid()], virial, virials)\n"
+        text += "    add_virial(wp.tid(), batch_idx, virial, virials)\n"
     text = f"def lennard_jones({', '.join(types)}):\n{text}"
     kernel = defined("lennard_jones", text, of_atom=of_atom, add_virial=add_virial)
     kernel.__annotations__ = types
