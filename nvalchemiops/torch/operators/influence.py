@@ -49,7 +49,8 @@ def mesh_influence(law: PowerLaw, with_derivative: bool, single: bool) -> tuple[
 
     Parameters
     ----------
-    law : PowerLaw
+    metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent
+        The fields of a `PowerLaw`.
     with_derivative : bool
     single : bool
         Whether values are float32.
@@ -82,7 +83,8 @@ def multiply_by_influence(density: torch.Tensor, law: PowerLaw, with_powers: boo
     Parameters
     ----------
     density : (n_systems, n_channels, n_x, n_y, n_z, 2) tensor
-    law : PowerLaw
+    metric, volume, alpha, b_xy, b_z, mesh_dimensions, first_planes, exponent
+        The fields of a `PowerLaw`.
     with_powers : bool
 
     Returns
