@@ -2,6 +2,7 @@
 
 import inspect
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from nvalchemiops.torch.autograd import (
     warp_from_torch,
     warp_stream_from_torch,
 )
+from nvalchemiops.torch.autograd.declaration import with_fields
 from tests.support.ops import (
     leaf,
     like,
@@ -233,6 +235,34 @@ def test_the_public_function_has_the_signature_of_the_body():
         weighted_square(x)
     with pytest.raises(TypeError):
         weighted_square(x, w, token=3)
+
+
+class Line(NamedTuple):
+    slope: float
+    offset: float = 1.0
+
+
+class Range(NamedTuple):
+    low: float
+    high: float = 4.0
+
+
+ABOVE_ZERO = Range(0.0)
+
+
+def test_fields_of_named_tuples_are_arguments_of_an_op():
+    @warp_custom_op("tests::of_fields", outputs=[OutputSpec("y", wp.float64, lambda *i: i[2].shape)], grad_arrays=())
+    @with_fields
+    def op(line: Line, x: torch.Tensor, within: Range = ABOVE_ZERO) -> torch.Tensor:
+        return (line.slope * x + line.offset).clamp(within.low, within.high)
+
+    x = torch.tensor([-2.0, 1.0, 4.0], dtype=torch.float64)
+    defaults = {name: parameter.default for name, parameter in inspect.signature(op).parameters.items()}
+    assert [*defaults] == ["slope", "offset", "x", "low", "high"] and (defaults["low"], defaults["high"]) == ABOVE_ZERO
+    assert defaults["offset"] is inspect.Parameter.empty, "as its tuple"
+    for call in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
+        assert call(*Line(2.0), x).tolist() == [0.0, 3.0, 4.0]
+        assert call(x=x, offset=0.0, slope=1.0, high=2.0).tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_tape_op_leaves_the_obvious_name_for_its_backward_free():

@@ -258,13 +258,13 @@ def with_fields(body: Callable[..., Any]) -> Callable[..., Any]:
     parameters: list[inspect.Parameter] = []
     kinds: list[tuple[Any, int]] = []
     for parameter in inspect.signature(body).parameters.values():
-        kind = parameter.annotation
+        kind, default = parameter.annotation, parameter.default
         fields = typing.get_type_hints(kind) if hasattr(kind, "_fields") else {}
-        defaults = {} if parameter.default is inspect.Parameter.empty else getattr(kind, "_field_defaults", {})
         kinds.append((kind, len(fields)))
+        defaults = default if isinstance(default, tuple) else [default] * len(fields)
         parameters += [
-            parameter.replace(name=name, annotation=hint, default=defaults.get(name, inspect.Parameter.empty))
-            for name, hint in fields.items()
+            parameter.replace(name=name, annotation=hint, default=value)
+            for (name, hint), value in zip(fields.items(), defaults)
         ] or [parameter]
 
     @functools.wraps(body)
