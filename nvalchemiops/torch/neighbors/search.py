@@ -465,7 +465,7 @@ def neighbor_matrix(search: Search, fill_value: int, width: int | None) -> Tenso
     width the matrix has spare columns; the search then waits for the device, and raises for bad input.
     """
     if width is None:
-        return _spacious_matrix(search, fill_value)
+        return found_matrix(search, fill_value, in_op=True)
     bins = _CellList(search, may_wait=False)
     matrix, shifts, to = _matrix_of(search, width, fill_value)
     count = new_empty((search.n_rows,), torch.int32, bins.device)
@@ -473,13 +473,8 @@ def neighbor_matrix(search: Search, fill_value: int, width: int | None) -> Tenso
     return matrix, count, shifts, bins.fault
 
 
-def found_matrix(search: Search, fill_value: int) -> Tensors:
+def found_matrix(search: Search, fill_value: int, in_op: bool = False) -> Tensors:
     """`neighbor_matrix` with spare columns, in eager mode without the operator if searches repeat."""
-    return _spacious_matrix(search, fill_value, lambda: neighbor_matrix(*search, fill_value, None))
-
-
-def _spacious_matrix(search: Search, fill_value: int, op: Callable[[], Tensors] | None = None) -> Tensors:
-    """`neighbor_matrix` with spare columns; ``op`` as in `engine.Call`."""
 
     def filled(bins: _CellList, count: torch.Tensor, _: Any, most: int, size: int) -> Tensors:
         columns = matrix_width(search.cutoff, most) if search.n_rows else 0
@@ -490,7 +485,7 @@ def _spacious_matrix(search: Search, fill_value: int, op: Callable[[], Tensors] 
         bins.fill(count, most, search.target_indices, to)
         return matrix, count.clone(), shifts, bins.fault.clone()
 
-    return _searched(search, filled, op)
+    return _searched(search, filled, None if in_op else lambda: neighbor_matrix(*search, fill_value, None))
 
 
 def _matrix_of(search: Search, columns: int, fill_value: int) -> tuple[torch.Tensor, torch.Tensor, _Destination]:
