@@ -18,6 +18,7 @@ from nvalchemiops.torch.interactions.pair import (
     lennard_jones,
     morse,
     reaction_field,
+    soft_core_lennard_jones,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference import pair as ref
@@ -244,6 +245,21 @@ def test_nothing_beyond_the_cutoff(case):
 
 
 # -- tables ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["lorentz-berthelot", "geometric", "waldman-hagler"])
+@pytest.mark.parametrize("potential", [lennard_jones, soft_core_lennard_jones])
+def test_atoms_of_no_size(potential, rule):
+    """Hydrogen of water has sigma = 0: two such atoms do not interact, and their forces are numbers."""
+    x = torch.tensor([[0.0, 0.0, 0.0], [1.5, 0.0, 0.0], [0.0, 1.7, 0.0]], dtype=torch.float64, requires_grad=True)
+    sigma = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    more = {} if potential is lennard_jones else {"scale": 0.6, "softness": 0.5}
+    potential = potential(3.0, mixing=rule)
+    pair = potential(x[:2], sigma=sigma[:2], epsilon=1.0, **more)
+    assert torch.equal(pair, torch.zeros(2, dtype=torch.float64))
+    first = torch.autograd.grad(potential(x, sigma=sigma, epsilon=1.0, **more).sum(), (x, sigma), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, sigma))
+    assert all(g.isfinite().all() for g in (*first, *second))
 
 
 @pytest.mark.parametrize("rule", ["lorentz-berthelot", "geometric", "waldman-hagler"])

@@ -15,8 +15,7 @@ MIXING = {
     "geometric": "sigma = sqrt(sigma1*sigma2); epsilon = sqrt(epsilon1*epsilon2)",
     # M. Waldman and A. T. Hagler, J. Comput. Chem. 14, 1077 (1993), doi:10.1002/jcc.540140909
     "waldman-hagler": (
-        "sigma = ((sigma1^6 + sigma2^6)/2)^(1/6); "
-        "epsilon = 2*sqrt(epsilon1*epsilon2)*sigma1^3*sigma2^3/(sigma1^6 + sigma2^6)"
+        "sigma = ((sigma1^6 + sigma2^6)/2)^(1/6); epsilon = sqrt(epsilon1*epsilon2)*sigma1^3*sigma2^3/sigma^6"
     ),
 }
 """Mixing rules: sigma and epsilon of a pair from those of its atoms."""
@@ -35,17 +34,20 @@ def lennard_jones(mixing: str | None = "lorentz-berthelot", repulsive: int = 12,
             raise ValueError(f"`{name}` must be an int in 1 .. {MAX_EXPONENT}, got {exponent!r}")
     if n <= m:
         raise ValueError(f"`repulsive` = {n} must be larger than `attractive` = {m}")
-    energy = f"({n}/({n} - {m})) * ({n}/{m})^({m}/({n} - {m})) * epsilon * ((sigma/r)^{n} - (sigma/r)^{m})"
+    # each power beside epsilon, from which sigma^6 cancels by one of the rules: two atoms may have sigma = 0
+    powers = f"(epsilon*(sigma/r)^{n} - epsilon*(sigma/r)^{m})"
+    energy = f"({n}/({n} - {m})) * ({n}/{m})^({m}/({n} - {m})) * {powers}"
     return _mixed(energy, mixing)
 
 
 def soft_core_lennard_jones(mixing: str | None = "lorentz-berthelot") -> Formula:
     """Lennard-Jones potential with a finite core, which ``scale`` switches on and off in free-energy calculations.
 
-    ``4 epsilon scale (1/x^2 - 1/x)`` with ``x = softness (1 - scale) + (r/sigma)^6``. Source: T. C. Beutler et al.,
+    ``4 epsilon scale (y^2 - y)`` with ``1/y = softness (1 - scale) + (r/sigma)^6``. Source: T. C. Beutler et al.,
     Chem. Phys. Lett. 222, 529 (1994), doi:10.1016/0009-2614(94)00397-1.
     """
-    energy = "4*epsilon*scale*(1/x^2 - 1/x); x = softness*(1 - scale) + (r/sigma)^6"
+    # defined for sigma = 0, too, as hydrogen often has it
+    energy = "4*epsilon*y*scale*(y - 1); y = sigma^6/(softness*(1 - scale)*sigma^6 + r^6)"
     return _mixed(energy, mixing, ("scale", "softness"))
 
 
