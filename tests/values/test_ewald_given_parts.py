@@ -166,9 +166,10 @@ def test_lists_that_are_too_short_for_a_given_alpha_are_noticed(method):
     system, short = disordered("water"), 2.5 * spacing(disordered("water"))
     reference = exact_forces("water")
     found = csr(system, short)
-    forces, (warning,) = forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **found)
-    error = relative_error(forces, reference)
-    assert error / 3.0 < expected(warning) < 3.0 * error
+    for near in (found, {}):  # that is given, or found
+        forces, (warning,) = forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **near)
+        error = relative_error(forces, reference)
+        assert error / 3.0 < expected(warning) < 3.0 * error
     for enough in ({"accuracy": 0.05}, {"k_cutoff": 1.0} if method == "ewald" else {"mesh_dimensions": (12, 12, 12)}):
         assert not forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **found, **enough)[1]
 
