@@ -102,7 +102,7 @@ def choose_splitting(
     values, sizes_known = None, None
     if not long_range.is_given and may_read(chosen, system.cell, system.batch_idx, wait=True):
         values, sizes_known = on_host(chosen.detach()), key_of_sizes(system)
-    is_listed, is_given = rows is not None, cutoff is not None
+    is_listed, given = rows is not None, cutoff
     if not is_listed and cutoff is None:
         if compiling:
             raise ValuesNeededError(
@@ -114,8 +114,8 @@ def choose_splitting(
     if rows is None:
         assert cutoff is not None
         rows = system.rows_within(cutoff)
-    if values is not None and is_given:  # with a given long-range part no accuracy is asked for
-        _warn_of_cutoff(system, rows, values, cutoff, target)
+    if values is not None and given is not None:  # with a given long-range part no accuracy is asked for
+        _warn_of_cutoff(system, rows, values, given, target)
     return EwaldSplitting(chosen, rows, target, None if is_listed else cutoff, strengths, values, sizes_known)
 
 
