@@ -32,7 +32,7 @@ from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pa
 from nvalchemiops.torch.operators.lattice import check_mesh
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host, slices_of
 from nvalchemiops.torch.runtime.graphs import place_of
-from nvalchemiops.torch.runtime.recorder import read_number
+from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_number
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
@@ -353,7 +353,9 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
 
 
 def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff: float, target: core.Target) -> None:
-    """Warn if the list, up to this cutoff, is too short for a given alpha (n_systems,)."""
+    """Warn if the list, up to this cutoff, is too short for alpha (n_systems,). Recorded calls say nothing."""
+    if differ_in_replays(system.positions):
+        return
     spacing = sizes_of_system(system).spacing
     errors = np.exp(core.log_real_error(alpha, cutoff, spacing)) / target.force
     is_known = system.of_points and may_read(system.positions, system.moments, wait=True)
