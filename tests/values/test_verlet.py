@@ -271,6 +271,8 @@ def test_another_number_of_atoms_dtype_or_division_is_a_reason():
     assert verlet(x, cells, None, None, ptr.clone()) is by_ptr
     both = verlet(x, cells, None, batch_idx, ptr)
     assert all(torch.equal(a, b) for a, b in zip(both, by_ptr))
+    with pytest.raises(ValueError, match="must describe the same"):
+        verlet(x, cells, None, other, ptr)
 
 
 # -- batches --------------------------------------------------------------------------------------
