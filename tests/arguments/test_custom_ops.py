@@ -143,7 +143,8 @@ def test_attach_and_retrieve():
     output, array, tape = torch.ones(3), warp_from_torch(torch.ones(3), wp.float32), wp.Tape()
     attach_for_backward(output, tape=tape, x=array)
     assert output._warp_tape is tape and output._wp_x is array
-    assert retrieve_for_backward(output, "x", "absent") == (tape, {"x": array})
+    attach_for_backward(output, y=array)
+    assert retrieve_for_backward(output, "x", "y", "absent") == (tape, {"x": array, "y": array})
     bare = torch.ones(3)
     attach_for_backward(bare, x=array)
     assert retrieve_for_backward(bare, "x") == (None, {"x": array})
