@@ -194,6 +194,17 @@ def test_three_orders_in_float32_in_any_unit_of_length(unit):
         torch.testing.assert_close(orders[0], orders[1], rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize(
+    ("expression", "r", "parameters", "expected"),
+    [("a/r^4", 1e-10, {"a": 2e-38}, 200.0), ("a^3*b/r", 1.0, {"a": 1e13, "b": 1e-30}, 1e9)],
+)
+def test_energies_in_float32_have_factors_beyond_its_range(expression, r, parameters, expected):
+    potential = PairPotential(expression, cutoff=2.0 * r, global_parameters=tuple(parameters))
+    x = torch.tensor([[0.0, 0.0, 0.0], [r, 0.0, 0.0]])
+    energy = potential(x, neighbor_list=torch.tensor([[0, 1], [1, 0]]), **parameters).sum()
+    assert abs(energy / expected - 1.0) < 1e-5
+
+
 def test_virials_of_atoms_are_halves_of_those_of_their_pairs():
     """As derivatives of the energies of a batch by one strain, in forward mode; with the energy r^-6 / 6."""
     system = pair_of_systems()
