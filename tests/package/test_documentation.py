@@ -33,3 +33,11 @@ def test_pages_with_examples_are_found():
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_clients_are_the_installed_releases():
+    """The page says what was tried: the first ten rows of its table are what `make clients` installs."""
+    _, table = (ROOT / "docs" / "coming_from.md").read_text().split("| client |")
+    tried = re.findall(r"^\| (\S+) ([\d.]+)", table, re.MULTILINE)[:10]
+    installed = (ROOT / "tests" / "clients" / "clients.txt").read_text().split()
+    assert {f"{name}=={release}" for name, release in tried} <= set(installed)
