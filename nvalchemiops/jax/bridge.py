@@ -37,7 +37,7 @@ def from_torch(
     It works under ``jit``, ``grad``, ``jvp``, ``hessian`` and their compositions, ``vmap`` (slice by slice, in one
     callback), ``scan``, ``checkpoint`` and ``shard_map``, on a CPU and on an NVIDIA GPU. Derivatives are torch's. They
     are recomputed whenever JAX requests them, so the function must depend on nothing but its arguments. A derivative in
-    forward mode needs one more order of derivatives in torch.
+    forward mode needs one more order of derivatives in torch, unless it is that of a single number.
 
     Parameters
     ----------

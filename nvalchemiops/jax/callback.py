@@ -175,7 +175,10 @@ def _evaluate_slices(
     """
     function = request.function
     kinds = _kinds(request, at_once)
-    order = sorted(range(len(kinds)), key=kinds.__getitem__)
+    # within a kind, levels of earlier operands are outer loops: what depends on these alone is then computed once
+    order = sorted(
+        range(len(kinds)), key=lambda level: (kinds[level], [not flags[level] for flags in request.operand_flags])
+    )
     of_calls, of_passes, together, inside = (
         tuple(request.sizes[level] for level in order if kinds[level] == kind) for kind in range(4)
     )
@@ -198,14 +201,15 @@ def _evaluate_slices(
         parts = [(i, _at(call, x, flags), flags[n_calls:]) for i, (x, flags) in enumerate(operands)]
         inputs = [part(i, x, flags[n_passes:]) for i, x, flags in parts[: request.inputs]]
         vectors = parts[request.inputs :]
-        known = {i: part(i, x, flags[n_passes:]) for i, x, flags in vectors if not any(flags[:n_passes])}
+        known: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}  # the last slice of each, and its place
         shared = bool(of_passes or together)
         with contextlib.closing(_Point(replace(request, outputs=declared), inputs, is_shared=shared)) as point:
             for place in itertools.product(*map(range, of_passes)):
-                given = [
-                    known[i] if i in known else part(i, _at(place, x, flags), flags[n_passes:])
-                    for i, x, flags in vectors
-                ]
+                for i, x, flags in vectors:
+                    own = tuple(itertools.compress(place, flags))
+                    if i not in known or known[i][0] != own:
+                        known[i] = own, part(i, x[own], flags[n_passes:])
+                given = [known[i][1] for i, _, _ in vectors]
                 try:
                     found = point.results(given, math.prod(together) if together else None)
                 except Exception:  # out of memory, or an operation that torch.vmap does not support
@@ -361,8 +365,14 @@ class _Point:
             by_weight = bool(request.directions and request.values)
             weights = self._default_weights(outputs) if by_weight or not weights else weights
             roots = [(outputs[j], weight) for j, weight in weights.items()]
-            for number, direction in enumerate(directions):
-                roots = list(zip(self._along(number, roots, list(direction)), direction.values()))
+            # the derivative of one number along a direction is a product: none with respect to its weight is needed
+            is_product = by_weight and not request.gradient and [outputs[j].numel() for j in weights] == [1]
+            for number, direction in enumerate(directions, 1):
+                is_last = is_product and number == len(directions)
+                slopes = self._along(number, roots, list(direction), create_graph=not is_last)
+                roots = list(zip(slopes, direction.values()))
+            if is_product:
+                return [_sum_of_products(roots, outputs[j], count) for j in weights]
             last = list(weights.values()) if by_weight else []
             name = None if request.directions else request.function.name
             wanted = [*last, *(inputs[i] for i in request.gradient)]
@@ -399,14 +409,22 @@ class _Point:
         scale = weight.reshape(-1)[0]
         return [gradient * scale for gradient in found] if bool((weight == scale).all()) else None
 
-    def _along(self, number: int, roots: list[_Root], wanted: Sequence[int]) -> list[torch.Tensor]:
+    def _along(self, number: int, roots: list[_Root], wanted: Sequence[int], create_graph: bool) -> list[torch.Tensor]:
         """The gradients that are multiplied by direction ``number``, reused if ``roots`` are as in the last call."""
         known, slopes = self._slopes.get(number, ([], []))
         if not known or any(a is not b for a, b in zip(itertools.chain(*known), itertools.chain(*roots))):
-            name = self.request.function.name if number == 0 else None
-            slopes = _gradients(roots, [self._inputs[i] for i in wanted], create_graph=True, warn=name)
+            name = self.request.function.name if number == 1 else None
+            of = [self._inputs[i] for i in wanted]
+            slopes = _gradients(roots, of, create_graph=create_graph, retain_graph=self._is_shared, warn=name)
             self._slopes[number] = roots, slopes
         return slopes
+
+
+def _sum_of_products(roots: Sequence[_Root], like: torch.Tensor, count: int | None) -> torch.Tensor:
+    """The sum of products of the pairs in ``roots``, one number like ``like``; with ``count`` along a leading axis."""
+    lead = () if count is None else (count,)
+    terms = [(y * weight).unsqueeze(-1).flatten(len(lead)).sum(-1, dtype=like.dtype) for y, weight in roots]
+    return sum(terms[1:], terms[0]).detach().reshape((*lead, *like.shape))
 
 
 def _gradients(

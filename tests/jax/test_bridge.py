@@ -212,6 +212,32 @@ def test_one_call_for_an_energy_and_its_gradient(name):
     assert compiled.as_text().count("custom-call(") == 1
 
 
+def test_forward_mode_of_a_number_takes_no_further_order_and_as_many_passes_as_rows():
+    """Of a function whose derivative has no derivative, and of one that counts its backward passes."""
+
+    class Passes(torch.autograd.Function):
+        calls = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, slope):
+            Passes.calls += 1
+            return slope
+
+    class Once(Passes):
+        backward = staticmethod(torch.autograd.function.once_differentiable(Passes.backward))
+
+    cube = from_torch(lambda x: (Once.apply(x) ** 3).sum())
+    assert_same(jax.jvp(cube, (X,), (V,))[1], jnp.sum(3 * X**2 * V))
+    cubes = from_torch(lambda x: (Passes.apply(x) ** 3).sum())
+    Passes.calls = 0
+    assert_same(jax.jit(jax.jacfwd(jax.jacfwd(cubes)))(X), jnp.diag(6 * X))
+    assert Passes.calls == 1 + len(X)  # not one for each entry
+
+
 @pytest.mark.parametrize("between", [(), ([True],)], ids=["JAX 0.11", "JAX 0.12"])
 def test_unused_results_are_not_computed(between):
     """JAX 0.12 gives the rule one more argument: which inputs are read afterwards."""
