@@ -15,7 +15,7 @@ import torch
 
 from nvalchemiops.arguments import as_bools
 from nvalchemiops.jax.bridge import Bridge, Energies, Operand, types_without_data
-from nvalchemiops.jax.dtypes import jax_dtype
+from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
@@ -325,6 +325,7 @@ def to_torch(value: Any) -> Any:
         return value
     with jax.ensure_compile_time_eval():  # also in a function that JAX is tracing
         array = jnp.asarray(value)
+    torch_dtype(array.dtype)  # keys of `jax.random` and the like raise here; DLPack has no words for them
     if len(array.sharding.device_set) > 1:
         array = jax.device_put(array, array.addressable_shards[0].device)
     tensor = torch.from_dlpack(array).clone()

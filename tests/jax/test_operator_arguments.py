@@ -121,6 +121,13 @@ def test_shapes_and_dtypes_are_refused_when_a_function_is_traced():
         jax.make_jaxpr(lambda x: dispersion.dftd3(x, to_jax(NUMBERS)[1:], 0.4, 4.0, 1.9, d3_params=JAX_TABLES))(x)
 
 
+def test_arrays_that_torch_cannot_have_are_refused_by_their_dtype():
+    with pytest.raises(TypeError, match="has dtype key<fry>, which torch does not have"):
+        neighbors.neighbor_list(jax.random.key(0), 3.0)
+    with pytest.raises(TypeError, match="has dtype int4, which torch does not have"):
+        electrostatics.mesh_spacing_to_dimensions(jnp.eye(3, dtype="int4"), 0.5)
+
+
 def test_parameters_go_through_jit():
     x, q, cell = to_jax(list(SYSTEM[:3]))
     estimated = electrostatics.estimate_pme_parameters(np.asarray(x).tolist(), cell, accuracy=1e-4)
