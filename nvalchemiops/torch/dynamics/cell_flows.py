@@ -258,11 +258,13 @@ class CellChain(Chain):
 class CellNoise(Cell, Stochastic):
     """Stochastic cell rescaling: the volume follows the pressure, with noise that makes its distribution right.
 
-    ``λ = √V`` changes by ``β λ / (2 τ) (P_int - P + kT / (2 V)) h + sqrt(kT β h / (2 τ)) ξ``, for a compressibility β
-    and the pressure P_int along the axes that may change, at the positions of the last forces. Positions and the cell
-    are multiplied by ``exp(ε / n)`` along n axes, velocities are divided by it, with ``ε = log(V' / V)``. The step is
-    of first order in h / τ. The change of energy is counted, that of the potential energy by the stress before and
-    after, and is subtracted from the conserved quantity.
+    ``dλ = β λ / (2 τ) (P_int - P + kT / (2 V)) dt + s dW`` with ``λ = √V`` and ``s² = kT β / (2 τ)``, for a
+    compressibility β and the pressure P_int along the axes that may change, at the positions of the last forces. With
+    the term in kT, noise moves λ like the distance of a Brownian motion in a plane from its origin, which is exact, and
+    positive, in ``λ' = |(λ + β λ / (2 τ) (P_int - P) h + s √h ξ_1, s √h ξ_2)|``. Positions and the cell are multiplied
+    by ``exp(ε / n)`` along n axes, velocities are divided by it, with ``ε = log(V' / V)``. The step is of first order
+    in h / τ. The change of energy is counted, that of the potential energy by the stress before and after, and is
+    subtracted from the conserved quantity. Numbers are those of ``stream`` and of the next one.
 
     Source: M. Bernetti and G. Bussi, J. Chem. Phys. 153, 114107 (2020), doi:10.1063/5.0020514.
     """
@@ -284,9 +286,12 @@ class CellNoise(Cell, Stochastic):
         volume, slope, motion = state.volumes.unsqueeze(1), self._slope(state), state.twice_kinetic()
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
-        excess = (self._mean(state, motion) - slope + 0.5 * kt) / volume - extra["pressure"]
-        noise = square_root(kt * mobility * h) * state.normal(self.stream, by_system=True)
-        grown = root + mobility * root * excess * h + noise
+        excess = (self._mean(state, motion) - slope) / volume - extra["pressure"]
+        spread = square_root(kt * mobility * h)
+        along, across = (spread * state.normal(stream, by_system=True) for stream in (self.stream, self.stream + 1))
+        pressed = root + mobility * root * excess * h
+        # NaN tells of a step that is too long for the pressure
+        grown = torch.where(pressed > 0.0, ((pressed + along) ** 2 + across**2).sqrt(), torch.nan)
         strain = 2.0 * torch.log(grown / root)
         scale = torch.exp(strain / self.n_axes * extra["axes"])
         added = 0.5 * trace(motion * (scale**-2 - 1.0)) + extra["pressure"] * (grown * grown - volume)
