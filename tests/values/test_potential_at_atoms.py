@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvalchemiops.notices import AccuracyWarning
+from nvalchemiops.notices import AccuracyWarning, NvalchemiopsWarning
 from nvalchemiops.torch import record
 from nvalchemiops.torch.interactions.electrostatics import (
     electrostatic_potential,
@@ -251,10 +251,7 @@ def test_trained_receivers_in_a_list_have_gradients():
 BAD = {
     "derivatives": ({"derivatives": 3}, ValueError, "`derivatives` must be 0, 1 or 2"),
     "method": ({"method": "fast"}, ValueError, "`method`"),
-    "a mesh": ({"mesh_dimensions": (8, 8, 8)}, ValueError, "`mesh_dimensions` is not for `method='ewald'`"),
-    "an order": ({"spline_order": 5}, ValueError, "`spline_order` is not for `method='ewald'`"),
-    "k-vectors": ({"k_cutoff": 2.0, "method": "pme"}, ValueError, "`k_cutoff` is not for `method='pme'`"),
-    "indices": ({"miller_indices": torch.ones(1, 3).int(), "method": "pme"}, ValueError, "`miller_indices` is not for"),
+    "indices": ({"miller_indices": torch.ones(1, 3).int(), "method": "pme"}, ValueError, "`miller_indices` are for"),
     "empty": ({"receiver_widths": []}, ValueError, "`receiver_widths`"),
     "negative": ({"receiver_widths": [-1.0]}, ValueError, "`receiver_widths`"),
     "trained": (
@@ -284,6 +281,17 @@ def test_bad_input_is_named(name):
     arguments = {"positions": torch.eye(3)[:2], "charges": torch.ones(2), **changed}
     with pytest.raises(error, match=message):
         electrostatic_potential(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [("ewald", {"mesh_dimensions": (8, 8, 8)}), ("ewald", {"spline_order": 5}), ("pme", {"k_cutoff": 2.0})],
+)
+def test_parameters_of_the_other_method_are_not_used(method, given):
+    positions, charges, cell = torch.eye(3)[:2].double(), torch.ones(2).double(), 5.0 * torch.eye(3).double()
+    with pytest.warns(NvalchemiopsWarning, match=f"`{next(iter(given))}` is not used: .*'{method}'"):
+        found = electrostatic_potential(positions, charges, cell, method=method, **given)
+    close(found[:2], electrostatic_potential(positions, charges, cell, method=method)[:2], 0.0)
 
 
 # -- packed moments: values of nvalchemi-toolkit-ops 0.5.0 -----------------------------------------

@@ -25,6 +25,7 @@ import torch
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import moment_interaction, moment_short_range
 from nvalchemiops.kernels.moments import count
+from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.interactions.electrostatics.driver import (
@@ -142,8 +143,8 @@ def electrostatic_potential(
     method : {"ewald", "pme"}, optional
         Method for the long-range part of periodic systems.
     alpha, k_cutoff, mesh_dimensions, spline_order, accuracy
-        As for `ewald_summation` and `particle_mesh_ewald`; those of the other method are refused. The spline order must
-        exceed ``derivatives`` by at least two; for a given mesh it is 6 by default.
+        As for `ewald_summation` and `particle_mesh_ewald`; those of the other method are not used, with a warning. The
+        spline order must exceed ``derivatives`` by at least two; for a given mesh it is 6 by default.
     cutoff : float, length, optional
         Reach of the list. Open systems by default have no cutoff: all pairs are summed.
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
@@ -173,11 +174,12 @@ def electrostatic_potential(
     if derivatives not in (0, 1, 2):
         raise ValueError(f"`derivatives` must be 0, 1 or 2, got {derivatives!r}")
     method = checks.as_choice("method", method, ("ewald", "pme"))
+    if miller_indices is not None and method == "pme":
+        raise ValueError("`miller_indices` are for `method='ewald'`: a mesh has none")
     of_mesh = {"mesh_dimensions": mesh_dimensions, "spline_order": spline_order}
-    of_other = of_mesh if method == "ewald" else {"k_cutoff": k_cutoff, "miller_indices": miller_indices}
-    for name, value in of_other.items():
-        if value is not None:
-            raise ValueError(f"`{name}` is not for `method={method!r}`")
+    for name, value in (of_mesh if method == "ewald" else {"k_cutoff": k_cutoff}).items():
+        if value is not None and may_read():
+            notify(f"`{name}` is not used: it is not for `method={method!r}`", NvalchemiopsWarning)
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     neighbors = GivenNeighbors(*near, fill_name="mask_value")
     whole = slab_correction, self_interaction, check_dielectric(surface_dielectric)
