@@ -177,6 +177,27 @@ def test_lists_that_are_too_short_for_a_given_alpha_are_noticed(method):
         assert not forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **found, **enough)[1]
 
 
+@pytest.mark.parametrize("method", SUMS)
+def test_a_list_of_all_pairs_of_a_molecule_is_long_enough_for_a_given_alpha(method):
+    """Although the cell is large, and the cutoff short for atoms at the same density everywhere; in a batch, too."""
+    torch.manual_seed(3)
+    grid = torch.cartesian_prod(*[torch.arange(2.0, dtype=torch.float64)] * 3) + 0.1 * torch.rand(8, 3).double()
+    charges = torch.tensor([1.0, -1.0, 0.5, -0.7, 0.7, -0.5, 0.3, -0.2], dtype=torch.float64)
+    cell = 30.0 * torch.eye(3, dtype=torch.float64).unsqueeze(0)
+    molecule, wider = (System(a * grid, charges, cell, torch.zeros(8, dtype=torch.int32)) for a in (2.0, 4.0))
+    exact = forces_and_warnings("ewald", molecule, accuracy=1e-10)[0]
+    forces, none = forces_and_warnings(method, molecule, alpha=0.3, cutoff=5.0)
+    assert not none and relative_error(forces, exact) < 1e-6
+    for short in (wider, batch(molecule, wider)):
+        (warning,) = forces_and_warnings(method, short, alpha=0.3, cutoff=5.0)[1]
+        assert expected(warning) > 0.01
+    assert not forces_and_warnings(method, batch(molecule, molecule), alpha=0.3, cutoff=5.0)[1]
+    sums = torch.vmap(lambda x: SUMS[method](x, charges, cell, alpha=0.3, cutoff=5.0).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccuracyWarning)
+        assert sums(torch.stack([molecule.positions] * 2)).isfinite().all()
+
+
 def test_each_system_of_a_batch_gets_its_own():
     first, second = disordered("ionic liquid"), disordered("triclinic")
     together, given = batch(first, second), {"cutoff": 7.0, "k_cutoff": 1.4, "accuracy": 1e-6}

@@ -338,15 +338,27 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
     if unknown.any():
         # no atom is farther from its images, so that the search is small in any case
         nearest = np.fmin(optimal, np.linalg.norm(on_host(system.cell.detach()), axis=2).min(1))
-        cutoff = float(nearest[unknown.any(0)].max())
-        for positions in slices_of(system.positions):
-            found = build_rows(positions, cutoff, system.cell, batch_idx)
-            with torch.no_grad():
-                first, distances = pair_distances(found, positions, system.cell, batch_idx)
-            np.minimum.at(nearest, number[on_host(first)], on_host(distances))
+        nearest = _nearest(system, number, nearest, float(nearest[unknown.any(0)].max()))
         of_slices = np.where(unknown, nearest, of_slices)
     reach = of_slices.min(0)
     return np.where(empty, np.inf, reach)
+
+
+def _nearest(
+    system: ChargedSystem, number: np.ndarray, most: np.ndarray, searched: float, least: float = 0.0
+) -> np.ndarray:
+    """Shortest distance (n_systems,) up to ``searched`` that is not below ``least``, at most ``most`` (n_systems,).
+
+    ``number`` (n_atoms,) is the system of each atom.
+    """
+    nearest = most.copy()
+    for positions in slices_of(system.positions):
+        found = build_rows(positions, searched, system.cell, system.batch_idx)
+        with torch.no_grad():
+            first, distances = map(on_host, pair_distances(found, positions, system.cell, system.batch_idx))
+        is_far = distances >= least
+        np.minimum.at(nearest, number[first[is_far]], distances[is_far])
+    return nearest
 
 
 # -- Gaussians --------------------------------------------------------------------------------------
@@ -357,14 +369,39 @@ def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff
     if differ_in_replays(system.positions):
         return
     spacing = sizes_of_system(system).spacing
-    errors = np.exp(core.log_real_error(alpha, cutoff, spacing)) / target.force
-    is_known = system.of_points and may_read(system.positions, system.moments, wait=True)
-    if is_known and (errors > 10.0 * target.accuracy).any():
+
+    def errors_at(reach: Any) -> np.ndarray:
+        errors: np.ndarray = np.exp(core.log_real_error(alpha, reach, spacing)) / target.force
+        return errors
+
+    errors, most = errors_at(cutoff), 10.0 * target.accuracy
+    if (errors > most).any():
+        needed = core.real_cutoff(alpha, spacing, target)
+        reach = _complete_up_to(system, rows, cutoff, needed)
+        errors = np.where(reach < needed, errors_at(reach), 0.0)
+    if (errors > most).any() and system.of_points and may_read(system.positions, system.moments, wait=True):
         near = torch.as_tensor(np.minimum(cutoff, core.NEARBY * spacing), device=system.positions.device)
         errors *= target.force / force_on_host(system, rows, near, spacing)
         has_charges = on_host(system.sums(system.charges.detach().square())).any(1)
         errors = np.where(has_charges, errors, 0.0)
     warn_of_errors(target.accuracy, errors, "this `alpha` and the `cutoff` of the neighbor list", least=10.0)
+
+
+MOST_SOUGHT = 2**17
+"""Largest number of pairs, expected from those in a list, among which the nearest one that it lacks is sought."""
+
+
+def _complete_up_to(system: ChargedSystem, rows: Rows, cutoff: float, needed: np.ndarray) -> np.ndarray:
+    """The distance (n_systems,), at most ``needed``, up to which a list with this cutoff lacks no pair.
+
+    It is longer than the cutoff where all atoms of a molecule are near, but not their images.
+    """
+    longest = float(needed.max(initial=0.0))
+    n_pairs = max(rows.neighbors.shape[0], system.n_atoms) * (longest / cutoff) ** 3
+    if system.domain is not None or n_pairs > MOST_SOUGHT:
+        return np.full(needed.shape, cutoff)
+    number = np.zeros(system.n_atoms, np.int64) if system.batch_idx is None else on_host(system.batch_idx)
+    return _nearest(system, number, needed, longest, cutoff)
 
 
 def _warn_of_widths(
