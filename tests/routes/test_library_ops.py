@@ -1,6 +1,7 @@
 """Every op of the library, one property after the other: opcheck, layouts, in-place changes, stored values."""
 
 import ast
+import inspect
 import json
 import re
 from pathlib import Path
@@ -171,6 +172,15 @@ def test_that_import_names_each_module_with_ops():
         path for path in folder.rglob("*.py") if re.search(r"^(@warp_custom_op\(|one_op = )", path.read_text(), re.M)
     ]
     assert {".".join(path.relative_to(folder.parents[1]).with_suffix("").parts) for path in with_ops} == named
+
+
+def test_rows_have_the_same_names_in_all_ops():
+    """Programs that are saved name arguments."""
+    named = [names for op in OPS if "neighbors" in (names := list(inspect.signature(op).parameters))]
+    assert named
+    for names in named:
+        begin = names.index("neighbors") - 1
+        assert names[begin : begin + 5] == ["row_begin", "neighbors", "shifts", "width", "padding"]
 
 
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -11,7 +11,6 @@ from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
-from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, half_to_full, order_of_pairs, repeats
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
@@ -362,13 +361,21 @@ def _int32(tensor: torch.Tensor) -> torch.Tensor:
     grad_arrays=(),
     backward="none",
 )
-@with_fields
 def _inspect(
-    positions: torch.Tensor, cell: torch.Tensor, batch_idx: torch.Tensor, rows: Rows
+    positions: torch.Tensor,
+    cell: torch.Tensor,
+    batch_idx: torch.Tensor,
+    row_begin: torch.Tensor | None,
+    neighbors: torch.Tensor,
+    shifts: torch.Tensor,
+    width: int,
+    padding: int,
+    first: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     n_atoms = positions.shape[0]
     report = (batch_idx.new_empty(n_atoms), batch_idx.new_empty(n_atoms), positions.new_empty(n_atoms))
-    launch(core.inspect_rows(), n_atoms, [positions, cell, batch_idx, *rows], report)
+    inputs = [positions, cell, batch_idx, row_begin, neighbors, shifts, width, padding, first]
+    launch(core.inspect_rows(), n_atoms, inputs, report)
     return report
 
 
