@@ -92,9 +92,17 @@ def test_roots_of_squares(text, plain):
     torch.testing.assert_close(curvature, torch.autograd.grad(squares, (x, q)))
 
 
-def test_a_derivative_that_does_not_exist_is_nan_not_a_broken_compiler():
-    energies, slopes = PairPotential("0^(q1*q2)/r", ("q",))(X, neighbor_list=PAIRS, q=Q, compute_gradients="q")
-    assert energies.shape == slopes.shape == (3,)
+def test_powers_of_zero_and_what_a_selection_does_not_take():
+    """As at the cutoff, where the energy is shifted by them: powers have the derivative zero, sympy has none."""
+    text = "(1 - r/cutoff)^n*r + 0^n + select(step(cutoff - n), 0, 1/(cutoff - r))"
+    x, n = X.clone().requires_grad_(), torch.tensor(2.5, dtype=X.dtype, requires_grad=True)
+    energy = PairPotential(text, (), ("n",), cutoff=9.0, shifted=True)(x, neighbor_list=PAIRS, n=n).sum()
+    r = (x[PAIRS[0]] - x[PAIRS[1]]).norm(dim=1)
+    expected = 0.5 * ((1.0 - r / 9.0) ** n * r).sum()
+    for _ in range(3):  # energies, gradients, second derivatives
+        torch.testing.assert_close(energy, expected)
+        slopes = [torch.autograd.grad(e, (x, n), create_graph=True) for e in (energy, expected)]
+        energy, expected = (sum(slope.square().sum() for slope in of_both) for of_both in slopes)
 
 
 def test_micro_signs_are_one_name():

@@ -160,7 +160,7 @@ def pair_energy(formula: Formula) -> Any:
     _check_uses(energy, formula, symbols)
     _check_symmetry(energy, symbols)
     if formula.shifted:
-        at_cutoff = energy.subs(symbols.squared, symbols.cutoff**2)
+        at_cutoff = without_absolutes(energy.subs(symbols.squared, symbols.cutoff**2))
         # what a selection does not take may be infinite
         taken = at_cutoff.replace(lambda e: type(e).__name__ == "Select", lambda _: sympy.Dummy())
         if taken.has(*_no_numbers()):
@@ -565,9 +565,14 @@ def _absolute(x: Any) -> Any:
 
 
 def without_absolutes(expression: Any) -> Any:
-    """The same expression with ``Abs`` and ``sign``, which sympy makes of roots of squares, replaced by `Step`."""
+    """The same expression with ``Abs`` and ``sign``, which sympy makes of roots of squares, replaced by `Step`.
+
+    So are powers of zero, of which sympy has no derivative: 0 for a positive exponent, 1 for none.
+    """
     import sympy
 
+    of_zero = {e: Step(-e.exp) / Step(e.exp) for e in expression.atoms(sympy.Pow) if e.base == 0}
+    expression = expression.xreplace(of_zero)
     if not expression.has(sympy.Abs, sympy.sign):
         return expression
     return expression.replace(sympy.Abs, _absolute).replace(sympy.sign, lambda x: 2 * Step(x) - 1)
