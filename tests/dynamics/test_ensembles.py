@@ -236,3 +236,13 @@ def test_stochastic_cells_of_a_few_atoms_may_become_small(n_atoms):
     state = integrator.start(batch(n_systems, n_atoms, volumes), ideal_gas, masses=masses, seed=6)
     state = run(integrator, state, ideal_gas, 60)
     check_gamma((state.volumes * pressure / kt).numpy(), n_atoms)
+
+
+def test_noise_leads_out_of_no_volume_as_in_a_plane():
+    """There a step is noise alone: the square of a distance from the origin, which is exponentially distributed."""
+    n_systems, kt, h = 2500, 0.5, 0.1
+    integrator = stochastic_cell(h, kt, 0.1, 10.0, thermostat_time=1.0, barostat_time=4.0)
+    system, masses = batch(n_systems, 1, torch.full((n_systems,), 1e-9, dtype=float64)), torch.ones(n_systems)
+    state = integrator.start(system, ideal_gas, masses=masses, velocities=torch.zeros(n_systems, 3), seed=6)
+    found = integrator.step(state, ideal_gas).volumes / (kt * 10.0 / 4.0 * h)
+    assert scipy.stats.kstest(found.numpy(), "expon").pvalue > 1e-3
