@@ -175,7 +175,7 @@ class Press(Cell):
     def mass(self, state: State) -> torch.Tensor:
         """W (n_systems, 1)."""
         extra = state.extra
-        return (self._degrees(state).clamp(min=1.0) + 3.0) * (extra["temperature"] * extra["barostat_time"] ** 2 / 3.0)
+        return (self._degrees(state) + 3.0) * (extra["temperature"] * extra["barostat_time"] ** 2 / 3.0)
 
     def _mean_of_degrees(self, state: State, total: torch.Tensor) -> torch.Tensor:
         """``Σ m v² / f`` (n_systems, 1), or kT without degrees of freedom."""
