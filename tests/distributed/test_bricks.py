@@ -145,16 +145,20 @@ def test_a_grid_cuts_slices_of_equal_work():
     spread=st.sampled_from([0.3, 1.0, 3.0]),
 )
 def test_ranks_see_all_atoms_within_reach(seed, n_ranks, n_atoms, several, by_grid, reach, spread):
-    """Beside the distances of all images, for random cells, periodicities, weights, numbers of ranks, and batches."""
-    random = np.random.default_rng(seed)
+    """Beside the distances of all images, for random cells, periodicities, weights, numbers of ranks, and batches.
+
+    In angstrom or in nanometres, of which one, the unit of coordinates along open axes, is farther than ranks see.
+    """
+    random, unit = np.random.default_rng(seed), 0.1 if seed % 3 else 1.0
+    reach *= unit
     n_systems = 3 if several and n_atoms else 1
     pbc = random.random((n_systems, 3)) < 0.6
-    cells = random.uniform(3.0, 14.0) * (np.eye(3) + 0.3 * (random.random((n_systems, 3, 3)) - 0.5))
+    cells = unit * random.uniform(3.0, 14.0) * (np.eye(3) + 0.3 * (random.random((n_systems, 3, 3)) - 0.5))
     numbers = np.sort(random.integers(0, n_systems, n_atoms)) if n_systems > 1 else np.zeros(n_atoms, int)
     if n_systems > 1:
         numbers[-1] = n_systems - 1
     batch_idx = torch.from_numpy(numbers).int() if n_systems > 1 else None
-    x = spread * (random.random((n_atoms, 3)) - 0.5) * 14.0
+    x = unit * spread * (random.random((n_atoms, 3)) - 0.5) * 14.0
     weights = torch.from_numpy(random.integers(1, ONE, n_atoms)).double() if seed % 2 else None
     grids = [g for g in itertools.product(range(1, n_ranks + 1), repeat=3) if math.prod(g) == n_ranks]
     bricks, inside = cut(
