@@ -64,7 +64,7 @@ class Frames(NamedTuple):
             for system, periodic in enumerate(pbc):
                 vectors = lattice[system][periodic]
                 frame[system][periodic] = vectors
-                frame[system][~periodic] = np.linalg.svd(vectors)[2][len(vectors) :] if len(vectors) else np.eye(3)
+                frame[system][~periodic] = np.linalg.svd(vectors)[2][len(vectors) :]
         return cls(frame, pbc)
 
     @property
