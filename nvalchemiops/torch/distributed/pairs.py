@@ -51,8 +51,7 @@ class OwnedPairs:
         """From pairs (2, n) of atom numbers, each with an atom that this rank owns."""
         known, order = torch.sort(domain._known_numbers)
         place = torch.searchsorted(known, pairs).clamp_(max=len(known) - 1)
-        seen = known[place] == pairs if len(known) else torch.zeros_like(pairs, dtype=torch.bool)
-        near = seen.all(0).nonzero().squeeze(1)
+        near = (known[place] == pairs).all(0).nonzero().squeeze(1)
         local = order[place.index_select(1, near)]
         call = messages_of(domain.group).calls
         return cls(pairs, factors, local, near, call, domain._known_numbers, domain._first_held)

@@ -321,7 +321,7 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def _with_room(tensor: torch.Tensor, length: int, room: int) -> torch.Tensor:
     """A copy in which axes of this length are longer. The additional entries are marked as padding."""
-    shape = [room if length and size == length else size for size in tensor.shape]
+    shape = [room if size == length else size for size in tensor.shape]
     memory = torch.full(shape, NO_PADDING, dtype=tensor.dtype, device=tensor.device)
     _part_like(memory, tensor).copy_(tensor)
     return memory
