@@ -168,6 +168,8 @@ def test_seeds_and_keys_in_any_form():
         {"temperature": torch.ones(3)},
         {"temperature": -0.1},
         {"temperature": torch.nan},
+        {"temperature": None},
+        {"temperature": torch.zeros((), requires_grad=True)},  # noise has no derivative there
         {"seed": 1.5},
         {"seed": 2**64},
         {"keys": torch.ones(2)},

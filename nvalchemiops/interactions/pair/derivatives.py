@@ -237,7 +237,7 @@ class _Printer:
                         name = sympy.Symbol(f"quotient{len(self.quotients)}", nonnegative=True)
                         new.append((self.quotients.setdefault(quotient, name) / quotient) ** n)
                         left -= n
-            return sympy.Mul(product, *new) if new else product
+            return sympy.Mul(product, *new)
 
         return expression.replace(lambda e: e.is_Mul and e.has(self.squared), regrouped)
 
