@@ -18,7 +18,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.runtime import _torch_internals as internals
-from nvalchemiops.torch.runtime.plans import follow
+from nvalchemiops.torch.runtime.plans import follow, why_not
 from nvalchemiops.torch.runtime.recorded import _Fixed
 from nvalchemiops.torch.runtime.recorder import current_recorder
 from tests.support.ops import weighted_square
@@ -60,7 +60,10 @@ def test_constants_that_a_kernel_writes_over_what_is_there():
 
 
 def test_tensors_of_a_gpu_where_all_arguments_are_on_a_cpu():
-    """Their values are compared, since there is no graph that would use the present ones; no kernel is a step."""
+    """Their values are compared, since there is no graph that would use the present ones; no kernel is a step.
+
+    What cannot be done again is refused where a graph would be captured, too.
+    """
     weights = torch.ones(3)
     with replaced_layout("cpu", GPU):
         fixed = [_Fixed(weights, in_graph) for in_graph in (False, True)]
@@ -74,6 +77,8 @@ def test_tensors_of_a_gpu_where_all_arguments_are_on_a_cpu():
         return [result]
 
     assert "runs on a GPU, where no argument is" in follow(step, [torch.ones(3)]).reason
+    with replaced_layout("cpu", GPU):
+        assert "nonzero" in why_not(lambda memory: [memory[0].nonzero()], [torch.ones(3)], ())
 
 
 REFUSED = {
