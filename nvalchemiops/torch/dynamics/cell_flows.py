@@ -261,9 +261,11 @@ class CellNoise(Cell, Stochastic):
     ``dλ = β λ / (2 τ) (P_int - P + kT / (2 V)) dt + s dW`` with ``λ = √V`` and ``s² = kT β / (2 τ)``, for a
     compressibility β and the pressure P_int along the axes that may change, at the positions of the last forces. With
     the term in kT, noise moves λ like the distance of a Brownian motion in a plane from its origin, which is exact, and
-    positive, in ``λ' = |(λ + β λ / (2 τ) (P_int - P) h + s √h ξ_1, s √h ξ_2)|``. Positions and the cell are multiplied
-    by ``exp(ε / n)`` along n axes, velocities are divided by it, with ``ε = log(V' / V)``. The step is of first order
-    in h / τ. The change of energy is counted, that of the potential energy by the stress before and after, and is
+    positive, in ``λ' = |(λ_P + s √h ξ_1, s √h ξ_2)|``. Without noise, the volume grows by
+    ``λ_P / λ = (1 + p β P_kin h / (2 τ))^(1/p) + β (P_int - P_kin - P) h / (2 τ)`` with ``p = 2 + 4 / n``, which is
+    exact for the kinetic pressure alone: it falls as ``V^(-1 - 2 / n)``. Positions and the cell are multiplied by
+    ``exp(ε / n)`` along n axes, velocities are divided by it, with ``ε = log(V' / V)``. The step is of first order in
+    h / τ. The change of energy is counted, that of the potential energy by the stress before and after, and is
     subtracted from the conserved quantity. Numbers are those of ``stream`` and of the next one.
 
     Source: M. Bernetti and G. Bussi, J. Chem. Phys. 153, 114107 (2020), doi:10.1063/5.0020514.
@@ -286,10 +288,11 @@ class CellNoise(Cell, Stochastic):
         volume, slope, motion = state.volumes.unsqueeze(1), self._slope(state), state.twice_kinetic()
         mobility = extra["compressibility"] / (2.0 * extra["barostat_time"])
         root = volume.sqrt()
-        excess = (self._mean(state, motion) - slope) / volume - extra["pressure"]
+        power, kinetic = 2.0 + 4.0 / self.n_axes, mobility * h * self._mean(state, motion) / volume
+        shrinks = mobility * h * (slope / volume + extra["pressure"])
         spread = square_root(kt * mobility * h)
         along, across = (spread * state.normal(stream, by_system=True) for stream in (self.stream, self.stream + 1))
-        pressed = root + mobility * root * excess * h
+        pressed = root * (torch.exp(torch.log(1.0 + power * kinetic) / power) - shrinks)
         # NaN tells of a step that is too long for the pressure
         grown = torch.where(pressed > 0.0, ((pressed + along) ** 2 + across**2).sqrt(), torch.nan)
         strain = 2.0 * torch.log(grown / root)
