@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dftd3 import parameters as published
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nvalchemiops.interactions.dispersion import damping as module
 from nvalchemiops.locks import Kept
@@ -452,3 +453,19 @@ def test_a_changed_copy_is_another_one(copied, changed_first):
     found = {id(parameters): energy(parameters) for parameters in order}
     assert found[id(original)] == before
     assert abs(found[id(changed)] / before - 1.0) > 0.1
+
+
+AT_EXIT = """
+import atexit
+
+from nvalchemiops.torch.interactions import dispersion
+
+atexit.register(lambda: print(dispersion.D3Parameters.load().rcov[0].item()))
+"""
+
+
+def test_published_data_are_read_while_an_interpreter_ends_and_in_fake_mode():
+    """Where no thread can be started, and where tensors of another thread are refused."""
+    assert output_of(run_python(AT_EXIT)).split()[-1] == "0.0"
+    with FakeTensorMode():
+        assert dispersion.D3Parameters.load().rcov.shape == dispersion.D3Parameters.load().r4r2.shape

@@ -224,10 +224,12 @@ class D3Parameters:
             The file lacks an entry, or its name has another ending.
         """
         read = from_package if path is None else partial(_from_file, Path(path))
-        # in another thread, which has neither the default device nor the modes of this one: tracers cannot read files
-        with ThreadPoolExecutor(1) as thread:
-            found = thread.submit(read).result()
-        with torch.device("cpu"):
+        with torch.device("cpu"):  # independent of the default device
+            try:
+                found = read()
+            except NotImplementedError:  # of tracers, which cannot read files: another thread has no modes of torch
+                with ThreadPoolExecutor(1) as thread:
+                    found = thread.submit(read).result()
             return cls(**found)
 
     @property
