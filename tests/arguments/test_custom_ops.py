@@ -1,5 +1,6 @@
 """The helpers that code outside depends on, one by one, and the errors for bad input."""
 
+import dataclasses
 import inspect
 import types
 from typing import NamedTuple
@@ -465,6 +466,17 @@ def test_bad_output_specs(arguments, error, match):
 def test_a_function_of_inputs_that_returns_no_warp_type():
     with pytest.raises(TypeError, match=r"'y': `dtype` returned .*float32, which is not a Warp type"):
         OutputSpec("y", lambda x: x.dtype, (3,)).resolve((torch.ones(3),))
+
+
+def test_functions_of_inputs_may_be_objects_without_a_hash():
+    @dataclasses.dataclass
+    class DtypeOf:
+        place: int
+
+        def __call__(self, *inputs):
+            return wp.dtype_from_torch(inputs[self.place].dtype)
+
+    assert OutputSpec("y", DtypeOf(0), (3,)).resolve((torch.ones(3),)) == ((3,), torch.float32)
 
 
 # -- bodies that lie, inputs that do not fit ------------------------------------------------------

@@ -103,7 +103,7 @@ class OutputSpec:
     @functools.cached_property
     def _known_dtype(self) -> torch.dtype | None:
         """The torch dtype, if it does not depend on inputs."""
-        return self.torch_dtype or _torch_dtype(self.dtype)
+        return self.torch_dtype or (_torch_dtype(self.dtype) if is_warp_dtype(self.dtype) else None)
 
 
 def like(name: str, i: int) -> OutputSpec:
