@@ -247,8 +247,9 @@ def _data_of_pair(variant: Variant, program: derivatives.Program) -> list[str]:
         moved.append(k)
     for suffix, start in names:
         given = {f"other{m}{suffix}": f"take({start} + {m}, {n})" for m in range(len(formula.per_atom))}
-        columns = range(len(formula.per_atom), n, variant.n_species or 1)
-        given |= {f"table{m}{suffix}": f"take_both({start} + {column}, {n})" for m, column in enumerate(columns)}
+        for m in range(len(formula.per_pair)):
+            column = len(formula.per_atom) + m * variant.n_species
+            given[f"table{m}{suffix}"] = f"take_both({start} + {column}, {n})"
         lines += loop.loads(program.inputs, "lanes", given)
     for suffix in ("", *(f"_d{k}" for k in range(len(directions)))):
         name = f"eta{suffix.removeprefix('_d')}" if suffix else "omega"
