@@ -162,6 +162,23 @@ def test_systems_of_atoms_that_vary(case):
             recorded(inputs.x, wrong)
 
 
+def test_weights_of_atoms_of_systems_that_vary():
+    """Whether weights of atoms are weights of systems is not read where another division comes with a replay."""
+    case = SUMS[0]
+    inputs, near, systems = case.inputs(MIXED), case.near(MIXED), MIXED.batch_idx
+    weights = 1.0 + systems.to(F64)
+
+    def step(x, batch_idx):
+        x = x.detach().requires_grad_()
+        energies = case.energies(x, *inputs[1:], near | {"batch_idx": batch_idx})
+        return torch.autograd.grad((energies * weights).sum(), x)[0]
+
+    recorded = record(step)
+    for batch_idx in (systems, systems.flip(0), systems):
+        torch.testing.assert_close(recorded(inputs.x, batch_idx), step(inputs.x, batch_idx), rtol=1e-12, atol=1e-12)
+    assert "1 replayed" in recorded.explain()
+
+
 @pytest.mark.parametrize("change", ["in place", "data", "numpy", "other memory"])
 def test_tensors_that_are_no_arguments_may_change(system, change):
     charges = system.charges.clone()

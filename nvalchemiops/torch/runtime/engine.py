@@ -32,7 +32,7 @@ from nvalchemiops.torch.runtime.calls import UNKNOWN as UNKNOWN
 from nvalchemiops.torch.runtime.calls import immutable as immutable
 from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
-from nvalchemiops.torch.runtime.recorder import OF_LENGTH, current_recorder
+from nvalchemiops.torch.runtime.recorder import OF_LENGTH, differ_in_replays
 from nvalchemiops.torch.runtime.tables import off as off
 from nvalchemiops.torch.runtime.tables import with_own_plans as with_own_plans
 
@@ -263,7 +263,7 @@ def weights_of_systems(
     is_one = all([step == 0 or size == 1 for step, size in zip(gradient.stride(), gradient.shape)])
     if is_one or not layout(gradient.device.type).reads:
         return first.to(torch.float64).expand(n_systems) if is_one else None
-    if (recorder := current_recorder()) is not None and recorder.varies(gradient):
+    if differ_in_replays(gradient) or (batch_idx is not None and not by_system and differ_in_replays(batch_idx)):
         return None
     one_channel = gradient if gradient.ndim == 1 else gradient[:, 0]
     if gradient.ndim > 1 and not bool((gradient == one_channel.unsqueeze(1)).all()):
