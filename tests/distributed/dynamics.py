@@ -294,7 +294,9 @@ def domains_last_as_long_as_verlet_lists(group: Any) -> None:
             own = x[domain.global_index]
             lasts = domain.follow(own, cell=cell)[0] is domain
             assert lasts == (not bool(verlet.rebuilt.any())), (scale, turn)
-            assert lasts == (2.0 * domain.displacement(own, cell) <= skin)
+            displacement = domain.displacement(own, cell)
+            assert lasts == (2.0 * displacement <= skin)
+            assert 0.5 * domain._in_units(0.5).displacement(2.0 * own, 2.0 * cell) == displacement
             kept.append(lasts)
             if not lasts:
                 with pytest.raises(ValueError, match="have moved by"):
