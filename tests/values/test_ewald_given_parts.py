@@ -196,6 +196,8 @@ def test_a_list_of_all_pairs_of_a_molecule_is_long_enough_for_a_given_alpha(meth
     with warnings.catch_warnings():
         warnings.simplefilter("error", AccuracyWarning)
         assert sums(torch.stack([molecule.positions] * 2)).isfinite().all()
+        lost, found = torch.full_like(molecule.positions, torch.nan), csr(molecule, 5.0)
+        assert SUMS[method](lost, charges, cell, alpha=0.3, cutoff=5.0, **found).isnan().all()
 
 
 def test_each_system_of_a_batch_gets_its_own():

@@ -400,6 +400,8 @@ def _complete_up_to(system: ChargedSystem, rows: Rows, cutoff: float, needed: np
     n_pairs = max(rows.neighbors.shape[0], system.n_atoms) * (longest / cutoff) ** 3
     if system.domain is not None or n_pairs > MOST_SOUGHT:
         return np.full(needed.shape, cutoff)
+    if not read_number(slices_of(system.positions).isfinite().all()):
+        return needed  # the sum is NaN, and a search would raise an error
     number = np.zeros(system.n_atoms, np.int64) if system.batch_idx is None else on_host(system.batch_idx)
     return _nearest(system, number, needed, longest, cutoff)
 
