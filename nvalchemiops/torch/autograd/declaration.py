@@ -254,7 +254,10 @@ def _check_names(
 
 
 def with_fields(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body of an op, with the fields of its named tuples as parameters in their place: ops take no named tuples."""
+    """The body of an op, with the fields of its named tuples as parameters in their place: ops take no named tuples.
+
+    Another name, type or place of a field is another schema.
+    """
     parameters: list[inspect.Parameter] = []
     kinds: list[tuple[Any, int]] = []
     for parameter in inspect.signature(body).parameters.values():
