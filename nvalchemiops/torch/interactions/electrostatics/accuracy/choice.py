@@ -388,7 +388,7 @@ def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff
 
 
 MOST_SOUGHT = 2**17
-"""Largest number of pairs, expected from those in a list, among which the nearest one that it lacks is sought."""
+"""Number of pairs among which the nearest one that a list lacks is sought; or twice as many as in a longer list."""
 
 
 def _complete_up_to(system: ChargedSystem, rows: Rows, cutoff: float, needed: np.ndarray) -> np.ndarray:
@@ -397,8 +397,11 @@ def _complete_up_to(system: ChargedSystem, rows: Rows, cutoff: float, needed: np
     It is longer than the cutoff where all atoms of a molecule are near, but not their images.
     """
     longest = float(needed.max(initial=0.0))
-    n_pairs = max(rows.neighbors.shape[0], system.n_atoms) * (longest / cutoff) ** 3
-    if system.domain is not None or n_pairs > MOST_SOUGHT:
+    listed, sizes = rows.neighbors.shape[0], sizes_of_system(system)
+    # at most as many as at the density in the list, or as of all atoms and their images
+    of_atoms = np.sum(sizes.n_atoms**2 * (1.0 + 4.0 * np.pi / 3.0 * longest**3 / sizes.volume))
+    n_pairs = min(max(listed, system.n_atoms) * (longest / cutoff) ** 3, of_atoms)
+    if system.domain is not None or n_pairs > max(MOST_SOUGHT, 2 * listed):
         return np.full(needed.shape, cutoff)
     if not read_number(slices_of(system.positions).isfinite().all()):
         return needed  # the sum is NaN, and a search would raise an error
