@@ -30,7 +30,7 @@ class NeighborListWarning(NvalchemiopsWarning):
 
 
 _shown: set[tuple[object, ...]] = set()
-"""Warnings that were shown. Python's own record of them is lost after ``warnings.catch_warnings``."""
+"""Warnings that were shown, and checks. Python's own record of them is lost after ``warnings.catch_warnings``."""
 
 
 _count = itertools.count()
@@ -74,11 +74,22 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
         return
     place = line_of_caller()
     key = (category, kind or message, *place)
-    action = _action(message, category, place[2], place[1])
+    if _is_due(key, _action(message, category, place[2], place[1])):
+        warnings.warn_explicit(message, category, *place, registry={})
+
+
+def is_first(category: type[NvalchemiopsWarning], *kind: object) -> bool:
+    """Whether an expensive check is due, which may lead to a warning: as often as a warning of this kind would be."""
+    place = line_of_caller()
+    return not _thread.is_unsaid and _is_due((category, kind, *place), _action("", category, place[2], place[1]))
+
+
+def _is_due(key: tuple[object, ...], action: str) -> bool:
+    """Whether a warning or a check with this key is new, or repeated if the filters say ``action``."""
     if action == "ignore" or (key in _shown and action not in ("always", "all", "error")):
-        return
+        return False
     _shown.add(key)
-    warnings.warn_explicit(message, category, *place, registry={})
+    return True
 
 
 def line_of_caller(*besides: str) -> tuple[str, int, str]:

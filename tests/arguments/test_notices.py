@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nvalchemiops
-from nvalchemiops.notices import AccuracyWarning, NeighborListWarning, notify
+from nvalchemiops.notices import AccuracyWarning, NeighborListWarning, is_first, notify, unsaid
 
 
 def called(message, **options):
@@ -69,6 +69,22 @@ def test_what_was_ignored_once_is_shown_later():
         notify("later", AccuracyWarning)
 
     assert not shown("ignore", calls) and len(shown("default", calls)) == 1
+
+
+def test_checks_are_made_as_often_as_a_warning_would_be_shown():
+    made = []
+
+    def calls():
+        for n in (1, 1, 2, 1):
+            made.append(is_first(AccuracyWarning, "a check", n))
+
+    assert not shown("ignore", calls) and not any(made)
+    with unsaid():
+        assert not is_first(AccuracyWarning, "a check", 3)
+    for action, due in (("default", [True, False, True, False]), ("default", [False] * 4), ("error", [True] * 4)):
+        made.clear()
+        shown(action, calls)
+        assert made == due
 
 
 def test_a_call_of_a_module_is_a_line_of_the_caller():

@@ -11,7 +11,7 @@ from nvalchemiops import notices
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.locks import Kept
-from nvalchemiops.notices import AccuracyWarning, notify
+from nvalchemiops.notices import AccuracyWarning, is_first, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_of_neighbors, force_on_host
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import (
@@ -365,7 +365,10 @@ def _nearest(
 
 
 def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff: float, target: core.Target) -> None:
-    """Warn if the list, up to this cutoff, is too short for alpha (n_systems,). Recorded calls say nothing."""
+    """Warn if the list, up to this cutoff, is too short for alpha (n_systems,). Recorded calls say nothing.
+
+    A line of the caller is told once for each number of atoms.
+    """
     if differ_in_replays(system.positions):
         return
     spacing = sizes_of_system(system).spacing
@@ -374,8 +377,11 @@ def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff
         errors: np.ndarray = np.exp(core.log_real_error(alpha, reach, spacing)) / target.force
         return errors
 
-    errors, most = errors_at(cutoff), 10.0 * target.accuracy
+    errors, most, of = errors_at(cutoff), 10.0 * target.accuracy, "this `alpha` and the `cutoff` of the neighbor list"
     if (errors > most).any():
+        # the rest takes as long as a small sum
+        if not is_first(AccuracyWarning, of, cutoff, system.n_atoms):
+            return
         needed = core.real_cutoff(alpha, spacing, target)
         reach = _complete_up_to(system, rows, cutoff, needed)
         errors = np.where(reach < needed, errors_at(reach), 0.0)
@@ -384,7 +390,7 @@ def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff
         errors *= target.force / force_on_host(system, rows, near, spacing)
         has_charges = on_host(system.sums(system.charges.detach().square())).any(1)
         errors = np.where(has_charges, errors, 0.0)
-    warn_of_errors(target.accuracy, errors, "this `alpha` and the `cutoff` of the neighbor list", least=10.0)
+    warn_of_errors(target.accuracy, errors, of, least=10.0)
 
 
 MOST_SOUGHT = 2**17
