@@ -107,6 +107,14 @@ def test_steps_with_a_masked_barostat_are_linearized():
     linearized_is_forward_mode(after_a_step, system.positions)
 
 
+def test_exclusions_in_a_batch_are_linearized():
+    """Whether both atoms of a pair are in one system is read."""
+    case, systems = SUMS[0], MIXED.batch_idx
+    inputs, near = case.inputs(MIXED), case.near(MIXED)
+    excluded = (systems == systems[0]).nonzero()[:2]
+    linearized_is_forward_mode(lambda x: case.energies(x, *inputs[1:], near, exclusions=excluded), inputs.x)
+
+
 def test_a_matrix_of_a_given_width_is_linearized():
     """Whose largest count is read."""
     linearized_is_forward_mode(

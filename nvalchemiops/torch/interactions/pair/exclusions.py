@@ -9,6 +9,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.recorder import read_number
 
 NO_ATOM = -1
 """In the place of an atom: kernels make the row NaN."""
@@ -63,8 +64,8 @@ def exclusion_rows(
         one, other = (batch_idx.index_select(0, numbers) for numbers in pairs)
         atoms = _marked(atoms, one != other, order)
     elif batch_idx is not None:
-        of_pair = batch_idx[pairs]
-        if not torch.equal(of_pair[0], of_pair[1]):
+        one, other = batch_idx[pairs]
+        if read_number((one != other).any()):
             raise ValuesError("`exclusions` joins atoms of different systems")
     return ExclusionRows(pointers, atoms, factors, first, order, pairs, given_factors)
 
