@@ -115,6 +115,14 @@ def test_exclusions_in_a_batch_are_linearized():
     linearized_is_forward_mode(lambda x: case.energies(x, *inputs[1:], near, exclusions=excluded), inputs.x)
 
 
+def test_a_list_along_open_axes_is_linearized():
+    """Whether it has images along them is read."""
+    pbc = torch.tensor([True, True, False])
+    names, near = ("neighbor_list", "neighbor_ptr", "neighbor_shifts"), {"pbc": pbc, "sigma": 1.0, "epsilon": 1.0}
+    near |= dict(zip(names, neighbor_list(SMALL.positions, CUTOFF, SMALL.cell, pbc, return_neighbor_list=True)))
+    linearized_is_forward_mode(lambda x: LENNARD_JONES(x, SMALL.cell, **near), SMALL.positions)
+
+
 def test_a_matrix_of_a_given_width_is_linearized():
     """Whose largest count is read."""
     linearized_is_forward_mode(

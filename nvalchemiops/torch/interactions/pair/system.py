@@ -25,7 +25,7 @@ from nvalchemiops.torch.neighbors.rows import (
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular, usable_cells
 from nvalchemiops.torch.operators.segments import check_system_numbers, largest_system
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, values_of
-from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_fault
+from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_fault, read_number
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _check_images(
     is_open = (values_of(cell) == 0.0).all(-1)
     of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
     beyond = (shifts != 0) & of_atom.index_select(0, row_indices(rows, positions.shape[0]))
-    if bool(beyond[listed_slots(rows)].any()):
+    if read_number(beyond[listed_slots(rows)].any()):
         raise ValuesError(
             "`cell`: the neighbor list contains images along an axis that is open (a zero lattice vector, or False in "
             "`pbc`)"
