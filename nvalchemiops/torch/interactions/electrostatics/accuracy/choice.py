@@ -102,21 +102,20 @@ def choose_splitting(
     values, sizes_known = None, None
     if not long_range.is_given and may_read(chosen, system.cell, system.batch_idx, wait=True):
         values, sizes_known = on_host(chosen.detach()), key_of_sizes(system)
-    is_listed, given = rows is not None, cutoff
-    if not is_listed and cutoff is None:
-        if compiling:
-            raise ValuesNeededError(
-                "`cutoff`, or a list, is needed where values cannot be read, as inside torch.compile"
-            )
-        spacing = sizes_of_system(system).spacing
-        screened = chosen.detach() if limit is None else torch.minimum(chosen.detach(), limit)
-        cutoff = float(core.real_cutoff(on_host(screened), spacing, target).max(initial=0.0))
+    given, searched = cutoff, None
     if rows is None:
-        assert cutoff is not None
-        rows = system.rows_within(cutoff)
+        if cutoff is None:
+            if compiling:
+                raise ValuesNeededError(
+                    "`cutoff`, or a list, is needed where values cannot be read, as inside torch.compile"
+                )
+            spacing = sizes_of_system(system).spacing
+            screened = chosen.detach() if limit is None else torch.minimum(chosen.detach(), limit)
+            cutoff = float(core.real_cutoff(on_host(screened), spacing, target).max(initial=0.0))
+        rows, searched = system.rows_within(cutoff), cutoff
     if values is not None and given is not None:  # with a given long-range part no accuracy is asked for
         _warn_of_cutoff(system, rows, values, given, target)
-    return EwaldSplitting(chosen, rows, target, None if is_listed else cutoff, strengths, values, sizes_known)
+    return EwaldSplitting(chosen, rows, target, searched, strengths, values, sizes_known)
 
 
 def _choose(
