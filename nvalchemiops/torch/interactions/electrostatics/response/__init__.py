@@ -38,9 +38,9 @@ from nvalchemiops.torch.interactions.electrostatics.response.solver import (
     check_minimum,
     check_order,
     check_quadratic,
+    replace_fields,
     returns_atoms,
     solve,
-    with_fields,
 )
 from nvalchemiops.torch.interactions.pair import shares
 from nvalchemiops.torch.operators.segments import spread_systems
@@ -275,7 +275,7 @@ class _Minimum(torch.autograd.Function):
         check_minimum(operator)
         if start is not None and problem.has_dipoles:
             slopes, _ = problem.slopes(start, operator.tensors)
-            start = with_fields(problem, start, operator.right + operator.slopes_at_zero - slopes)
+            start = replace_fields(problem, start, operator.right + operator.slopes_at_zero - slopes)
         if start is not None:  # a residual relative to zero cannot become small
             start = torch.where(operator.at_rest(), 0.0, start)
         found, residuals, count = solve(operator, operator.right, start)
@@ -283,7 +283,7 @@ class _Minimum(torch.autograd.Function):
         left = problem.gradient(found, tensors) + slopes
         check_quadratic(operator, left)
         energies = energies.detach() + problem.energies_of_atoms(found, tensors)
-        v = with_fields(problem, found, found - left)
+        v = replace_fields(problem, found, found - left)
         ctx.operator = operator
         ctx.set_materialize_grads(False)  # otherwise a missing gradient becomes zeros, for which a system is solved
         iterations = torch.tensor(count, device="cpu")
@@ -317,7 +317,7 @@ class _Inverse(torch.autograd.Function):
         right, problem = right.detach(), operator.problem
         v, *_ = solve(operator, right)
         if problem.has_dipoles:
-            v = with_fields(problem, v, right - operator.coupling(problem.polarized(v, operator.tensors)))
+            v = replace_fields(problem, v, right - operator.coupling(problem.polarized(v, operator.tensors)))
         ctx.operator = operator
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(v, *tensors)

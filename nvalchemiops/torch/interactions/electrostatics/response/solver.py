@@ -304,7 +304,7 @@ def solve(
 
     Returns v (n_atoms, n_columns), relative residuals (n_systems,) and the number of iterations.
 
-    Fields at atoms without polarizability are not solved for: `with_fields` adds them.
+    Fields at atoms without polarizability are not solved for: `replace_fields` adds them.
     """
     problem = operator.problem
     residual, z = operator.preconditioned(right)
@@ -356,7 +356,7 @@ def solve(
     return v, residuals, iterations
 
 
-def with_fields(problem: Problem, v: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+def replace_fields(problem: Problem, v: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
     """``v`` with its fields replaced by these slopes."""
     return torch.cat([v[:, :-3], slopes[:, -3:]], 1) if problem.has_dipoles else v
 
