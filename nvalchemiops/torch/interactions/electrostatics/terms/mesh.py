@@ -33,7 +33,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import Contribution,
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, frames_of
 from nvalchemiops.torch.interactions.pair.shares import must_be_near
-from nvalchemiops.torch.operators.influence import mesh_influence, multiply_by_influence
+from nvalchemiops.torch.operators.influence import PowerLaw, mesh_influence, multiply_by_influence
 from nvalchemiops.torch.operators.lattice import (
     Lattice,
     check_spline_order,
@@ -349,9 +349,9 @@ class MeshTerm(NamedTuple):
         spread = mesh_spread(frames.moments.to(dtype), coordinates, *plan, frames.highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
         of_rows: torch.Tensor | None = None
-        tables = self._tables(lattice, planes) if prepared is None else None
-        if tables is not None and not density.requires_grad:
-            powers = multiply_by_influence(density, *tables, with_virial)
+        law = self._power_law(lattice, planes) if prepared is None else None
+        if law is not None and not density.requires_grad:
+            powers = multiply_by_influence(density, *law, with_virial)
             product, of_rows = density, powers if with_virial else None
         else:
             if prepared is None or division is not None:
@@ -392,8 +392,8 @@ class MeshTerm(NamedTuple):
         """
         potential, alpha = self.potential, self.alpha
         planes = _all_planes(self.mesh) if planes is None else planes
-        if (tables := self._tables(lattice, planes)) is not None:
-            value, derivative = mesh_influence(*tables, with_derivative, dtype == torch.float32)
+        if (law := self._power_law(lattice, planes)) is not None:
+            value, derivative = mesh_influence(*law, with_derivative, dtype == torch.float32)
             return Influence(value, derivative if with_derivative else None)
         xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(self.mesh, planes, self.spline_order, alpha.device)
         m = lattice.metric.flatten(1)[..., None, None, None].unbind(1)
@@ -414,15 +414,15 @@ class MeshTerm(NamedTuple):
             return Influence(value, None)
         return Influence(value, _for_both_parts(torch.where(origin, 0.0, derivative * b_xy * (b_z * doubled))))
 
-    def _tables(self, lattice: Lattice, planes: Planes) -> tuple[Any, ...] | None:
-        """The first arguments of `mesh_influence`, where a kernel computes the `influence` function."""
+    def _power_law(self, lattice: Lattice, planes: Planes) -> PowerLaw | None:
+        """What the `influence` function depends on, where a kernel computes it."""
         of_cells, exponent = (lattice.metric, lattice.volume, self.alpha), self.potential.exponent
         if exponent is None or layout(self.alpha.device.type).reads or not is_eager(*of_cells):
             return None
         if any(map(is_differentiated, of_cells)):
             return None
         b_xy, b_z = _axes_of(self.mesh, planes, self.spline_order, self.alpha.device)[6:8]
-        return (*of_cells, b_xy, b_z, self.mesh, (planes[0][0], planes[1][0]), exponent)
+        return PowerLaw(*of_cells, b_xy, b_z, self.mesh, (planes[0][0], planes[1][0]), exponent)
 
 
 def _for_both_parts(values: torch.Tensor) -> torch.Tensor:
