@@ -297,9 +297,9 @@ def test_gaussians_that_overlap_lose_no_digits(distance, unit):
     assert abs(float(found) * unit**6 - expected) <= 1e-14 * abs(expected) + 1e-15
 
 
-def test_functions_of_users_may_be_switched():
-    """Any radial function, here one with a switch and parameters of atoms, from its derivatives by autograd."""
-    formula = Formula("b1*b2*exp(-k*r)", ("b",), ("k",), switched=True)
+def test_any_radial_function():
+    """Here one with parameters of atoms, from its derivatives by autograd."""
+    formula = Formula("b1*b2*exp(-k*r)", ("b",), ("k",))
     x, _, cell, _ = TWO
     moments, b, k = random(9, 1, 4), random(9, 1, seed=2), torch.tensor([[0.5], [0.6]], dtype=torch.float64)
     first, second, d = displacements(x, cell)
@@ -308,15 +308,13 @@ def test_functions_of_users_may_be_switched():
 
     def u(d):
         r = d.norm(dim=1)
-        z = ((r - 2.0) / (CUTOFF - 2.0)).clamp(min=0.0)
-        switch = 1 - 10 * z**3 + 15 * z**4 - 6 * z**5
-        return near * switch * b[first, 0] * b[second, 0] * torch.exp(-k[TWO.batch_idx[first].long(), 0] * r)
+        return near * b[first, 0] * b[second, 0] * torch.exp(-k[TWO.batch_idx[first].long(), 0] * r)
 
     expected = torch.zeros(9, dtype=torch.float64)
     for n, component in enumerate(components(1)):
         expected.index_add_(0, first, derivative(u, d, component).detach() * moments[second, 0, n])
     system = PairSystem(x, cell, TWO.batch_idx, 2, rows())
-    found = sum_moments(formula, system, moments, b, k, gradients=True, cutoff=CUTOFF, r_switch=2.0)
+    found = sum_moments(formula, system, moments, b, k, gradients=True, cutoff=CUTOFF)
     torch.testing.assert_close(found.gradients[:, 0, 0], expected, rtol=1e-11, atol=1e-11)
 
 

@@ -435,7 +435,6 @@ def gather_moments(
     *,
     virial: bool = False,
     cutoff: float | None = None,
-    r_switch: float | None = None,
     exclusions: ExclusionRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Derivatives (n_atoms, n_channels, count) of the potential of moments and, if requested, twice the virial.
@@ -447,7 +446,7 @@ def gather_moments(
     cell = None if rows.shifts is None else cell  # nothing depends on it
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
     of_atoms = (moments, moments if virial else None, positions, cell, parameters, row_parameters)
-    distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
+    distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0)  # nothing is switched
     others = (global_parameters, None, batch_idx, n_systems, *rows, *excluded, *distances)
     outputs = GATHERED + VIRIAL * virial
     ghosts = ghosts_of(domain, batch_idx)
@@ -475,7 +474,6 @@ def sum_moments(
     gradients: bool = False,
     virial: bool = False,
     cutoff: float | None = None,
-    r_switch: float | None = None,
     exclusions: ExclusionRows | None = None,
 ) -> MomentSums:
     """Energies of moments, ``1/2 Σ_j Σ_ab m_i^a m_j^b ∂_i^a ∂_j^b u``, and first derivatives from the same launch.
@@ -489,9 +487,7 @@ def sum_moments(
     share. All are differentiable to any order in all tensors.
     """
     given = (moments, order_of(moments.shape[-1]) + forces, parameters, None, global_parameters)
-    found, by_strain = gather_moments(
-        formula, system, *given, virial=virial, cutoff=cutoff, r_switch=r_switch, exclusions=exclusions
-    )
+    found, by_strain = gather_moments(formula, system, *given, virial=virial, cutoff=cutoff, exclusions=exclusions)
     potential = found[..., : moments.shape[-1]]
     return MomentSums(
         0.5 * (moments * potential).sum(-1),
