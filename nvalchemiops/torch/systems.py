@@ -58,6 +58,7 @@ def _told(part: Any) -> str:
 
 @replaceable
 @printed_in_short
+@named_in_files
 class System(NamedTuple):
     """Atoms of one system or of a batch of systems.
 
@@ -332,6 +333,7 @@ def has_rows(value: Any) -> bool:
 
 @replaceable
 @printed_in_short
+@named_in_files
 class Neighbors(NamedTuple):
     """Neighbors of all atoms, as pairs or as a matrix: from `System.neighbors`, `from_list` or `from_matrix`.
 
@@ -565,10 +567,8 @@ _TYPES: dict[tuple[str, ...], Any] = {
     for names in (("energies", *chosen) for chosen in itertools.combinations(optional, count))
 }
 for _type in _TYPES.values():
-    _type.__getattr__ = _missing
+    named_in_files(_type).__getattr__ = _missing
 globals().update({kind.__name__: kind for kind in _TYPES.values()})  # pickle looks for them here
-named_in_files(System, Neighbors, *_TYPES.values())
-torch.serialization.add_safe_globals([System, Neighbors, *_TYPES.values()])  # for `weights_only`: they run no code
 
 
 def named(names: Sequence[str], values: Any) -> Results:

@@ -7,7 +7,9 @@ import pickle
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions import electrostatics
+import nvalchemiops.torch as torch_ops
+from nvalchemiops.torch import dynamics
+from nvalchemiops.torch.interactions import dispersion, electrostatics
 from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, power_law
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
@@ -130,3 +132,22 @@ def test_a_verlet_list(duplicate):
     other = duplicate(kept)
     for before, now in zip(kept(X + 0.01, CELL), other(X + 0.01, CELL)):
         assert torch.equal(before, now)
+
+
+@pytest.mark.parametrize(
+    "home, names",
+    {
+        torch_ops: "System Neighbors",
+        dynamics: "Evaluation State Relaxation Simulation",
+        dispersion: "ReferenceStates",
+        electrostatics: "Potentials WaveVectors InducedMoments EwaldParameters PMEParameters ErrorEstimate "
+        "MultipoleEwaldParameters MultipolePMEParameters",
+    }.items(),
+)
+def test_named_tuples_of_tensors_are_loaded_without_running_code(home, names):
+    for kind in (getattr(home, name) for name in names.split()):
+        file = io.BytesIO()
+        torch.save(kind(*X[0].expand(len(kind._fields), 3)), file)
+        file.seek(0)
+        found = torch.load(file, weights_only=True)
+        assert type(found) is kind and torch.equal(found[0], X[0])

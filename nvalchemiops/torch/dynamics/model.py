@@ -24,7 +24,7 @@ from nvalchemiops.torch.interactions.pair.system import cells_fit_any_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime._torch_internals import derivative_asked, transforms_active
+from nvalchemiops.torch.runtime._torch_internals import derivative_asked, named_in_files, transforms_active
 from nvalchemiops.torch.runtime.context import may_read, ordinary
 from nvalchemiops.torch.runtime.releases import replaceable
 from nvalchemiops.torch.systems import Neighbors, System, printed_in_short
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 @replaceable
 @printed_in_short
+@named_in_files
 class Evaluation(NamedTuple):
     """What a model returns.
 

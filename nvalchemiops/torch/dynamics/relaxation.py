@@ -28,6 +28,7 @@ from nvalchemiops.torch.dynamics.model import (
 from nvalchemiops.torch.dynamics.optimizers import OPTIMIZERS, Optimizer
 from nvalchemiops.torch.dynamics.relaxation_state import Batch, Record, RelaxationState
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, whole_call
+from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.systems import System, printed_in_short
 
 ASK_EVERY = 10
@@ -35,6 +36,7 @@ ASK_EVERY = 10
 
 
 @printed_in_short
+@named_in_files
 class Relaxation(NamedTuple):
     """Result of `relax`.
 

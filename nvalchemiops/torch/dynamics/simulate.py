@@ -25,6 +25,7 @@ from nvalchemiops.torch.interactions.pair.shares import must_be_same, together, 
 from nvalchemiops.torch.runtime._torch_internals import (
     DERIVATIVES_KNOWN,
     derivative_asked,
+    named_in_files,
     transforms_active,
 )
 from nvalchemiops.torch.runtime.context import on_host, ordinary
@@ -47,6 +48,7 @@ RECORDS: dict[str, Callable[[Integrator, State], torch.Tensor]] = {
 
 
 @printed_in_short
+@named_in_files
 class Simulation(NamedTuple):
     """What `simulate` returns.
 

@@ -11,6 +11,7 @@ from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import of_each, temperature_of
 from nvalchemiops.torch.operators.chains import move_chains
 from nvalchemiops.torch.operators.noise import chi_square_noise, normal_noise
+from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.releases import replaceable
 from nvalchemiops.torch.systems import PER_ATOM, System, has_rows, printed_in_short
 
@@ -23,6 +24,7 @@ OF_ATOMS = ("inertia", "inverse_masses", "place")
 
 @replaceable
 @printed_in_short
+@named_in_files
 class State(NamedTuple):
     """Positions, velocities and everything else that changes in a step: a value, which is never changed in place.
 

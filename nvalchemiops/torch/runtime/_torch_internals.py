@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 _log = logging.getLogger("nvalchemiops")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Torch's own tensor types. Subclasses are excluded: they may override operations."""
@@ -618,11 +619,15 @@ def assume_constant(function: Callable[..., Any]) -> Callable[..., Any]:
 _tuples_in_files = _find("named tuples in files of exported programs", "utils._pytree._register_namedtuple")
 
 
-def named_in_files(*kinds: type[Any]) -> None:
-    """Exported programs that have named tuples of these types as arguments or results can be saved, and loaded."""
+def named_in_files(kind: Kind) -> Kind:
+    """A decorator of named tuples that files hold, also those that are loaded with ``weights_only``.
+
+    Exported programs that have them as arguments or results can be saved, and loaded.
+    """
+    torch.serialization.add_safe_globals([kind])  # they run no code
     if _tuples_in_files is not None:
-        for kind in kinds:
-            _tuples_in_files[0](kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+        _tuples_in_files[0](kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    return kind
 
 
 _frames = _find(

@@ -15,7 +15,7 @@ from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.dispersion.published import from_package
-from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.runtime._torch_internals import named_in_files, outside_of_transforms
 from nvalchemiops.torch.runtime.cache import KeptTensors, stream_of
 from nvalchemiops.torch.runtime.context import eager, may_read, on_host
 
@@ -29,6 +29,7 @@ If the ratio is far larger than one, the eigenvectors lose digits.
 """
 
 
+@named_in_files
 class ReferenceStates(NamedTuple):
     """Reference data of some elements as the kernels read them, in float64 and atomic units.
 

@@ -59,6 +59,7 @@ from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed, rows_of
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime import compiled, engine
+from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import System
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.pairs import OwnedPairs
 
 
+@named_in_files
 class Potentials(NamedTuple):
     """Potentials at atoms, for each receiver, with channels if the charges have channels.
 

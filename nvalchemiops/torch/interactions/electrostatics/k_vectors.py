@@ -19,6 +19,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.functorch import given_slices
 from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
+from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.cache import KeptTensors
 from nvalchemiops.torch.runtime.context import eager, is_capturing, may_read, on_host
 
@@ -33,6 +34,7 @@ _POINTS = [
 ]
 
 
+@named_in_files
 class WaveVectors(NamedTuple):
     """K-vectors of all systems, origin included, in groups of four per point (`nvalchemiops.kernels.fourier`).
 

@@ -10,10 +10,12 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import warn_of_errors
 from nvalchemiops.torch.interactions.electrostatics.parameters import estimate_pme_mesh_dimensions
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, pair_distances, rows_of
+from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.runtime.recorder import read_number
 
 
+@named_in_files
 class MultipoleEwaldParameters(NamedTuple):
     """Parameters of `multipole_ewald_summation`.
 
@@ -31,6 +33,7 @@ class MultipoleEwaldParameters(NamedTuple):
     reciprocal_space_cutoff: torch.Tensor
 
 
+@named_in_files
 class MultipolePMEParameters(NamedTuple):
     """Parameters of `multipole_particle_mesh_ewald`.
 

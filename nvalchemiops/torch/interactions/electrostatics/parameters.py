@@ -18,6 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
+from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.context import IN_CAPTURE, on_host, refuse_in_capture
 from nvalchemiops.torch.systems import System
 
@@ -48,6 +49,7 @@ def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_
     return torch.sinc(miller_indices.to(dtype) / size) ** order
 
 
+@named_in_files
 class EwaldParameters(NamedTuple):
     """Parameters of an Ewald sum, one value for each system.
 
@@ -65,6 +67,7 @@ class EwaldParameters(NamedTuple):
     reciprocal_space_cutoff: torch.Tensor
 
 
+@named_in_files
 class PMEParameters(NamedTuple):
     """Parameters of a particle-mesh Ewald sum.
 
@@ -216,6 +219,7 @@ def pme_parameters(
     return PMEParameters(_tensor(alpha, positions), mesh, _tensor(spacing, positions), _tensor(r_c, positions))
 
 
+@named_in_files
 class ErrorEstimate(NamedTuple):
     """Expected RMS errors of forces, relative to the RMS of the forces, of each system.
 

@@ -54,6 +54,7 @@ OWN = ("hardness", "electronegativity", "total_charge", "polarizabilities", "ext
 """Arguments that enter the energies of single atoms, in the order of the tensors of a `Problem`."""
 
 
+@internals.named_in_files
 class InducedMoments(NamedTuple):
     """Sources at the minimum of their energy.
 
