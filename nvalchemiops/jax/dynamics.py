@@ -5,7 +5,6 @@ one call of torch.
 """
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from nvalchemiops.jax._jax_internals import vary_alike, vary_like_results
 from nvalchemiops.jax.bridge import Bridge, from_torch, types_without_data
 from nvalchemiops.jax.neighbors import NeighborListState, neighbor_list
-from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, operator, to_torch
+from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, maker, operator, to_torch
 from nvalchemiops.jax.systems import Neighbors, System
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch import checks, dynamics
@@ -267,21 +266,13 @@ class Integrator:
         return found
 
 
-def _for_jax(make: Callable[..., dynamics.Integrator]) -> Callable[..., Integrator]:
-    @functools.wraps(make)
-    def call(*args: Any, **kwargs: Any) -> Integrator:
-        plain = [_number(value) for value in args]
-        return Integrator(make(*plain, **{name: _number(value) for name, value in kwargs.items()}))
-
-    call.__signature__ = inspect.signature(make).replace(return_annotation=Integrator)  # type: ignore[attr-defined]  # `inspect` looks there
-    return call
-
-
 def _number(value: Any) -> Any:
     if is_traced(value):
         raise TypeError("parameters of integrators cannot be traced: set them by `state.having(...)` inside of jit")
     return as_static("parameter", value) if getattr(value, "ndim", 1) == 0 else to_torch(value)
 
+
+_for_jax = functools.partial(maker, kind=Integrator, into=Integrator, argument=_number)
 
 nve = _for_jax(dynamics.nve)
 langevin = _for_jax(dynamics.langevin)

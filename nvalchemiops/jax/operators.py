@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 Shape = jax.ShapeDtypeStruct
+
+Made = TypeVar("Made")
 
 _ARRAYS, _NUMBERS = "Tensor", "float"
 """Annotations of parameters that take arrays, and of numbers that may be arrays without axes. All others are static."""
@@ -109,6 +111,22 @@ def named(call: Callable[..., Any], name: str, doc: str, signature: inspect.Sign
     call.__name__ = call.__qualname__ = name
     call.__doc__ = doc
     call.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
+    return call
+
+
+def maker(
+    make: Callable[..., Any],
+    kind: type[Made],
+    into: Callable[[Any], Made],
+    argument: Callable[[Any], Any] = lambda value: value,
+) -> Callable[..., Made]:
+    """A function of torch that makes an object, as one that makes an object of this ``kind``, by ``into`` of it."""
+
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Made:
+        return into(make(*map(argument, args), **{name: argument(value) for name, value in kwargs.items()}))
+
+    call.__signature__ = inspect.signature(make).replace(return_annotation=kind)  # type: ignore[attr-defined]  # `inspect` looks there
     return call
 
 

@@ -288,7 +288,7 @@ def check_batch(
         elif high >= n_systems == 1:
             raise ValuesError(
                 f"`batch_idx` has the entry {high}, but there is one system: give a `cell` for each, "
-                "(n_systems, 3, 3), for example by cell.expand, or without cells `num_systems`"
+                "(n_systems, 3, 3), or without cells `num_systems`"
             )
         elif high >= n_systems:
             raise ValuesError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")

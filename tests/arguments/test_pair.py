@@ -185,6 +185,11 @@ def test_bad_settings_of_ready_made_potentials_are_named(error, argument, make):
         make()
 
 
+def test_exponents_may_be_integers_of_numpy():
+    assert lennard_jones(3.0, repulsive=np.int64(10)).formula == lennard_jones(3.0, repulsive=10).formula
+    assert electrostatics.power_law(np.int32(14)).exponent == 14
+
+
 def test_the_largest_exponent_works():
     energies = lennard_jones(3.0, repulsive=MAX_EXPONENT)(X, CELL, sigma=0.5, epsilon=1.0)
     assert energies.isfinite().all()

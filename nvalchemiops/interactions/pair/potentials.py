@@ -6,7 +6,7 @@ belong to pairs of species, the same expression is used with tables; see `with_t
 
 import math
 
-from nvalchemiops.arguments import as_choice
+from nvalchemiops.arguments import as_choice, as_int
 from nvalchemiops.interactions.pair.expression import MAX_EXPONENT, Formula
 
 MIXING = {
@@ -28,10 +28,10 @@ def lennard_jones(mixing: str | None = "lorentz-berthelot", repulsive: int = 12,
     J. E. Lennard-Jones, Proc. R. Soc. A 106, 463 (1924), doi:10.1098/rspa.1924.0082; for any exponents: G. Mie, Ann.
     Phys. 316, 657 (1903), doi:10.1002/andp.19033160802.
     """
-    n, m = repulsive, attractive
+    n, m = as_int("repulsive", repulsive), as_int("attractive", attractive)
     for name, exponent in (("repulsive", n), ("attractive", m)):
-        if isinstance(exponent, bool) or not isinstance(exponent, int) or not 1 <= exponent <= MAX_EXPONENT:
-            raise ValueError(f"`{name}` must be an int in 1 .. {MAX_EXPONENT}, got {exponent!r}")
+        if not 1 <= exponent <= MAX_EXPONENT:
+            raise ValueError(f"`{name}` must be in 1 .. {MAX_EXPONENT}, got {exponent}")
     if n <= m:
         raise ValueError(f"`repulsive` = {n} must be larger than `attractive` = {m}")
     # each power beside epsilon, from which sigma^6 cancels by one of the rules: two atoms may have sigma = 0

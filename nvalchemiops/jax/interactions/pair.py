@@ -10,7 +10,7 @@ import numpy as np
 
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
-from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
+from nvalchemiops.jax.operators import Shape, maker, number_of_systems, operator, system_energies
 from nvalchemiops.jax.primitive import KEPT_REQUESTS
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.pair.driver import names_of
@@ -137,14 +137,7 @@ def _shapes(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _for_jax(make: Callable[..., pair.PairPotential]) -> Callable[..., PairPotential]:
-    @functools.wraps(make)
-    def call(*args: Any, **kwargs: Any) -> PairPotential:
-        return PairPotential.of(make(*args, **kwargs))
-
-    call.__signature__ = inspect.signature(make).replace(return_annotation=PairPotential)  # type: ignore[attr-defined]  # `inspect` looks there
-    return call
-
+_for_jax = functools.partial(maker, kind=PairPotential, into=PairPotential.of)
 
 born_mayer_huggins = _for_jax(pair.born_mayer_huggins)
 buckingham = _for_jax(pair.buckingham)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.arguments import as_int
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import fork_safe, hold_if_free
 from nvalchemiops.torch.runtime import acts, graphs, tables
@@ -539,8 +540,8 @@ def record(
         raise TypeError(f"`function` must be callable, got {type(function).__name__}")
     if if_changed not in ("record", "raise"):
         raise ValueError(f"`if_changed` must be 'record' or 'raise', got {if_changed!r}")
-    if isinstance(most_plans, bool) or not isinstance(most_plans, int) or most_plans < 1:
-        raise ValueError(f"`most_plans` must be a positive integer, got {most_plans!r}")
+    if (most_plans := as_int("most_plans", most_plans)) < 1:
+        raise ValueError(f"`most_plans` must be positive, got {most_plans}")
     if isinstance(changing, torch.Tensor):
         changing = (changing,)
     elif not isinstance(changing, Iterable):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.arguments import as_int
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.runtime import engine
@@ -126,9 +127,9 @@ def power_law(exponent: int) -> LongRangePotential:
     Sources: D. E. Williams, Acta Cryst. A 27, 452 (1971), doi:10.1107/S0567739471000998; for p = 6 on a mesh U. Essmann
     et al., J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117.
     """
-    is_int = isinstance(exponent, int) and not isinstance(exponent, bool)
-    if not is_int or (exponent != 1 and (exponent < 4 or exponent % 2)):
-        raise ValueError(f"`exponent` must be 1 or an even number from 4 on, got {exponent!r}")
+    exponent = as_int("exponent", exponent)
+    if exponent != 1 and (exponent < 4 or exponent % 2):
+        raise ValueError(f"`exponent` must be 1 or an even number from 4 on, got {exponent}")
     if exponent == 1:
         return COULOMB
     scale = math.pi**1.5 / math.gamma(exponent / 2)
