@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("orb_models.common.atoms.graph_featurization", exc_type=(ImportError, SyntaxError))
+pytest.importorskip("orb_models.forcefield.forcefield_adapter", exc_type=(ImportError, SyntaxError))
 from ase.build import bulk
 from ase.neighborlist import neighbor_list
 from dftd3.interface import DispersionModel, RationalDampingParam
