@@ -386,7 +386,8 @@ def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
     if n_systems is None:
         return None if number == 1 else number
     if number not in (1, n_systems):
-        raise ValueError(f"`{name}` is for {number} systems, but there are {n_systems}")
+        there = "is one: several need `batch_idx`" if n_systems == 1 else f"are {n_systems}"
+        raise ValueError(f"`{name}` is for {number} systems, but there {there}")
     return n_systems
 
 

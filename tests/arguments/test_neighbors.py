@@ -216,6 +216,9 @@ def test_systems_that_there_are_not_are_blamed_on_what_is_given(as_list):
             neighbors.neighbor_list(X, 1.0, batch_idx=idx, max_neighbors=3, return_neighbor_list=as_list)
     with pytest.raises(ValueError, match=r"^`batch_ptr` must rise from 0 to the number of atoms$"):
         neighbors.neighbor_list(X, 1.0, batch_ptr=torch.tensor([0, 3, 5]), return_neighbor_list=as_list)
+    for n_systems in (0, 2):
+        with pytest.raises(ValueError, match=f"for {n_systems} systems, but there is one: several need `batch_idx`"):
+            neighbors.neighbor_list(X, 1.0, CELL.expand(n_systems, 3, 3), return_neighbor_list=as_list)
     with pytest.raises(ValueError, match="`batch_idx` and `batch_ptr`"):
         neighbors.neighbor_list(X, 1.0, batch_idx=IDX, batch_ptr=torch.tensor([0, 1, 4]), return_neighbor_list=as_list)
 

@@ -22,7 +22,7 @@ from nvalchemiops.torch.neighbors.rows import (
     row_indices,
     rows_of,
 )
-from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular, usable_cells
+from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
 from nvalchemiops.torch.operators.segments import check_system_numbers, largest_system
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, values_of
 from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_fault, read_number
@@ -236,11 +236,8 @@ def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> b
 
 
 def _has_open_axes(cell: torch.Tensor, pbc: torch.Tensor | None = None) -> bool:
-    # a replay looks for cells that have some, or are singular, and then leaves the call
-    if differ_in_replays(cell) and not read_fault(usable_cells(cell.detach(), False).isnan().any().to(torch.int32)):
-        return False
     try:
-        return check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # systems may share one cell
+        return check_vectors(cell)
     except ValuesError as error:
         how = "along an open axis give a vector of zeros" if pbc is None else "`pbc` says that all axes are periodic"
         raise ValuesError(f"{error}; {how}") from None

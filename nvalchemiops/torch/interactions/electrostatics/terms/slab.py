@@ -44,9 +44,9 @@ class SlabTerm(NamedTuple):
         # the normal of the plane of the periodic vectors; for bulk systems any axis will do
         is_first = torch.arange(3, device=pbc.device) == 0
         chosen = torch.where(is_slab.unsqueeze(1), ~pbc, is_first).to(torch.float64).unsqueeze(-1)
-        plane, open_vector = (planes * chosen).sum(1), (cell * chosen).sum(1)
+        plane = (planes * chosen).sum(1)
         area = torch.linalg.vector_norm(plane, dim=-1, keepdim=True)
-        volume = (open_vector * plane).sum(-1, keepdim=True).abs()
+        volume = (cell[:, 0] * planes[:, 0]).sum(-1, keepdim=True).abs()
         normal = plane / area
 
         of_atom = spread_systems(torch.cat([normal, volume / area, volume], 1), batch_idx, n_atoms)
