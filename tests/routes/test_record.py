@@ -162,6 +162,49 @@ def test_systems_of_atoms_that_vary(case):
             recorded(inputs.x, wrong)
 
 
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"half_list": True}, "is not a half list"),
+        ({"widths": torch.tensor(0.4)}, None),
+        ({"exclusions": torch.tensor([[0], [1]])}, "joins atoms of different systems"),
+    ],
+    ids=["half list", "widths", "exclusions"],
+)
+def test_what_is_compared_with_systems_and_neighbors_that_vary(given, wrong):
+    x, cell = MIXED.positions, MIXED.cell
+    systems = torch.arange(len(x)) % 2
+    systems[1] = 0
+
+    def step(x, systems, neighbor_list, neighbor_ptr, neighbor_shifts):
+        near = {"neighbor_list": neighbor_list, "neighbor_ptr": neighbor_ptr, "neighbor_shifts": neighbor_shifts}
+        options = {"batch_idx": systems, "miller_bounds": (3, 3, 3), "compute_forces": True, **near, **given}
+        return ewald_summation(x, MIXED.charges, cell, 0.9, **options)
+
+    def neighbors(systems):
+        order = systems.argsort(stable=True)
+        options = {"batch_idx": systems[order], "half_fill": "half_list" in given, "return_neighbor_list": True}
+        pairs, _, shifts = neighbor_list(x[order], 2.5, cell, **options)
+        pairs = order[pairs.long()].int()
+        by_row = pairs[0].argsort(stable=True)
+        pointers = torch.bincount(pairs[0], minlength=len(x)).cumsum(0)
+        return pairs[:, by_row], torch.nn.functional.pad(pointers, (1, 0)).int(), shifts[by_row]
+
+    recorded = record(step)
+    for seed in range(3):
+        near = neighbors(systems)
+        now = moved(x, seed)
+        for found, expected in zip(recorded(now, systems, *near), step(now, systems, *near), strict=True):
+            assert torch.equal(found, expected)
+    assert "1 recorded, 1 replayed" in recorded.explain()
+    if wrong is not None:
+        pairs, pointers, shifts = near
+        if "half_list" in given:
+            pairs, shifts = pairs[:, [0, 0, *range(2, len(shifts))]], shifts[[0, 0, *range(2, len(shifts))]]
+        with pytest.raises(ValueError, match=wrong):
+            recorded(x, systems if "half_list" in given else torch.arange(len(x)) % 2, pairs, pointers, shifts)
+
+
 def test_weights_of_atoms_of_systems_that_vary():
     """Whether weights of atoms are weights of systems is not read where another division comes with a replay."""
     case = SUMS[0]

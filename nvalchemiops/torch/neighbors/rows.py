@@ -26,7 +26,7 @@ from nvalchemiops.torch.runtime.context import (
     slices_of,
     values_of,
 )
-from nvalchemiops.torch.runtime.recorder import read_number
+from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_flag, read_number
 
 NO_PADDING = core.NO_PADDING
 
@@ -229,8 +229,12 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
     if check:
         refuse_in_capture(neighbors, "leave out `check`")
-    if not (check or may_read(*rows)):
-        return _both_directions(rows._replace(first=first), n_atoms)
+    readable = may_read(*rows)
+    if not check and (not readable or differ_in_replays(first, neighbors)):
+        full = _both_directions(rows._replace(first=first), n_atoms)
+        # a replay looks for pairs that are listed twice, and then leaves the call, which raises
+        if not readable or not read_flag((full.neighbors == n_atoms).any()):
+            return full
     is_full = pointers is not None and read_number(pointers[-1]) >= len(neighbors)
     places = (neighbors != padding if is_full else listed_slots(rows)).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)

@@ -573,6 +573,11 @@ def read_number(value: torch.Tensor) -> Any:
     return value.reshape(1).tolist()[0]
 
 
+def read_flag(flag: torch.Tensor) -> bool:
+    """Whether a flag is set, for which the call raises, warns or goes another way. A replay then leaves the call."""
+    return bool(read_fault(flag.to(torch.int32)) if differ_in_replays(flag) else read_number(flag))
+
+
 def read_fault(fault: torch.Tensor, only_in_replays: bool = False) -> int:
     """The number of the fault that kernels have written; zero means no fault.
 

@@ -9,7 +9,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read
-from nvalchemiops.torch.runtime.recorder import read_number
+from nvalchemiops.torch.runtime.recorder import read_flag
 
 NO_ATOM = -1
 """In the place of an atom: kernels make the row NaN."""
@@ -65,7 +65,7 @@ def exclusion_rows(
         atoms = _marked(atoms, one != other, order)
     elif batch_idx is not None:
         one, other = batch_idx[pairs]
-        if read_number((one != other).any()):
+        if read_flag((one != other).any()):
             raise ValuesError("`exclusions` joins atoms of different systems")
     return ExclusionRows(pointers, atoms, factors, first, order, pairs, given_factors)
 

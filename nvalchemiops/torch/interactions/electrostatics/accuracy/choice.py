@@ -32,7 +32,7 @@ from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pa
 from nvalchemiops.torch.operators.lattice import check_mesh
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host, slices_of
 from nvalchemiops.torch.runtime.graphs import place_of
-from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_number
+from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_flag, read_number
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
@@ -85,7 +85,7 @@ def choose_splitting(
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
     # a GPU is not asked, nor are cells that differ between slices: the answer would only be a warning
-    if limit is not None and may_read(chosen, limit, system.cell) and read_number((chosen > limit).any()):
+    if limit is not None and may_read(chosen, limit, system.cell) and read_flag((chosen > limit).any()):
         reach: Any = cutoff
         numbers, widest = on_host(chosen.detach()), on_host(limit)
         if reach is None and rows is not None:
