@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
 import types
 import typing
@@ -259,11 +258,12 @@ def with_fields(body: Callable[..., Any]) -> Callable[..., Any]:
     Another name, type or place of a field is another schema.
     """
     parameters: list[inspect.Parameter] = []
-    kinds: list[tuple[Any, int]] = []
+    tuples: list[tuple[slice, Callable[..., Any]]] = []
     for parameter in inspect.signature(body).parameters.values():
         kind, default = parameter.annotation, parameter.default
         fields = typing.get_type_hints(kind) if hasattr(kind, "_fields") else {}
-        kinds.append((kind, len(fields)))
+        if fields:
+            tuples.insert(0, (slice(len(parameters), len(parameters) + len(fields)), kind))
         defaults = default if isinstance(default, tuple) else [default] * len(fields)
         parameters += [
             parameter.replace(name=name, annotation=hint, default=value)
@@ -272,8 +272,10 @@ def with_fields(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def call(*given: Any) -> Any:
-        rest = iter(given)
-        return body(*[kind(*itertools.islice(rest, n)) if n else next(rest) for kind, n in kinds])
+        arguments = list(given)
+        for part, kind in tuples:  # the last one first, so that the places of the others stay
+            arguments[part] = [kind(*given[part])]
+        return body(*arguments)
 
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # `inspect` looks there
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import warp as wp
@@ -15,6 +15,7 @@ from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
 from nvalchemiops.torch.runtime._torch_internals import version_of
@@ -116,6 +117,18 @@ def _tables(
     return n_vectors, vector_begin, tables, n_x, n_x + n_y
 
 
+class AtomsAndPoints(NamedTuple):
+    """The atoms and the k-vectors of all systems."""
+
+    coordinates: torch.Tensor  # (n_atoms, 3) float64, fractional
+    order: torch.Tensor | None  # (n_atoms,) int32, atoms sorted by system; None if they are already sorted
+    atom_begin: torch.Tensor  # (n_systems + 1,) int32, row pointers of the systems in this order
+    # (n_points, 3) int32, non-negative Miller indices, sorted by system. Points with equal first two indices should be
+    # contiguous
+    points: torch.Tensor
+    point_begin: torch.Tensor  # (n_systems + 1,) int32, row pointers of the systems among the points
+
+
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
     """The arguments of an op for this many copies of all systems, which may each have its own k-vectors."""
     n_atoms, points = inputs["coordinates"].shape[0] // n_copies, inputs["points"]
@@ -144,31 +157,16 @@ _OF_SLICES = ("points", "point_begin")
     vmap=fold(lambda: fourier_spread, (1, 0), _copies, _OF_SLICES),
     trusted=True,
 )
-def fourier_spread(
-    moments: torch.Tensor,
-    coordinates: torch.Tensor,
-    order: torch.Tensor | None,
-    atom_begin: torch.Tensor,
-    points: torch.Tensor,
-    point_begin: torch.Tensor,
-    derivatives: int,
-) -> torch.Tensor:
+@with_fields
+def fourier_spread(moments: torch.Tensor, sums: AtomsAndPoints, derivatives: int) -> torch.Tensor:
     """Structure factors ``Σ_i m_i exp(2πi n.s_i)``.
 
     Parameters
     ----------
     moments : (n_atoms, n_channels, n_moments) float64 tensor
         Numbered as in `nvalchemiops.kernels.moments.components`; a single moment if ``derivatives`` is 0.
-    coordinates : (n_atoms, 3) float64 tensor
-        Fractional coordinates.
-    order : (n_atoms,) int32 tensor, optional
-        Atoms sorted by system; not needed if they are already sorted.
-    atom_begin : (n_systems + 1,) int32 tensor
-        Row pointers of the systems in this order.
-    points : (n_points, 3) int32 tensor
-        Non-negative Miller indices, sorted by system. Points with equal first two indices should be contiguous.
-    point_begin : (n_systems + 1,) int32 tensor
-        Row pointers of the systems among the points.
+    coordinates, order, atom_begin, points, point_begin
+        The fields of `AtomsAndPoints`.
     derivatives : int
         Highest order of derivative among the moments.
 
@@ -177,6 +175,7 @@ def fourier_spread(
     (n_channels, n_points, 4, 2) float64 tensor
         Real and imaginary part at (n_x, ±n_y, ±n_z), in the order ++, +-, -+, --.
     """
+    coordinates, order, atom_begin, points, point_begin = sums
     n_points, n_channels = points.shape[0], moments.shape[1]
     field = new_empty((n_channels, n_points, 4, 2), torch.float64, moments.device)
     if moments.shape[0] == 0 or field.numel() == 0:
@@ -207,15 +206,8 @@ def fourier_spread(
     vmap=fold(lambda: fourier_gather, (0, 1), _copies, _OF_SLICES),
     trusted=True,
 )
-def fourier_gather(
-    field: torch.Tensor,
-    coordinates: torch.Tensor,
-    order: torch.Tensor | None,
-    atom_begin: torch.Tensor,
-    points: torch.Tensor,
-    point_begin: torch.Tensor,
-    derivatives: int,
-) -> torch.Tensor:
+@with_fields
+def fourier_gather(field: torch.Tensor, sums: AtomsAndPoints, derivatives: int) -> torch.Tensor:
     """Sums ``Σ_n Re F(n) cos(2π n.s_i) + Im F(n) sin(2π n.s_i)`` and their derivatives along coordinates.
 
     Parameters
@@ -223,7 +215,7 @@ def fourier_gather(
     field : (n_channels, n_points, 4, 2) float64 tensor
         As from `fourier_spread`.
     coordinates, order, atom_begin, points, point_begin
-        As for `fourier_spread`.
+        The fields of `AtomsAndPoints`.
     derivatives : int
         Highest order of derivative in the result.
 
@@ -232,6 +224,7 @@ def fourier_gather(
     (n_atoms, n_channels, n_moments) float64 tensor
         Numbered by `nvalchemiops.kernels.moments.components`.
     """
+    coordinates, order, atom_begin, points, point_begin = sums
     n_atoms, n_channels, n_points = coordinates.shape[0], field.shape[0], points.shape[0]
     moments = new_empty((n_atoms, n_channels, count(derivatives)), torch.float64, field.device)
     if n_points == 0 or moments.numel() == 0:

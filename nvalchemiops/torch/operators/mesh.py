@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import warp as wp
@@ -12,6 +13,7 @@ from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.lattice import mesh_frequencies
@@ -67,6 +69,18 @@ def mesh_columns(
     return sort_rows(column, _n_bins(device, n_systems, mesh_dimensions))
 
 
+class AtomsOnMesh(NamedTuple):
+    """Atoms in the order of `mesh_columns`, with its arguments."""
+
+    coordinates: torch.Tensor
+    batch_idx: torch.Tensor | None
+    n_systems: int
+    order: torch.Tensor
+    column_begin: torch.Tensor
+    mesh_dimensions: Sequence[int]
+    spline_order: int
+
+
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
     """Arguments for this many copies of all systems."""
     n_atoms, batch_idx = inputs["coordinates"].shape[0] // n_copies, inputs["batch_idx"]
@@ -96,27 +110,16 @@ def _check(spline_order: int, derivatives: int) -> None:
     vmap=fold(lambda: mesh_spread, (1, 1), _copies, ("order", "column_begin")),
     trusted=True,
 )
-def mesh_spread(
-    moments: torch.Tensor,
-    coordinates: torch.Tensor,
-    batch_idx: torch.Tensor | None,
-    n_systems: int,
-    order: torch.Tensor,
-    column_begin: torch.Tensor,
-    mesh_dimensions: Sequence[int],
-    spline_order: int,
-    derivatives: int,
-) -> torch.Tensor:
+@with_fields
+def mesh_spread(moments: torch.Tensor, atoms: AtomsOnMesh, derivatives: int) -> torch.Tensor:
     """Spread values of atoms to a mesh.
 
     Parameters
     ----------
     moments : (n_atoms, n_channels, n_moments) tensor
         Numbered as in `nvalchemiops.kernels.moments.components`; a single moment if ``derivatives`` is 0.
-    coordinates, batch_idx, n_systems, mesh_dimensions, spline_order
-        As for `mesh_columns`.
-    order, column_begin : tensors
-        From `mesh_columns`.
+    coordinates, batch_idx, n_systems, order, column_begin, mesh_dimensions, spline_order
+        The fields of `AtomsOnMesh`.
     derivatives : int
         Highest order of derivative among the moments.
 
@@ -124,8 +127,8 @@ def mesh_spread(
     -------
     (n_systems, n_channels, n_x, n_y, n_z) tensor
     """
+    coordinates, _, n_systems, order, column_begin, (n_x, n_y, n_z), spline_order = atoms
     _check(spline_order, derivatives)
-    n_x, n_y, n_z = mesh_dimensions
     n_atoms, n_channels = moments.shape[:2]
     field = new_empty((n_systems, n_channels, n_x, n_y, n_z), moments.dtype, moments.device)
     if field.numel() == 0:
@@ -156,24 +159,15 @@ def mesh_spread(
     vmap=fold(lambda: mesh_gather, (1, 1), _copies, ("order", "column_begin")),
     trusted=True,
 )
-def mesh_gather(
-    field: torch.Tensor,
-    coordinates: torch.Tensor,
-    batch_idx: torch.Tensor | None,
-    n_systems: int,
-    order: torch.Tensor,
-    column_begin: torch.Tensor,
-    mesh_dimensions: Sequence[int],
-    spline_order: int,
-    derivatives: int,
-) -> torch.Tensor:
+@with_fields
+def mesh_gather(field: torch.Tensor, atoms: AtomsOnMesh, derivatives: int) -> torch.Tensor:
     """Gather the values of a mesh, and their derivatives with respect to coordinates, at atoms.
 
     Parameters
     ----------
     field : (n_systems, n_channels, n_x, n_y, n_z) tensor
     coordinates, batch_idx, n_systems, order, column_begin, mesh_dimensions, spline_order
-        As for `mesh_spread`.
+        The fields of `AtomsOnMesh`.
     derivatives : int
         Highest order of derivative in the result.
 
@@ -182,6 +176,7 @@ def mesh_gather(
     (n_atoms, n_channels, n_moments) tensor
         Numbered by `nvalchemiops.kernels.moments.components`.
     """
+    coordinates, batch_idx, _, order, *_, spline_order = atoms
     _check(spline_order, derivatives)
     n_channels = field.shape[1]
     moments = new_empty((coordinates.shape[0], n_channels, count(derivatives)), field.dtype, field.device)

@@ -18,7 +18,7 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
-from nvalchemiops.torch.interactions.pair.shares import Ghosts, with_ghosts
+from nvalchemiops.torch.interactions.pair.shares import NO_GHOSTS, Ghosts, with_ghosts
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems
 from nvalchemiops.torch.runtime.context import is_eager
@@ -43,9 +43,6 @@ class Triples(NamedTuple):
     n_positive: int
     cutoff: float  # triples count all of whose sides are shorter
     r_switch: float  # if it is below the cutoff, a factor for each side goes to zero between the two
-
-
-NO_GHOSTS = Ghosts()
 
 
 def _of_systems(*inputs: Any) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ the kernel for each order is generated and compiled when it is first needed.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,12 @@ from nvalchemiops.interactions.pair.moments import GATHERED
 from nvalchemiops.kernels.moments import count, raised
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import warp_custom_op
+from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.autograd.functorch import given_by_name
 from nvalchemiops.torch.autograd.specs import precision_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import RowKernel, fold_systems, product, row_output
-from nvalchemiops.torch.interactions.pair.shares import ghosts_of, with_ghosts
+from nvalchemiops.torch.interactions.pair.shares import NO_GHOSTS, Ghosts, ghosts_of, with_ghosts
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import is_eager
@@ -337,6 +338,7 @@ OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
     vmap=_fold,
     trusted=True,
 )
+@with_fields
 def pair_moments(
     formula: str,
     by: str,
@@ -363,12 +365,7 @@ def pair_moments(
     excluded_factors: torch.Tensor | None,
     cutoff: float,
     r_switch: float,
-    system_of_all: torch.Tensor | None = None,
-    sent: torch.Tensor | None = None,
-    partners: Sequence[int] = (),
-    send: Sequence[int] = (),
-    receive: Sequence[int] = (),
-    group: int = 0,
+    ghosts: Ghosts = NO_GHOSTS,
 ) -> tuple[torch.Tensor, ...]:
     """Sums over neighbors of the derivatives of a radial function, contracted with moments.
 
@@ -413,9 +410,10 @@ def pair_moments(
     """
     given = dict(locals())  # a copy, because a debugger may add entries to locals()
     n_atoms, n_channels, n_moments = moments.shape
+    given |= given.pop("ghosts")._asdict()
     if n_channels > MOST_CHANNELS:
         return _in_blocks(**given)
-    if sent is not None:
+    if ghosts.sent is not None:
         given = with_ghosts(given, ("positions", "moments", "parameters"))
     orders = (order_of(n_moments), derivatives, -1 if row_moments is None else order_of(row_moments.shape[-1]))
     n_directions = 0 if direction_cell is None else direction_cell.shape[0]

@@ -21,10 +21,11 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Lent
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.declaration import with_fields
 from nvalchemiops.torch.autograd.functorch import given_by_name
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.distributed.collectives import refuse_slices
-from nvalchemiops.torch.interactions.pair.shares import with_ghosts
+from nvalchemiops.torch.interactions.pair.shares import NO_GHOSTS, Ghosts, with_ghosts
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, unused_slots
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems
@@ -359,6 +360,7 @@ def _repeated_systems(given: dict[str, Any], mapped: Container[str], count: int)
     vmap=functools.partial(fold_systems, lambda: pair_sum, OUTPUTS),
     trusted=True,
 )
+@with_fields
 def pair_sum(
     formula: str,
     outputs: str,
@@ -388,12 +390,7 @@ def pair_sum(
     excluded_factors: torch.Tensor | None,
     cutoff: float,
     r_switch: float,
-    system_of_all: torch.Tensor | None = None,
-    sent: torch.Tensor | None = None,
-    partners: Sequence[int] = (),
-    send: Sequence[int] = (),
-    receive: Sequence[int] = (),
-    group: int = 0,
+    ghosts: Ghosts = NO_GHOSTS,
 ) -> tuple[torch.Tensor, ...]:
     """Gradient of the n-fold directional derivative of the weighted energy; results that are not requested are empty.
 
@@ -434,8 +431,8 @@ def pair_sum(
         this rank's share.
     """
     given = dict(locals())  # a copy, because a debugger may add entries to locals()
-    if sent is not None:
-        given = with_ghosts(given, _OF_NEIGHBORS)
+    if ghosts.sent is not None:
+        given = with_ghosts(given | ghosts._asdict(), _OF_NEIGHBORS)
     flags = (shifts is not None, n_species, weights is not None, excluded is not None)
     n_rows, n_parameters = positions.shape[0], 0 if parameters is None else parameters.shape[1]
     shapes = {"energies": (n_rows,), "position_gradients": (n_rows, 3), "parameter_gradients": (n_rows, n_parameters)}

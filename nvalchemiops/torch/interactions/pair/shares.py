@@ -42,6 +42,9 @@ class Ghosts(NamedTuple):
     group: int = 0  # of processes, from `nvalchemiops.torch.distributed.collectives.number_of`
 
 
+NO_GHOSTS = Ghosts()
+
+
 def ghosts_of(domain: Domain | None, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
     """The arguments of an op over pairs that describe ghosts; ``batch_idx`` is None if the sum ignores systems."""
     if domain is None:
