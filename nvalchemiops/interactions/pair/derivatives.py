@@ -31,6 +31,7 @@ from nvalchemiops.interactions.pair.expression import (
     symbols_of,
     without_absolutes,
 )
+from nvalchemiops.interactions.pair.lazy_sympy import sympy
 from nvalchemiops.kernels.kept_text import kept_text
 from nvalchemiops.kernels.special import FUNCTIONS
 
@@ -107,8 +108,6 @@ def has_high_powers(formula: Formula) -> bool:
     """Whether the energy of a pair has powers beyond the second, which leave the range of float32 in some units."""
 
     def found() -> bool:
-        import sympy
-
         squared = symbols_of(formula).squared
         powers = (p for p in pair_energy(formula).atoms(sympy.Pow) if p.exp.is_number and not p.base.is_number)
         return any(bool(abs(p.exp) > (1 if p.base == squared else 2)) for p in powers)
@@ -126,8 +125,6 @@ def printed(results: Mapping[str, Any], definitions: Mapping[Any, Any] | None = 
 
 def derivatives(request: Request) -> dict[str, Any]:
     """The requested parts of ``T_n`` of a pair and of an atom as sympy expressions, named as in `Program.results`."""
-    import sympy
-
     formula, outputs = request.formula, request.outputs
     symbols = symbols_of(formula)
     omega, weight = sympy.Symbol("omega", real=True), sympy.Symbol("w_i", real=True)
@@ -174,8 +171,6 @@ def derivatives(request: Request) -> dict[str, Any]:
 
 def direction_of(symbol: Any, k: int) -> Any:
     """The symbol for the change of ``symbol`` in direction k."""
-    import sympy
-
     return sympy.Symbol(f"{symbol}_d{k}", real=True)
 
 
@@ -193,8 +188,6 @@ class _Printer:
     """Writes expressions as statements: each subexpression once, with those that pairs share in a separate list."""
 
     def __init__(self, results: Mapping[str, Any], definitions: Mapping[Any, Any]) -> None:
-        import sympy
-
         self.functions: list[str] = []
         self.inputs: set[str] = set()
         self.statements: dict[bool, list[str]] = {True: [], False: []}
@@ -223,7 +216,6 @@ class _Printer:
         The factors may be out of the range of float32 where their product is not, or have few digits left there:
         ``s^-8``, in the second derivative of a Lennard-Jones potential, is 1e-41 at 400 pm.
         """
-        import sympy
 
         def regrouped(product: Any) -> Any:
             factors = [factor.as_base_exp() for factor in product.args]
@@ -316,8 +308,6 @@ class _Printer:
         return self.join(groups, "*")
 
     def power(self, base: Any, exponent: Any) -> _Code:
-        import sympy
-
         half = sympy.Rational(1, 2)
         if exponent.is_Integer and exponent > 0:
             return self.integer_power(base, int(exponent))
@@ -343,8 +333,6 @@ class _Printer:
 
     def inverse_power_of_distance(self, exponent: Any) -> _Code:
         """A power of s from the inverse of s or of its root, each of which is computed only once."""
-        import sympy
-
         inverse_root = self.squared ** -sympy.Rational(1, 2)
         if exponent == -1 and not self.has_root:
             return self.keep(f"one(1.0) / {self.code(self.squared).text}", False)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nvalchemiops.interactions.pair.expression import Largest, Select, Step
+from nvalchemiops.interactions.pair.lazy_sympy import sympy
 
 LARGE_EXPONENT = 5
 """Exponentials of more than this are taken out of sums: exp(88) is infinite in float32, and so are powers of exp(9)."""
@@ -19,8 +20,6 @@ def in_range(expression: Any) -> Any:
     above and below, as in ``(exp(-x) + 1)^-1 (1 + exp(x))^-1``. If it may then still happen, the product becomes one
     exponential times factors of ordinary size (``parts_of``), where the largest exponential is taken out of each sum.
     """
-    import sympy
-
     erfc_from, scaled_erfc = sympy.Function("erfc_from"), sympy.Function("scaled_erfc")
     lengths = sympy.Symbol("s", positive=True), sympy.Symbol("cutoff", positive=True)  # of shifts
 
@@ -215,8 +214,6 @@ def in_range(expression: Any) -> Any:
 
 def with_shared_exponential(expression: Any) -> Any:
     """Replace error functions by functions of x and exp(-x^2), which their derivatives contain as well."""
-    import sympy
-
     erfc_from, erf_from = sympy.Function("erfc_from"), sympy.Function("erf_from")
     expression = expression.replace(sympy.erfc, lambda x: erfc_from(x, sympy.exp(-(x**2))))
     return expression.replace(sympy.erf, lambda x: erf_from(x, sympy.exp(-(x**2))))

@@ -14,12 +14,10 @@ import random
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from nvalchemiops.arguments import hint
-
-if TYPE_CHECKING:
-    import sympy
+from nvalchemiops.interactions.pair.lazy_sympy import sympy
 
 MAX_LENGTH = 10_000
 """Most characters in an expression. A longer one is probably a mistake, and would take minutes to differentiate."""
@@ -115,7 +113,6 @@ def check_names(formula: Formula) -> None:
 @functools.cache
 def symbols_of(formula: Formula) -> Symbols:
     """The sympy symbols for a formula, named as the generated code names them."""
-    import sympy
 
     def numbered(prefix: str, names: Sequence[str]) -> tuple[Any, ...]:
         return tuple(sympy.Symbol(f"{prefix}{k}", real=True) for k in range(len(names)))
@@ -141,8 +138,6 @@ def pair_energy(formula: Formula) -> Any:
         The expression cannot be read, uses an unknown symbol or function, or does not use a declared parameter; the
         message says which and where. Or its value changes when the two atoms are exchanged.
     """
-    import sympy
-
     check_names(formula)
     symbols = symbols_of(formula)
     known: dict[str, Any] = {
@@ -175,8 +170,6 @@ def pair_energy(formula: Formula) -> Any:
 
 def _limit_at_cutoff(energy: Any, symbols: Symbols) -> Any:
     """The limit at the cutoff from below, as of ``(cutoff - r)^3 log(cutoff - r)``; None if it is not finite."""
-    import sympy
-
     if energy.atoms(*_own_functions()):
         return None
     r, below = sympy.Dummy(positive=True), sympy.Dummy(positive=True)
@@ -192,16 +185,12 @@ def _limit_at_cutoff(energy: Any, symbols: Symbols) -> Any:
 
 def _no_numbers() -> tuple[Any, ...]:
     """What sympy has in place of numbers that do not exist, the last of them for ``atan(1/0)``."""
-    import sympy
-
     return sympy.zoo, sympy.nan, sympy.oo, -sympy.oo, sympy.AccumBounds
 
 
 @functools.cache
 def self_energy(formula: Formula) -> Any:
     """The self energy of an atom as a sympy expression of its parameters, or None. Raises as `pair_energy` does."""
-    import sympy
-
     if not formula.self_energy:
         return None
     symbols = symbols_of(formula)
@@ -237,7 +226,6 @@ def _check_uses(energy: Any, formula: Formula, symbols: Symbols) -> None:
 def _check_symmetry(energy: Any, symbols: Symbols) -> None:
     """Raise unless the energy is the same with the two atoms exchanged, and is a real number somewhere."""
     import mpmath
-    import sympy
 
     exchanged = energy.xreplace(dict(zip((*symbols.own, *symbols.other), (*symbols.other, *symbols.own))))
     arguments = sorted({*energy.free_symbols, *exchanged.free_symbols}, key=str)
@@ -322,8 +310,6 @@ class _Reader:
         self.reading: list[str] = []
 
     def read(self) -> Any:
-        import sympy
-
         parts: list[tuple[str, int]] = []
         start = 0
         for part in self.text.split(";"):
@@ -400,8 +386,6 @@ class _Reader:
 
     def convert(self, node: ast.AST, column: Callable[[Any], int]) -> Any:
         """The sympy expression for one node of the syntax tree."""
-        import sympy
-
         match node:
             case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
                 if not abs(value) <= MAX_NUMBER:
@@ -470,8 +454,6 @@ class _Reader:
 
 def _sympy(name: str) -> Callable[..., Any]:
     def make(*arguments: Any) -> Any:
-        import sympy
-
         return getattr(sympy, name)(*arguments)
 
     return make
@@ -505,7 +487,6 @@ def LowerGamma(a: Any, x: Any) -> Any:
 @functools.cache
 def _own_functions() -> tuple[Any, Any, Any, Any]:
     """The classes of these sympy functions, made on first use: importing this module must not import sympy."""
-    import sympy
 
     class Real(sympy.Function):
         def _eval_is_real(self) -> bool:
@@ -550,7 +531,6 @@ def _own_functions() -> tuple[Any, Any, Any, Any]:
 @functools.cache
 def _erfc() -> Any:
     """As in sympy, but for ``erfc(a - r)``, of which that makes ``2 - erfc(r - a)``, without digits where small."""
-    import sympy
 
     class erfc(sympy.erfc):
         @classmethod
@@ -569,8 +549,6 @@ def without_absolutes(expression: Any) -> Any:
 
     So are powers of zero, of which sympy has no derivative: 0 for a positive exponent, 1 for none.
     """
-    import sympy
-
     of_zero = {e: Step(-e.exp) / Step(e.exp) for e in expression.atoms(sympy.Pow) if e.base == 0}
     expression = expression.xreplace(of_zero)
     if not expression.has(sympy.Abs, sympy.sign):

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from nvalchemiops.interactions.pair import loop, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, FILES, VIRIAL, Program, printed
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy, symbols_of, without_absolutes
+from nvalchemiops.interactions.pair.lazy_sympy import sympy
 from nvalchemiops.interactions.pair.loop import Array
 from nvalchemiops.kernels.kept_text import kept_text
 from nvalchemiops.kernels.moments import Component, components, count
@@ -171,8 +172,6 @@ def radial(formula: Formula, by: tuple[str, ...], order: int) -> tuple[Program, 
 
 def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
     """The result of `radial`, as lists and strings."""
-    import sympy
-
     symbols = symbols_of(formula)
     s = symbols.squared
     function = pair_energy(formula)
@@ -208,8 +207,6 @@ def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
 
 def _screened(function: Any, s: Any) -> list[tuple[Any, Any]]:
     """The weights c and the κ of a function ``Σ c erfc(κ r)/r`` whose weights may add up to zero; otherwise nothing."""
-    import sympy
-
     found = []
     for term in sympy.Add.make_args(function):
         weight, inverse_length = term * sympy.sqrt(s), sympy.S.Zero
@@ -263,8 +260,6 @@ def _without_constants(function: Any, s: Any) -> tuple[Any, dict[Any, Any]]:
 
     Steps count as constant. Otherwise such parts, which may be long, would be repeated in all derivatives.
     """
-    import sympy
-
     definitions: dict[Any, Any] = {}
     names: dict[Any, Any] = {}
 
