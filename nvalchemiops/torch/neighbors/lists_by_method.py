@@ -35,10 +35,8 @@ def cell_list(
     ignore("cell_list", without_effect)
     systems = Systems(positions, cell, pbc, None, None, target_indices, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check=check)
-    out = Room(
-        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
-    )
-    return build(systems, cutoff, form, out, BINNED)
+    memory = neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
+    return build(systems, cutoff, form, Room(max_neighbors, *memory), BINNED)
 
 
 def batch_cell_list(
@@ -69,10 +67,8 @@ def batch_cell_list(
     ignore("batch_cell_list", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check=check)
-    out = Room(
-        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
-    )
-    return build(systems, cutoff, form, out, BINNED)
+    memory = neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
+    return build(systems, cutoff, form, Room(max_neighbors, *memory), BINNED)
 
 
 def naive_neighbor_list(
@@ -102,10 +98,8 @@ def naive_neighbor_list(
     ignore("naive_neighbor_list", without_effect)
     systems = Systems(positions, cell, pbc, None, None, target_indices, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check=check)
-    out = Room(
-        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
-    )
-    return build(systems, cutoff, form, out, NAIVE)
+    memory = neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
+    return build(systems, cutoff, form, Room(max_neighbors, *memory), NAIVE)
 
 
 def batch_naive_neighbor_list(
@@ -137,10 +131,8 @@ def batch_naive_neighbor_list(
     ignore("batch_naive_neighbor_list", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check=check)
-    out = Room(
-        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
-    )
-    return build(systems, cutoff, form, out, NAIVE)
+    memory = neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
+    return build(systems, cutoff, form, Room(max_neighbors, *memory), NAIVE)
 
 
 def naive_neighbor_list_dual_cutoff(
