@@ -226,7 +226,7 @@ def simulate(
         hooks += [functools.partial(hooked, lambda _: None)] * (int(agreement.largest[1]) - len(hooks))
     shows = progress and (domain is None or domain.rank == 0)
     grad = torch.enable_grad() if gradients else torch.no_grad()
-    with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer, _needed(lost):
+    with whole_call(domain), grad, progress_bar(steps, "step", shows) as show, writer.files, _needed(lost):
         if gradients:
             start, options = _tracked(start), {name: ordinary(value) for name, value in options.items()}
         if isinstance(start, State):
@@ -362,16 +362,10 @@ class _Writer:
         self, paths: AnyPath | Sequence[AnyPath] | None, every: int, appends: bool, integrator: Integrator
     ) -> None:
         self.paths: list[Any] = [] if paths is None else [paths] if isinstance(paths, str | PathLike) else list(paths)
-        self.every, self._files, self._rigid = every, contextlib.ExitStack(), integrator.constraints
+        self.every, self.files, self._rigid = every, contextlib.ExitStack(), integrator.constraints
         self._goes_on = [appends and Path(path).exists() for path in self.paths]
         self._writers: list[Any] = []
         self._bonds: tuple[torch.Tensor | None, list[Any]] | None = None  # systems of the atoms, and their constraints
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
 
     def write(self, state: State, n: int) -> None:
         """Write the state, if it is its turn."""
@@ -410,7 +404,7 @@ class _Writer:
         for place, (path, goes_on, atoms) in enumerate(zip(self.paths, self._goes_on, frames)):
             is_trajectory = str(path).endswith(".traj")
             if n == 0 and is_trajectory:
-                self._writers.append(self._files.enter_context(TrajectoryWriter(path, "a" if goes_on else "w")))
+                self._writers.append(self.files.enter_context(TrajectoryWriter(path, "a" if goes_on else "w")))
             if n == 0 and goes_on:
                 continue
             if is_trajectory:

@@ -150,7 +150,7 @@ def _dispersion_sum(
     damping = type(settings.damping)(*map(complete, settings.damping))
     settings = settings._replace(damping=damping, s9=complete(settings.s9))
     if domain is not None and isinstance(parameters, D3Parameters):
-        elements = shares.numbers_of_all(domain, numbers, parameters.rcov.shape[0])
+        elements = domain._union(numbers, parameters.rcov.shape[0])
     with shares.together(domain):
         if elements is not None:
             assert isinstance(parameters, D3Parameters)

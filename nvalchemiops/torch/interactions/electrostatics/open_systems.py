@@ -312,7 +312,7 @@ def open_system(
         if domain is None:
             batch_idx, n_systems = checks.check_batch(atoms.batch_idx, positions, n_systems)
         else:
-            shares.check_atoms(domain, atoms)
+            domain._check(atoms)
             batch_idx, n_systems = domain.batch_idx, domain.n_systems
         widths = shares.of_all_atoms(domain, atoms.widths)
         moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, widths, positions)

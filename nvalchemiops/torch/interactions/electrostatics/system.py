@@ -83,7 +83,7 @@ class ChargedSystem(NamedTuple):
     def rows_within(self, cutoff: float) -> Rows:
         """All neighbors closer than ``cutoff``; with a domain, the neighbors that it found with its arguments."""
         if self.domain is not None:
-            return shares.found_rows(self.domain, cutoff)
+            return self.domain._found_rows(cutoff).alone
         return build_rows(self.positions, cutoff, self.cell, self.batch_idx)
 
     def given_rows(
@@ -120,7 +120,7 @@ def check_system(
     domain = atoms.domain
     if domain is not None:
         with shares.together(domain):
-            shares.check_atoms(domain, atoms)
+            domain._check(atoms)
             atoms = atoms._replace(widths=shares.of_all_atoms(domain, atoms.widths))
             system = check_system(domain._alone(atoms), slab_correction=slab_correction, of_coulomb=of_coulomb)
             excluded = exclusions, exclusion_factors

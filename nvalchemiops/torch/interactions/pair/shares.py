@@ -28,7 +28,6 @@ from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclu
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import may_read
-from nvalchemiops.torch.systems import System
 
 
 class Ghosts(NamedTuple):
@@ -101,12 +100,6 @@ def beside_ghosts(domain: Domain | None, values: torch.Tensor) -> torch.Tensor:
     return values if domain is None else domain._with_ghosts(values)
 
 
-def check_atoms(domain: Domain | None, atoms: System) -> None:
-    """Raise unless this rank owns these atoms, in the cells of the domain."""
-    if domain is not None:
-        domain._check(atoms)
-
-
 def of_lattice(asked: Any) -> Any:
     """The lattice sum; that of a slab with its ``pbc``, and a domain that is periodic along all axes."""
     atoms, domain = asked.atoms, asked.atoms.domain
@@ -119,11 +112,6 @@ def must_be_near(domain: Domain | None, positions: torch.Tensor, cell: torch.Ten
     """Raise on all ranks if an atom has moved too far since the domain was made, in a part of a call `together`."""
     if domain is not None:
         domain._must_be_near(positions, cell)
-
-
-def numbers_of_all(domain: Domain, numbers: torch.Tensor, size: int) -> list[int]:
-    """The numbers from 0 to ``size - 1`` that occur on any rank. A collective call."""
-    return domain._union(numbers, size)
 
 
 def rows_of_domain(
@@ -145,11 +133,6 @@ def rows_of_domain(
         agreement.must_be_same(alpha=alpha, cutoff=cutoff)
         rows = domain._owned_rows(positions, cutoff, cell).alone
     return rows, cutoff, replicated(domain, alpha)
-
-
-def found_rows(domain: Domain, cutoff: float) -> Rows:
-    """The result of `rows_of_domain`, which was called before for these positions and this cutoff."""
-    return domain._found_rows(cutoff).alone
 
 
 def together(domain: Domain | None, now: bool = False) -> Any:

@@ -112,7 +112,7 @@ def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: f
     """The atoms that a rank owns, with neighbors from the domain."""
     positions = atoms.positions
     with shares.together(domain):
-        shares.check_atoms(domain, atoms)
+        domain._check(atoms)
         if atoms.pbc is not None:
             raise ValueError("`pbc` belongs to the `domain`: leave it out")
         if cutoff is None:
