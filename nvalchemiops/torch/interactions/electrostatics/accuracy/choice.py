@@ -16,6 +16,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_of_neighbors, force_on_host
 from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import (
     Sizes,
+    SizesKey,
     count_and_volume,
     key_of_sizes,
     sizes_of_system,
@@ -55,7 +56,7 @@ class EwaldSplitting(NamedTuple):
     # (n_systems,), alpha on the host; None if the long-range part is given, while compiling, or for slices of a `vmap`
     values: np.ndarray | None = None
     # what `sizes_of_system` depends on; None if what follows from it is not to be kept
-    sizes_known: Hashable = None
+    sizes_known: SizesKey | None = None
 
 
 def choose_splitting(
@@ -113,8 +114,9 @@ def choose_splitting(
             screened = chosen.detach() if limit is None else torch.minimum(chosen.detach(), limit)
             cutoff = float(core.real_cutoff(on_host(screened), spacing, target).max(initial=0.0))
         rows, searched = system.rows_within(cutoff), cutoff
-    if values is not None and given is not None:  # with a given long-range part no accuracy is asked for
-        _warn_of_cutoff(system, rows, values, given, target)
+    # with a given long-range part no accuracy is asked for, and recorded calls say nothing
+    if values is not None and given is not None and not differ_in_replays(system.positions):
+        _warn_of_cutoff(system, sizes_of_system(system, sizes_known), rows, values, given, target)
     return EwaldSplitting(chosen, rows, target, searched, strengths, values, sizes_known)
 
 
@@ -363,14 +365,14 @@ def _nearest(
 # -- Gaussians --------------------------------------------------------------------------------------
 
 
-def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff: float, target: core.Target) -> None:
-    """Warn if the list, up to this cutoff, is too short for alpha (n_systems,). Recorded calls say nothing.
+def _warn_of_cutoff(
+    system: ChargedSystem, sizes: Sizes, rows: Rows, alpha: np.ndarray, cutoff: float, target: core.Target
+) -> None:
+    """Warn if the list, up to this cutoff, is too short for alpha (n_systems,).
 
     A line of the caller is told once for each number of atoms.
     """
-    if differ_in_replays(system.positions):
-        return
-    spacing = sizes_of_system(system).spacing
+    spacing = sizes.spacing
 
     def errors_at(reach: Any) -> np.ndarray:
         errors: np.ndarray = np.exp(core.log_real_error(alpha, reach, spacing)) / target.force
@@ -382,7 +384,7 @@ def _warn_of_cutoff(system: ChargedSystem, rows: Rows, alpha: np.ndarray, cutoff
         if not is_first(AccuracyWarning, of, cutoff, system.n_atoms):
             return
         needed = core.real_cutoff(alpha, spacing, target)
-        reach = _complete_up_to(system, rows, cutoff, needed)
+        reach = _complete_up_to(system, sizes, rows, cutoff, needed)
         errors = np.where(reach < needed, errors_at(reach), 0.0)
     if (errors > most).any() and system.of_points and may_read(system.positions, system.moments, wait=True):
         near = torch.as_tensor(np.minimum(cutoff, core.NEARBY * spacing), device=system.positions.device)
@@ -396,13 +398,13 @@ MOST_SOUGHT = 2**17
 """Number of pairs among which the nearest one that a list lacks is sought; or twice as many as in a longer list."""
 
 
-def _complete_up_to(system: ChargedSystem, rows: Rows, cutoff: float, needed: np.ndarray) -> np.ndarray:
+def _complete_up_to(system: ChargedSystem, sizes: Sizes, rows: Rows, cutoff: float, needed: np.ndarray) -> np.ndarray:
     """The distance (n_systems,), at most ``needed``, up to which a list with this cutoff lacks no pair.
 
     It is longer than the cutoff where all atoms of a molecule are near, but not their images.
     """
     longest = float(needed.max(initial=0.0))
-    listed, sizes = rows.neighbors.shape[0], sizes_of_system(system)
+    listed = rows.neighbors.shape[0]
     # at most as many as at the density in the list, or as of all atoms and their images
     of_atoms = np.sum(sizes.n_atoms**2 * (1.0 + 4.0 * np.pi / 3.0 * longest**3 / sizes.volume))
     n_pairs = min(max(listed, system.n_atoms) * (longest / cutoff) ** 3, of_atoms)

@@ -1,6 +1,6 @@
 """Sizes of systems, the input of error models: cells, numbers of atoms, average distances."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,7 +84,11 @@ class Sizes(NamedTuple):
 
 def sizes_of(cell: torch.Tensor, count: np.ndarray) -> Sizes:
     """Sizes of systems with cells (n_systems, 3, 3) and numbers of atoms (n_systems,). Reads values on the host."""
-    lattice = on_host(cell.detach()).astype(np.float64)
+    return _sizes(on_host(cell.detach()), count)
+
+
+def _sizes(cell: np.ndarray, count: np.ndarray) -> Sizes:
+    lattice = cell.astype(np.float64)
     return Sizes(lattice, count, core.average_distance(count, np.abs(np.linalg.det(lattice))))
 
 
@@ -104,7 +108,11 @@ def counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.
     return on_host(known[0]).astype(np.float64)
 
 
-def key_of_sizes(system: ChargedSystem) -> Hashable:
+SizesKey = tuple[bytes, np.dtype[Any], bytes]
+"""Values on which sizes depend: cells, their dtype, and numbers of atoms."""
+
+
+def key_of_sizes(system: ChargedSystem) -> SizesKey | None:
     """The values on which `sizes_of_system` depends, read on the host; None if choices are not to be kept.
 
     They are kept in plain eager mode, and where reading these values costs less than it saves.
@@ -119,8 +127,11 @@ def key_of_sizes(system: ChargedSystem) -> Hashable:
     return lattice.tobytes(), lattice.dtype, count.tobytes()
 
 
-def sizes_of_system(system: ChargedSystem) -> Sizes:
-    """Sizes of systems, including the atoms of all ranks. Reads values on the host."""
+def sizes_of_system(system: ChargedSystem, known: SizesKey | None = None) -> Sizes:
+    """Sizes of systems, including the atoms of all ranks. Reads values on the host, unless they are ``known``."""
+    if known is not None:
+        cell, dtype, count = known
+        return _sizes(np.frombuffer(cell, dtype).reshape(-1, 3, 3), np.frombuffer(count))
     if system.domain is not None:
         return sizes_of(system.cell, on_host(system.domain.atoms_in_systems))
     return sizes_of(system.cell, counted(system.batch_idx, system.n_systems, system.n_atoms))

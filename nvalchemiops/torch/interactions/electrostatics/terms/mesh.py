@@ -294,7 +294,7 @@ class MeshSum(NamedTuple):
             key = (found.sizes_known, values.tobytes(), *others)
             if (kept := _meshes.find(key)) is not None:
                 return self._replace(mesh=kept[0], basis=kept[1])
-        sizes, basis, notes = sizes_of_system(system), None, notices.count()
+        sizes, basis, notes = sizes_of_system(system, found.sizes_known), None, notices.count()
         if system.domain is None and self.precomputed.are_none:  # a domain is divided along the vectors of its cell
             sizes, matrices = sizes.for_mesh()
             basis = _basis_on(found.alpha.device, matrices)

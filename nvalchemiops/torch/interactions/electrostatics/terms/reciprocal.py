@@ -165,7 +165,7 @@ class KVectorSum(NamedTuple):
         parts = _parts.find(known)
 
         def cells_and_lengths() -> tuple[np.ndarray, np.ndarray]:
-            sizes = sizes_of_system(system)
+            sizes = sizes_of_system(system, found.sizes_known)
             return sizes.cell, core.reciprocal_cutoff(values, sizes.spacing, target)
 
         def of_systems() -> tuple[torch.Tensor, ...]:
