@@ -20,8 +20,8 @@ fetch() { # FOLDER PACKAGE...
   "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 -d "$@"
 }
-compile() { # PACKAGE
-  PYTHONPATH=$1 WARP_CACHE_PATH=$PWD/.gpu/cache "$python" -m nvalchemiops warmup --compute-capability "${CAPABILITY:-9.0}"
+compile() { # PACKAGE; without -P it would be that in this folder
+  PYTHONPATH=$1 WARP_CACHE_PATH=$PWD/.gpu/cache "$python" -P -m nvalchemiops warmup --compute-capability "${CAPABILITY:-9.0}"
   find .gpu/cache -name '*.cu' -delete
 }
 case ${1:-} in

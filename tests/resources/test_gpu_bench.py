@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,22 @@ def test_a_process_that_is_late_or_dies_is_a_row(bench, tmp_path):
     assert session.ask("ours", ["version"], found.append)["failed"] == "not run: no time left"
     session.end()
     assert process.poll() is not None and not session.workers
+
+
+def test_kernels_of_a_copy_are_compiled_with_its_changes(tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    script = shutil.copy(BENCHMARKS / "gpu_session.sh", tmp_path / "benchmarks")
+    package = tmp_path / "nvalchemiops"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import os\n\nos.makedirs(os.environ['WARP_CACHE_PATH'])\nprint('ours')\n")
+    patch = tmp_path / "other.patch"
+    patch.write_text(
+        "--- a/nvalchemiops/__main__.py\n+++ b/nvalchemiops/__main__.py\n"
+        "@@ -3,2 +3,2 @@\n os.makedirs(os.environ['WARP_CACHE_PATH'])\n-print('ours')\n+print('changed')\n"
+    )
+    command, environment = ["bash", str(script), "copy", str(patch)], {**os.environ, "PYTHON": sys.executable}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "changed\n"
 
 
 def test_rows_survive_an_interruption(tmp_path):
