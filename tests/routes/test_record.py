@@ -157,6 +157,8 @@ def test_systems_of_atoms_that_vary(case):
         for found, expected in zip(recorded(inputs.x, batch_idx), step(inputs.x, batch_idx), strict=True):
             assert torch.equal(found, expected)
     assert "recorded, 0 replayed" not in recorded.explain()
+    recorded(inputs.x, torch.zeros_like(systems))
+    assert ("no room for these values" in recorded.explain()) == (case.name == "Ewald")
     for wrong in (systems + 1, systems - 1):
         with pytest.raises(ValueError, match="`batch_idx` has the"):
             recorded(inputs.x, wrong)

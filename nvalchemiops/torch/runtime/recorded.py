@@ -229,7 +229,7 @@ class Recorded:
             return self._checked(found, moving, args, kwargs, kind if beside else None)
         results = _replayed(found.plan, moving)
         if results is None:
-            return self._ordinary(_NOT_NOW, args, kwargs)
+            return self._ordinary(_TOO_SMALL if found.plan.is_exceeded else _NOT_NOW, args, kwargs)
         self._note("replayed")
         return put_together(found.form, results)
 
@@ -562,7 +562,9 @@ _LATER = "such calls could not be recorded before, which is why they are recorde
 _MOST_WAITING = 1023
 """Ordinary calls before the next one is recorded: an ordinary call takes much less time than one that is recorded."""
 
-_NOT_NOW = "the plan is in use, or ranks agree after an error, or the ordinary call raises an error"
+_TOO_SMALL = "the plan has no room for these values, such as those of larger systems"
+
+_NOT_NOW = "the plan is in use, or ranks agree after an error, or the call raises or goes another way for these values"
 """Why a plan is not replayed."""
 
 
