@@ -184,7 +184,7 @@ def lbfgs_prepare_cell_state(
     ext_batch_idx = systems.repeat_interleave(sizes + 2)
     still = torch.eye(3, dtype=dtype, device=device).expand(n, 3, 3)
     kappa = scale * sizes.clamp(min=1).to(dtype)
-    state = LBFGSCellState(
+    return LBFGSCellState(
         ref_cell=cell.clone(),
         ref_cell_inv=torch.linalg.inv(cell.double()).to(dtype),
         kappa=kappa,
@@ -195,8 +195,6 @@ def lbfgs_prepare_cell_state(
         **{name: cell.new_zeros(n, 3) for name in ("cell_dof_a", "cell_dof_b", "cell_force_a", "cell_force_b")},
         **{name: cell.new_zeros(len(ext_batch_idx), 3) for name in ("ext_positions", "ext_forces")},
     )
-    _pack(state.phi, kappa, state.cell_dof_a, state.cell_dof_b)
-    return state
 
 
 def lbfgs_step_coord(
