@@ -165,10 +165,9 @@ def _compute_pme_reciprocal_virial(
     # of a real mesh only half of the waves are there; the planes that are their own mirror images count once
     doubled = torch.where((waves == 0) | (2 * waves == n), 1.0, 2.0)
     energy = (mesh_fft_raw.conj() * convolved_mesh).real.to(torch.float64) * doubled
-    shape = (-1, 1, 1, 1) if is_batch else (1, 1, 1)
     origin = k_squared <= AT_ORIGIN
     inverse = 1.0 / torch.where(origin, 1.0, k_squared).to(torch.float64)
-    slope = 2.0 * energy * (inverse + 0.25 / alpha.to(torch.float64).reshape(shape).square())
+    slope = 2.0 * energy * (inverse + 0.25 / alpha.to(torch.float64).reshape(-1, 1, 1, 1).square())
     slope, energy = (values.reshape(-1, *values.shape[-3:]).flatten(1) for values in (slope, energy))
     waves = k_vectors.to(torch.float64).reshape(-1, slope.shape[1], 3)
     dyads = (waves * slope.unsqueeze(2)).mT @ waves
