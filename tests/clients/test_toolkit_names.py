@@ -94,21 +94,24 @@ def test_paths(path):
 # -- lists and sums -----------------------------------------------------------------------------------
 
 
-def test_segments():
-    values, idx = draw(6), torch.tensor([0, 0, 3, 3, 3, 1], dtype=torch.int32)
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["numbers", "vectors"])
+def test_segments(shape):
+    values, idx = draw(6, *shape), torch.tensor([0, 0, 3, 3, 3, 1], dtype=torch.int32)
     parts = [values[idx == s] for s in range(4)]
+    zeros = torch.zeros(4, *shape, dtype=FLOAT)
     for function, each, empty in (
         (segmented_sum, torch.sum, 0.0),
         (segmented_max, torch.amax, -torch.inf),
         (segmented_min, torch.amin, torch.inf),
     ):
-        out = torch.full((4,), empty, dtype=FLOAT)
+        out = torch.full_like(zeros, empty)
         assert function(*arrays(values, idx, out)).ptr == out.data_ptr()
-        close(out, torch.stack([each(p) if len(p) else torch.tensor(empty, dtype=FLOAT) for p in parts]))
-    sums, counts, out = torch.zeros(4, dtype=FLOAT), torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=FLOAT)
+        close(out, torch.stack([each(p, 0) if len(p) else out[2] for p in parts]))
+        assert (out[2] == empty).all()
+    sums, counts, out = zeros.clone(), torch.zeros(4, dtype=torch.int32), zeros.clone()
     segmented_mean(*arrays(values, idx, sums, counts, out))
     assert counts.tolist() == [2, 1, 0, 3]
-    close(out, torch.stack([p.mean() if len(p) else torch.zeros((), dtype=FLOAT) for p in parts]))
+    close(out, torch.stack([p.mean(0) if len(p) else zeros[0] for p in parts]))
     ones = torch.zeros(4, dtype=torch.int32)
     segmented_sum(*arrays(torch.ones(6, dtype=torch.int32), idx, ones))
     assert ones.tolist() == [2, 1, 0, 3]
