@@ -479,36 +479,40 @@ def test_fire_step_by_step(version):
 
 
 def test_uphill_steps_are_taken_back_and_moves_are_limited():
-    x, v, f = torch.zeros(2, 3, dtype=FLOAT), torch.zeros(2, 3, dtype=FLOAT), torch.zeros(2, 3, dtype=FLOAT)
+    """And atoms at rest without forces stay."""
+    x, v, f = (torch.zeros(3, 3, dtype=FLOAT) for _ in range(3))
     v[0, 0], f[0, 0], f[1, 1] = 1.0, -2.0, 50.0
-    state = [torch.full((2,), value, dtype=FLOAT) for value in (0.05, 0.4, 0.1, 0.99, 0.01, 1.0, 0.2)]
-    integers = [torch.full((2,), value, dtype=torch.int32) for value in (3, 5)]
-    last = [torch.full((2,), value, dtype=FLOAT) for value in (0.5, 1.1)]
-    idx = torch.arange(2, dtype=torch.int32)
-    args = x, v, f, torch.ones(2, dtype=FLOAT), *state, *integers, *last, torch.ones(2, dtype=torch.int32)
+    state = [torch.full((3,), value, dtype=FLOAT) for value in (0.05, 0.4, 0.1, 0.99, 0.01, 1.0, 0.2)]
+    integers = [torch.full((3,), value, dtype=torch.int32) for value in (3, 5)]
+    last = [torch.full((3,), value, dtype=FLOAT) for value in (0.5, 1.1)]
+    idx, masses = torch.arange(3, dtype=torch.int32), torch.tensor([4.0, 1.0, 1.0], dtype=FLOAT)
+    args = x, v, f, masses, *state, *integers, *last, torch.ones(3, dtype=torch.int32)
     with pytest.raises(ValueError, match="`compute_reductions=False` needs"):
         fire_step(*arrays(*args), batch_idx=arrays(idx)[0], compute_reductions=False)
     fire_step(*arrays(*args), batch_idx=arrays(idx)[0])
-    close(x[0, 0], torch.tensor(-0.5 * 0.4 - 0.2 * 0.2 * 2.0, dtype=FLOAT))  # back by half a step, then on from rest
-    close(x[1, 1], torch.tensor(0.2, dtype=FLOAT))  # the limit, not 8
-    assert state[1].tolist() == [0.2, 0.4] and integers[0].tolist() == [0, 3] and state[0].tolist() == [0.1, 0.05]
+    # back by half a step, then on from rest; and the limit, not 8
+    close(x.diagonal(), torch.tensor([-0.5 * 0.4 - 0.2 * 0.2 * 2.0 / 4.0, 0.2, 0.0], dtype=FLOAT))
+    assert state[0].tolist() == [0.1, 0.05, 0.05] and state[1].tolist() == [0.2, 0.4, 0.4]
+    assert integers[0].tolist() == [0, 3, 3]
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_fire_of_cells(scale):
-    """Rows of the cell are atoms more; atoms keep their fractional coordinates when only the cell has forces."""
+    """Rows of the cell are atoms more; atoms make their own moves, then keep their fractional coordinates."""
     s, cells = Systems(), CELLS.clone()
-    state = [torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.05)]
     force, of_cell = draw(2, 3, 3, seed=5), torch.zeros(2, 3, 3, dtype=FLOAT)
-    s.v.zero_()
-    fractional = torch.linalg.solve(CELLS.mT[IDX], s.x)
-    counts = torch.zeros(2, dtype=torch.int32)
+    rows, pulls = torch.cat([s.v, of_cell.reshape(6, 3)]), torch.cat([s.f, force.reshape(6, 3) / scale])
+    idx = torch.cat([IDX, torch.tensor([0] * 3 + [1] * 3, dtype=torch.int32)])
+    state, alone = (
+        (*(torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.05)), torch.zeros(2, dtype=torch.int32))
+        for _ in range(2)
+    )
     options = {} if scale == 1.0 else {"cell_force_scale": scale, "ext_positions": torch.empty(13, 3)}
-    fire2_step_coord_cell(s.x, s.v, 0 * s.f, cells, of_cell, force, IDX, *state, counts, maxstep=9.0, **options)
-    rows, moves = torch.zeros(6, 3, dtype=FLOAT), torch.zeros(6, 3, dtype=FLOAT)
-    alone = [torch.full((2,), value, dtype=FLOAT) for value in (0.1, 0.05)]
-    idx = torch.tensor([0] * 3 + [1] * 3, dtype=torch.int32)
-    fire2_step_coord(moves, rows, force.reshape(6, 3) / scale, idx, *alone, counts, maxstep=9.0)
-    close(cells - CELLS, moves.reshape(2, 3, 3) / scale)
-    close(of_cell, rows.reshape(2, 3, 3) / scale)
-    close(torch.linalg.solve(cells.mT[IDX], s.x), fractional)
+    for _ in range(2):  # at first cells are at rest
+        lattice, x, moves = cells.clone(), s.x.clone(), torch.zeros(13, 3, dtype=FLOAT)
+        fire2_step_coord_cell(s.x, s.v, s.f, cells, of_cell, force, IDX, *state, maxstep=9.0, **options)
+        fire2_step_coord(moves, rows, pulls, idx, *alone, maxstep=9.0)
+        close(cells - lattice, moves[7:].reshape(2, 3, 3) / scale)
+        close(of_cell, rows[7:].reshape(2, 3, 3) / scale)
+        close(s.v, rows[:7])
+        close(torch.linalg.solve(cells.mT[IDX], s.x), torch.linalg.solve(lattice.mT[IDX], x + moves[:7]))

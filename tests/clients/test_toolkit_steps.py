@@ -122,12 +122,18 @@ def test_uphill_steps_of_fire2_go_back_by_half():
     """With the shorter time step, then on from rest; a system that goes downhill beside it does not."""
     s, alpha = Systems(), torch.full((2,), 0.05, dtype=FLOAT)
     dt, count = torch.tensor([0.06, 0.07], dtype=FLOAT), torch.tensor([4, 4], dtype=torch.int32)
-    forces = torch.where((IDX == 0)[:, None], -s.v, s.v)
+    sign = torch.tensor([-1.0, 1.0], dtype=FLOAT)
+    forces = sign[IDX, None] * s.v
     start = s.x.clone(), s.v.clone()
-    fire2_step_coord(s.x, s.v, forces, IDX, alpha, dt, count, maxstep=9.0, alpha0=0.1, dtshrink=0.5)
+    found = {name: torch.zeros(2, dtype=FLOAT) for name in ("vf", "v_sumsq", "f_sumsq", "max_norm")}
+    fire2_step_coord(s.x, s.v, forces, IDX, alpha, dt, count, maxstep=9.0, alpha0=0.1, dtshrink=0.5, **found)
     np.testing.assert_allclose(dt, [0.03, 0.07])
     assert count.tolist() == [0, 5] and alpha.tolist() == [0.1, 0.05]
     up = IDX == 0
     close(s.v[up], 0.03 * forces[up])  # parallel, so that mixing changes nothing
     close(s.x[up], start[0][up] - 0.5 * 0.03 * start[1][up] + 0.03**2 * forces[up])
     close(s.x[~up], start[0][~up] + 0.07 * (start[1] + 0.07 * forces)[~up])
+    squares = torch.zeros(2, dtype=FLOAT).index_add(0, IDX, start[1].square().sum(1))
+    longest = dt * torch.stack([s.v[IDX == n].norm(dim=1).max() for n in range(2)])
+    for name, expected in (("vf", sign * squares), ("v_sumsq", squares), ("f_sumsq", squares), ("max_norm", longest)):
+        close(found[name], expected)
