@@ -44,18 +44,27 @@ def test_atoms_in_a_cell_that_moves(mode):
         known = {"isotropic": trace / 3 * np.eye(3), "anisotropic": np.diag(np.diag(rate)), "triclinic": rate}[mode]
         friction = known + trace / (3 * int(s.counts[k])) * np.eye(3)
         np.testing.assert_allclose(s.v[i], flow(-friction, s.f[i] / s.m[i], start[1][i], s.dt[k] / 2), rtol=1e-11)
+    v, *others = (t[:3].contiguous() for t in (torch.as_tensor(start[1]), s.m, s.f))
+    given = *arrays(v, *others, s.rate[:1], volume[:1]), 3, arrays(s.dt[:1])[0]
+    steps.nph_velocity_half_step(*given, mode=mode)  # one system needs neither a batch nor counts
+    close(v, s.v[:3])
 
 
-def test_noise_without_a_batch_is_that_of_the_first_system():
-    found = []
-    for idx in (None, torch.zeros_like(IDX)):
-        s, more = Systems(0.3), [torch.tensor([value], dtype=FLOAT) for value in (0.3, 0.8, 2.0)]
+def test_noise_of_a_system_does_not_depend_on_the_others():
+    """It is that of places in systems; without a batch, in the first one."""
+
+    def moved(atoms, idx):
+        s, numbers = Systems(0.3), ((0.3, 0.2), (0.8, 1.2), (2.0, 3.0))
+        given = [t[atoms].contiguous() for t in (s.x, s.v, s.f, s.m)]
+        more = [torch.tensor(values[: 1 if idx is None else 2], dtype=FLOAT) for values in numbers]
         batch = {} if idx is None else {"batch_idx": arrays(idx)[0]}
-        steps.langevin_baoab_half_step(*arrays(s.x, s.v, s.f, s.m, *more), 5, **batch)
-        found.append(s)
-    close(found[0].x, found[1].x)
-    close(found[0].v, found[1].v)
-    assert (found[0].v - Systems().v).abs().min() > 1e-4
+        steps.langevin_baoab_half_step(*arrays(*given, *more), 5, **batch)
+        return torch.cat(given[:2], 1)
+
+    both = moved(slice(7), IDX)
+    close(moved(slice(3), None), both[:3])
+    close(moved(slice(3, 7), IDX[3:].contiguous()), both[3:])
+    assert (both[:, 3:] - Systems().v).abs().min() > 1e-4
 
 
 @pytest.mark.parametrize("dtype", [wp.float32, wp.float64])
