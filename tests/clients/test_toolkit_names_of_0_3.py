@@ -80,6 +80,12 @@ def test_steps_are_those_of_matrices(history_size):
             scale = (history[-1][0] @ history[-1][1]) / (history[-1][1] @ history[-1][1]) if step else 1.0 / 70.0
             move = dense_step(history, scale, force, 0.6)
             np.testing.assert_allclose(after - at, move, atol=1e-10)
+            whole = state.direction[IDX == n].numpy()
+            longest = np.linalg.norm(whole, axis=1).max()
+            of_step = {"gg": (force**2).sum(), "d0": scale, "dmax": longest, "dquad": (force * whole).sum()}
+            for name, expected in (of_step | {"alpha_step": min(1.0, 0.6 / longest)}).items():
+                np.testing.assert_allclose(getattr(state, name)[n], expected, rtol=1e-10)
+            assert state.n_loop[n] == len(history)
             if history_size == 1 and history:
                 (s, y), q = history[-1], force.ravel()
                 first = (s @ q) / (s @ y)
@@ -89,6 +95,19 @@ def test_steps_are_those_of_matrices(history_size):
             histories[n].append([None, None, at, force])
     assert limited == {True, False}
     assert state.iteration.tolist() == [9] * 3 and state.history_count.tolist() == [history_size] * 3
+
+
+def test_steps_enter_the_history_above_the_given_curvature():
+    """By the angle of the step and the change of the gradient, whatever their lengths."""
+    for share, enters in ((0.99, 1), (1.01, 0)):
+        made, x = valleys()[:1], draw(3, 3, seed=20)
+        state, idx = lbfgs_prepare_state(3, 1), torch.zeros(3, dtype=INT)
+        before, f = x.clone(), -(made[0][0] @ (x - made[0][1]).reshape(-1)).reshape(3, 3)
+        lbfgs_step_coord(x, f, state, idx)
+        after = -(made[0][0] @ (x - made[0][1]).reshape(-1)).reshape(3, 3)
+        cosine = torch.nn.functional.cosine_similarity((x - before).flatten(), (f - after).flatten(), dim=0).item()
+        lbfgs_step_coord(x, after, state, idx, curvature_eps=share * cosine)
+        assert state.history_count.tolist() == [enters]
 
 
 def test_minima_are_found_and_systems_do_not_know_of_each_other():
