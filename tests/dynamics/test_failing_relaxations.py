@@ -18,6 +18,7 @@ from nvalchemiops.torch.dynamics import (
     relax,
     to_ase,
 )
+from nvalchemiops.torch.dynamics.chart import Chart
 from nvalchemiops.torch.interactions.electrostatics import EwaldSummation
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.systems import System
@@ -214,6 +215,20 @@ def test_slabs_without_a_volume(open_vector: float) -> None:
     system.cell[1, 2], system.pbc[1, 2] = open_vector, False
     with pytest.raises(ValueError, match="`cell` of system 1 has no volume"):
         relax(system, lennard_jones_model(), cell=True)
+
+
+def test_pressure_along_open_axes() -> None:
+    """It would shrink the vacuum of a slab to nothing, where its force on the cell counts as converged."""
+    molecule, slab = crystal(2), crystal(3)
+    molecule.pbc, slab.pbc, slab.cell[2] = False, (True, True, False), (0.0, 0.0, 15.0)
+    slab.cell[:2, 2] = 0.0
+    system, pressure = System.from_ase([crystal(1), molecule, slab]), torch.tensor([0.01, 0.01, 0.01])
+    for cell in ("isotropic", "axes", "full"):
+        with pytest.raises(ValueError, match=r"system 2 is not periodic: choose mask=\(True, True, False\)"):
+            Chart(system, cell=CellFilter.of(cell, scalar_pressure=pressure))
+        Chart(system, cell=CellFilter.of(cell, (True, True, False), scalar_pressure=pressure))
+        Chart(system, cell=CellFilter.of(cell, scalar_pressure=pressure * torch.tensor([1.0, 1.0, 0.0])))
+    Chart(system, cell=CellFilter(constant_volume=True, scalar_pressure=pressure))
 
 
 def test_systems_without_a_cell() -> None:

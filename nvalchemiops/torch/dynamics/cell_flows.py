@@ -11,6 +11,8 @@ from nvalchemiops.torch.dynamics.constraints import Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Drift, Flow, Kick, Stochastic, kept
 from nvalchemiops.torch.dynamics.state import State, diagonal, trace
 from nvalchemiops.torch.dynamics.velocities import square_root
+from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.recorder import read_number
 
 
 def cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bool, bool]]:
@@ -22,6 +24,32 @@ def cell_arguments(cell: str, mask: Sequence[bool]) -> tuple[str, tuple[bool, bo
     if not (x or y or z):
         raise ValueError("`mask` must let at least one axis change")
     return cell, (x, y, z)
+
+
+def check_open_axes(moves: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor | None, otherwise: str) -> None:
+    """Raise if axes may change along which a system is not periodic, since nothing there withstands a pressure.
+
+    Parameters
+    ----------
+    moves : (3,) or (n_systems, 3) bool tensor
+        Which Cartesian axes may change.
+    cell : (n_systems, 3, 3) tensor
+    pbc : (n_systems, 3) bool tensor, optional
+        Of lattice vectors.
+    otherwise : str
+        What to choose for a system that has no periodic axis.
+    """
+    if pbc is None or not may_read(cell, pbc, moves) or read_number(values_of(pbc).all() | ~moves.any()):
+        return
+    rows = torch.where(values_of(pbc).unsqueeze(-1), values_of(cell).to(torch.float64), 0.0)
+    # parts of Cartesian unit vectors that are in the span of the periodic lattice vectors
+    inside = (torch.linalg.pinv(rows) @ rows).diagonal(dim1=-2, dim2=-1) > 1.0 - 1e-6
+    wrong = (moves & ~inside).any(-1).tolist()
+    if any(wrong):
+        k = wrong.index(True)
+        along = tuple(inside[k].tolist())
+        advice = f"mask={along}" if any(along) else otherwise
+        raise ValueError(f"`mask` lets axes change along which system {k} is not periodic: choose {advice}")
 
 
 @dataclasses.dataclass(frozen=True)

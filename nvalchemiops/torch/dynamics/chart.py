@@ -21,7 +21,7 @@ from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.distributed.exchange import carried
-from nvalchemiops.torch.dynamics.cell_flows import cell_arguments
+from nvalchemiops.torch.dynamics.cell_flows import cell_arguments, check_open_axes
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import of_each
@@ -160,7 +160,8 @@ class Chart:
     ------
     ValueError, TypeError
         A cell is to relax, but there is none, or it has no volume; an argument of a wrong shape; a mask that cannot
-        keep the volume; a pressure or a cell factor that is not finite, or a factor that is zero.
+        keep the volume; a pressure or a cell factor that is not finite, or a factor that is zero; a pressure where an
+        axis may change along which the system is not periodic.
     """
 
     def __init__(
@@ -237,6 +238,11 @@ class Chart:
                 f"`cell` of system {int(flat.nonzero()[0])} has no volume, so it has no stress to relax: give three "
                 "lattice vectors, also along open axes"
             )
+        if not self._options.constant_volume:
+            mask = self._per_system["mask"]
+            pressed = relaxes & (self._per_system["pressure"] != 0.0)
+            moves = (mask | mask.mT).any(1) & pressed.unsqueeze(1)
+            check_open_axes(moves, self._lattice, pbc, "`scalar_pressure=0.0`")
 
     @property
     def fixed(self) -> torch.Tensor | None:

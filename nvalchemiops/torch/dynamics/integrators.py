@@ -10,7 +10,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.batching import count_systems
-from nvalchemiops.torch.dynamics.cell_flows import Cell, Press, StretchedKick
+from nvalchemiops.torch.dynamics.cell_flows import Cell, Press, StretchedKick, check_open_axes
 from nvalchemiops.torch.dynamics.constraints import PREFIX, Constraints
 from nvalchemiops.torch.dynamics.flows import Chain, Flow, Kick, Shake, Stochastic, Tangent
 from nvalchemiops.torch.dynamics.model import (
@@ -468,13 +468,5 @@ def _check_cells(system: System, flows: Sequence[Flow]) -> None:
         return
     if not read_number((values_of(system.volume) > 0.0).all()):
         raise ValueError("`cell` has no volume: this integrator needs three lattice vectors, also along open axes")
-    if pbc is None or not may_read(pbc) or read_number(values_of(pbc).all()):
-        return
-    rows = torch.where(values_of(pbc).unsqueeze(-1), values_of(system.cell).to(torch.float64), 0.0)
-    # parts of Cartesian unit vectors that are in the span of the periodic lattice vectors
-    inside = (torch.linalg.pinv(rows) @ rows).diagonal(dim1=-2, dim2=-1)
-    moves = [any(axis) for axis in zip(*(flow.mask for flow in flows if isinstance(flow, Cell)))]
-    for k, along in enumerate((inside > 1.0 - 1e-6).tolist()):
-        if any(moving and not periodic for moving, periodic in zip(moves, along)):
-            advice = f"choose mask={tuple(along)}" if any(along) else "choose an integrator without a barostat"
-            raise ValueError(f"`mask` lets axes change along which system {k} is not periodic: {advice}")
+    masks = torch.tensor([flow.mask for flow in flows if isinstance(flow, Cell)], device=system.cell.device)
+    check_open_axes(masks.any(0), system.cell, pbc, "an integrator without a barostat")
