@@ -11,8 +11,8 @@ from nvalchemiops.torch.distributed import Domain, OtherRankError, pencils
 from nvalchemiops.torch.interactions.pair import PairPotential
 
 F64 = torch.float64
-CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
-"""Cases by name, with the sizes of groups on which they run; the files of topics fill it."""
+CASES: dict[str, tuple[Callable[..., None], tuple[int, ...], int]] = {}
+"""Cases by name, with sizes of groups on which they run and numbers of spare groups; the files of topics fill it."""
 
 chosen = {"which": "some"}
 """Set by `ranks`: whether there is time for all."""
@@ -20,11 +20,9 @@ chosen = {"which": "some"}
 groups: dict[int, Any] = {}
 """The groups that all cases share, by size; each is made of the first ranks."""
 
-SPARE = 32
-"""Groups of each size beside the one that all cases share."""
-
-spare: dict[int, list[Any]] = {}
-"""Made by all ranks at the start: some of them alone do not give a group the same name."""
+spare: list[Any] = []
+"""Other groups of the ranks of a case, which it may leave without order. All ranks make them, since some alone do not
+give a group the same name, and only for cases that need them: a thread of each group wakes up every 10 ms."""
 
 CUTOFF = 4.5
 TOLERANCE = 1e-10
@@ -33,11 +31,11 @@ TOLERANCE = 1e-10
 PAIRS_OF_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)
 
 
-def case(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def case(*sizes: int, n_spare: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """On groups of these sizes; on all where there is time."""
 
     def keep(function: Callable[..., None]) -> Callable[..., None]:
-        CASES[function.__name__] = (function, sizes)
+        CASES[function.__name__] = (function, sizes, n_spare)
         return function
 
     return keep

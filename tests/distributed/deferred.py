@@ -19,9 +19,8 @@ from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_pa
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.distributed.agreement import messages
-from tests.distributed.common import F64, Atoms, assert_equal, case
+from tests.distributed.common import F64, Atoms, assert_equal, case, spare
 from tests.distributed.faults import soon
-from tests.distributed.steps import group_like
 from tests.support.molecules import parameters as d3_parameters
 
 SKIN = 0.5
@@ -169,7 +168,7 @@ def atoms_that_jump_are_an_error_of_the_next_follow(group: Any) -> None:
             assert_equal(found, expected, "energy")
 
 
-@case(2)
+@case(2, n_spare=1)
 def what_ranks_do_differently_is_named_later(group: Any) -> None:
     """Arguments that the host knows by their values, those on the device by their checksum."""
     there = dist.get_rank(group) == 1
@@ -195,7 +194,7 @@ def what_ranks_do_differently_is_named_later(group: Any) -> None:
             "values of a tensor on the device",
         )
     if dist.get_world_size(group) == 2:  # sizes that differ: two ranks wait for each other, more may add what they get
-        atoms = Divided(group_like(group), check="never")
+        atoms = Divided(spare.pop(), check="never")
         soon(lambda: atoms.domain.sum(torch.zeros(1 + there)), "a sum of 1 numbers", "a sum of 2 numbers")
     with pytest.raises(ValueError, match="`check` must be the same on all ranks, but is 'later' on rank 0"):
         Divided(group, check="never" if there else "later")
@@ -204,11 +203,11 @@ def what_ranks_do_differently_is_named_later(group: Any) -> None:
             Divided(group, check=wrong)
 
 
-@case(3)
+@case(3, n_spare=2)
 def errors_of_one_rank_are_told_although_nobody_asks(group: Any) -> None:
     """In the checks of a call; errors that all ranks have alike leave them in step."""
     for check in ("later", "never"):
-        atoms = Divided(group_like(group), check=check)
+        atoms = Divided(spare.pop(), check=check)
 
         def wrong(here: bool, atoms: Divided = atoms) -> Any:
             return dsf_coulomb(atoms.x, atoms.q[here:], 3.0, 0.2, atoms.atoms.cell, domain=atoms.domain)

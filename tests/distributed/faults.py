@@ -29,8 +29,8 @@ from nvalchemiops.torch.distributed.movement import Reference
 from nvalchemiops.torch.dynamics import SumOfTerms, kinetic_energy, nve, relax, remove_momentum, simulate, sums
 from nvalchemiops.torch.interactions.electrostatics import coulomb, dsf_coulomb
 from nvalchemiops.torch.interactions.pair import lennard_jones, shares
-from tests.distributed.common import Atoms, case
-from tests.distributed.steps import Steps, group_like, raises
+from tests.distributed.common import Atoms, case, spare
+from tests.distributed.steps import Steps, raises
 
 CHARGES = {"Na": 1.0, "Cl": -1.0}
 
@@ -49,7 +49,7 @@ def fails(at: Any, name: str, error: Any) -> Any:
     return mock.patch.object(at, name, side_effect=error)
 
 
-@case(3)
+@case(3, n_spare=8)
 def no_memory_in_the_middle_of_a_call(group: Any) -> None:
     """The others learn it, whatever the call; then ranks need a new group."""
 
@@ -82,7 +82,7 @@ def no_memory_in_the_middle_of_a_call(group: Any) -> None:
         *[(sums, "system_sums", partial(measure, function)) for function in (kinetic_energy, remove_momentum)],
     )
     for at, name, call in calls:
-        steps, rank = Steps(group_like(group)), dist.get_rank(group)
+        steps, rank = Steps(spare.pop()), dist.get_rank(group)
         if rank == 1:
             with fails(at, name, torch.OutOfMemoryError("no memory left")), pytest.raises(torch.OutOfMemoryError):
                 call(steps)
@@ -92,10 +92,10 @@ def no_memory_in_the_middle_of_a_call(group: Any) -> None:
         soon(partial(steps, 2), "out of step", "new_group")
 
 
-@case(2)
+@case(2, n_spare=1)
 def others_learn_an_error_within_seconds(group: Any) -> None:
     """With the intervals that users have: all other cases make them shorter."""
-    steps, rank = Steps(group_like(group)), dist.get_rank(group)
+    steps, rank = Steps(spare.pop()), dist.get_rank(group)
     begin = time.monotonic()
     if rank == 1:
         with (
@@ -133,10 +133,10 @@ def a_message_that_arrives_as_a_wait_ends(group: Any) -> None:
         communication._wait(Late(True), tensor, group, messages)
 
 
-@case(2)
+@case(2, n_spare=1)
 def an_error_between_two_calls(group: Any) -> None:
     """In a block around both of them; errors that all ranks raise alike leave the group in step."""
-    steps, rank = Steps(group_like(group)), dist.get_rank(group)
+    steps, rank = Steps(spare.pop()), dist.get_rank(group)
 
     @fail_together(steps.domain.group)
     def loop(who: Callable[[int], bool]) -> None:
@@ -156,7 +156,7 @@ def an_error_between_two_calls(group: Any) -> None:
         soon(lambda: loop(lambda rank: rank == 1), "rank 1 failed in call", "KeyError: 'mine'")
 
 
-@case(2)
+@case(2, n_spare=2)
 def an_interrupt_of_dynamics_or_of_a_relaxation(group: Any) -> None:
     """By a signal for rank 0, between two steps."""
     atoms = Atoms(n=3)
@@ -170,7 +170,7 @@ def an_interrupt_of_dynamics_or_of_a_relaxation(group: Any) -> None:
         lambda system: simulate(system, model, nve(0.01), steps=3, hooks=[interrupt]),
         lambda system: relax(system, model, max_steps=3, fmax=1e-9, hooks=[interrupt]),
     ):
-        fresh, mine = group_like(group), atoms.mine(group)
+        fresh, mine = spare.pop(), atoms.mine(group)
         divided = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, skin=0.5, group=fresh)
         system = divided.distribute(System(atoms.positions[mine], cell=atoms.cell, numbers=atoms.numbers[mine]))
         if dist.get_rank(group) == 0:
@@ -180,7 +180,7 @@ def an_interrupt_of_dynamics_or_of_a_relaxation(group: Any) -> None:
             soon(partial(way, system), "rank 0 failed in call", "KeyboardInterrupt")
 
 
-@case(2)
+@case(2, n_spare=1)
 def failures_of_a_calculator_on_ranks(group: Any) -> None:
     """An interrupt of rank 0 is an error on the others; an error of these, also between two calls, is one on rank 0."""
     rank, kept = dist.get_rank(group), []
@@ -216,7 +216,7 @@ def failures_of_a_calculator_on_ranks(group: Any) -> None:
         soon(lambda: run(interrupted), "rank 0 failed: KeyboardInterrupt")
     run(energy)  # they are in step
 
-    fresh = group_like(group)
+    fresh = spare.pop()
     if rank == 1:  # after its last message
         with fails(Domain, "gather", None) as gather, pytest.raises(MemoryError):
             gather.side_effect = MemoryError

@@ -36,7 +36,7 @@ TOPICS = (
 
 
 def all_cases():
-    """The cases of all topics by name, with the sizes of groups on which they run."""
+    """The cases of all topics by name, with sizes of groups on which they run and numbers of spare groups."""
     for topic in TOPICS:
         importlib.import_module(f"tests.distributed.{topic}")
     return importlib.import_module("tests.distributed.common").CASES
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     import torch
     import torch.distributed as dist
 
-    from tests.distributed.common import SPARE, chosen, groups, spare
+    from tests.distributed.common import chosen, groups, spare
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs in the background
     rank, count, folder, which = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
@@ -88,19 +88,18 @@ if __name__ == "__main__":
     start(rank, count, folder)
     timeout = datetime.timedelta(seconds=TIMEOUT)
     groups.update({size: dist.new_group(range(size), timeout=timeout) for size in SIZES if size <= count})
-    for size in groups:
-        spare[size] = [dist.new_group(range(size), timeout=timeout) for _ in range(SPARE)]
-    for name, (case, sizes) in all_cases().items():
+    for name, (case, sizes, n_spare) in all_cases().items():
         if which == "few":
             sizes = (2,) if name in FEW else ()
         for size in SIZES[min(sizes) > 1 :] if which == "all" else sizes:
+            spare[:] = [dist.new_group(range(size), timeout=timeout) for _ in range(n_spare)]
             if rank < size:
                 try:
                     case(groups[size])
                 except BaseException:
                     Path(folder, f"failed_{rank}").write_text(f"{name}, {rank} of {size}:\n{traceback.format_exc()}")
                     os._exit(1)
-        dist.barrier()
+            dist.barrier()
         if rank == 0:
             Path(folder, f"passed_{name}").touch()
     dist.destroy_process_group()

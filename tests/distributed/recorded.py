@@ -18,10 +18,9 @@ from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_pa
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.runtime import graphs
-from tests.distributed.common import F64, Atoms, case, chosen
+from tests.distributed.common import F64, Atoms, case, chosen, spare
 from tests.distributed.deferred import told
 from tests.distributed.faults import soon
-from tests.distributed.steps import group_like
 from tests.support.molecules import parameters as d3_parameters
 
 CUTOFF, SKIN = 3.0, 0.5
@@ -131,12 +130,12 @@ def ranks_that_replay_beside_ranks_that_do_not(group: Any) -> None:
         assert divided.domain.settle() == ordinary.domain.settle(), check
 
 
-@case(3)
+@case(3, n_spare=2)
 def a_rank_that_fails_in_a_replay_is_named(group: Any) -> None:
     """By lack of memory before a message, while others replay or call the function; then ranks need a new group."""
     rank = dist.get_rank(group)
     for others_replay in (True, False):
-        fresh = group_like(group)
+        fresh = spare.pop()
         divided = Divided(fresh)
         step = record(divided.pme)
         for number in range(3):
@@ -176,10 +175,10 @@ def ranks_go_on_after_errors_of_all(group: Any) -> None:
         assert "last call: replayed" in step.explain()
 
 
-@case(2)
+@case(2, n_spare=1)
 def faults_of_a_replay_are_errors(group: Any) -> None:
     """Another call cannot repeat the error in place of the plan, which has sent its messages. The others learn it."""
-    divided, rank = Divided(group_like(group)), dist.get_rank(group)
+    divided, rank = Divided(spare.pop()), dist.get_rank(group)
     step = record(divided.pair)
     for number in range(3):
         step(divided.at(number))

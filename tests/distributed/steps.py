@@ -28,7 +28,7 @@ SOON = 60.0
 
 def group_like(group: Any) -> Any:
     """Another group of the same ranks, which may be left without order."""
-    return spare[dist.get_world_size(group)].pop()
+    return spare.pop()
 
 
 class Steps:
@@ -98,11 +98,11 @@ def an_interrupt_while_a_rank_checks_arguments(group: Any) -> None:
     steps.check(2, steps(2))
 
 
-@case(3)
+@case(3, n_spare=3)
 def an_interrupt_between_two_messages(group: Any) -> None:
     """Ranks that wait for different messages find it, and go on with a new group."""
     for first, name in ((True, "swap_rows"), (False, "swap_rows")):
-        steps, rank = Steps(group_like(group)), dist.get_rank(group)
+        steps, rank = Steps(spare.pop()), dist.get_rank(group)
         if rank == 1:
             with interrupted(transform, name, first):
                 steps(1)
@@ -118,13 +118,13 @@ def an_interrupt_between_two_messages(group: Any) -> None:
                     "new_group",
                 )
         raises(lambda steps=steps: steps(2), "out of step", "rank 1 failed in call", "new_group")
-    steps = Steps(group_like(group))
+    steps = Steps(spare.pop())
     steps.check(3, steps(3))
 
 
-@case(2)
+@case(2, n_spare=1)
 def an_interrupt_of_a_rank_that_waits(group: Any) -> None:
-    steps, rank = Steps(group_like(group)), dist.get_rank(group)
+    steps, rank = Steps(spare.pop()), dist.get_rank(group)
     if rank == 1:
         with interrupted(communication, "_wait", False):
             steps(1)
@@ -133,9 +133,9 @@ def an_interrupt_of_a_rank_that_waits(group: Any) -> None:
     raises(lambda: steps(2), "KeyboardInterrupt ended what ranks agree on", "on rank 1")
 
 
-@case(2)
+@case(2, n_spare=1)
 def a_backward_pass_that_one_rank_leaves_out(group: Any) -> None:
-    steps = Steps(group_like(group))
+    steps = Steps(spare.pop())
     x = steps.domain.distribute(steps.atoms.positions[steps.atoms.mine(group)]).requires_grad_()
 
     def step() -> None:
@@ -147,10 +147,10 @@ def a_backward_pass_that_one_rank_leaves_out(group: Any) -> None:
     raises(step, "out of step", "a maximum of ", "what ranks agree on in call")
 
 
-@case(2)
+@case(2, n_spare=1)
 def a_calculation_that_is_interrupted(group: Any) -> None:
     """Ranks that serve a calculator on rank 0 do not wait for it."""
-    group = group_like(group)
+    group = spare.pop()
 
     def main(calculator: Any) -> None:
         crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6)
@@ -221,9 +221,9 @@ def calls_from_one_line_or_by_the_library_are_no_mistake(group: Any) -> None:
         )  # fmt: skip
 
 
-@case(3)
+@case(3, n_spare=1)
 def ranks_that_fail_one_after_the_other_are_named(group: Any) -> None:
-    group, rank = group_like(group), dist.get_rank(group)
+    group, rank = spare.pop(), dist.get_rank(group)
     store, numbers = group.get_group_store(), dist.get_process_group_ranks(group)
     dist.barrier(group)  # some ranks have this case in smaller groups before
     # more ranks than cores come later
