@@ -10,7 +10,6 @@ Source: the logarithm of F as coordinate, with exact forces, is the choice of Ju
 """
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.batching import count_systems
 from nvalchemiops.torch.distributed.exchange import carried
-from nvalchemiops.torch.dynamics.cell_flows import cell_arguments, check_open_axes
+from nvalchemiops.torch.dynamics.cell_flows import cell_arguments, check_open_axes, of_matrices
 from nvalchemiops.torch.dynamics.model import Evaluation
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import of_each
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 VOIGT = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))
 """Components of a symmetric matrix in Voigt's order."""
-
-DEGREE, SQUARINGS = 12, 3
-"""Of the exponential: its error is below 2e-14 for matrices up to a norm of 4; cells that relax come nowhere near."""
 
 
 class CellFilter(NamedTuple):
@@ -524,29 +520,12 @@ def _cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _exp_minus_one(matrices: torch.Tensor, directions: torch.Tensor | None = None) -> torch.Tensor:
     """``exp(A) - 1`` (n, 3, 3), exact for small A, too; given G, the derivative of ``exp(A + t G)`` at t = 0 beside it.
 
-    By Taylor's polynomial and repeated squaring, of matrices with a derivative beside them: ``[A, G]`` means
-    ``A + t G``, whose square is ``[A², A G + G A]``.
+    Both are blocks of the same function of ``[[A, G], [0, A]]``.
 
-    Source: A. H. Al-Mohy and N. J. Higham, SIAM J. Matrix Anal. Appl. 30, 1639 (2009), doi:10.1137/080716426.
+    Source: R. Mathias, SIAM J. Matrix Anal. Appl. 17, 610 (1996), doi:10.1137/S0895479895283409.
     """
-    a = matrices if directions is None else torch.cat([matrices, directions], 2)
-
-    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        found = torch.bmm(left[:, :, :3], right)
-        if directions is not None:
-            found[:, :, 3:] += torch.bmm(left[:, :, 3:], right[:, :, :3])
-        return found
-
-    one = torch.eye(3, a.shape[-1], dtype=a.dtype, device=a.device)
-    a = a * 0.5**SQUARINGS
-    square = product(a, a)
-    cube = product(square, a)
-    factors = [1.0 / math.factorial(k) for k in range(DEGREE + 1)]
-    result = factors[DEGREE] * cube
-    for k in range(DEGREE - 3, -1, -3):
-        result = result + factors[k + 1] * a + factors[k + 2] * square
-        if k:
-            result = product(cube, result + factors[k] * one)
-    for _ in range(SQUARINGS):
-        result = 2.0 * result + product(result, result)
-    return result
+    blocks = matrices
+    if directions is not None:
+        below = torch.cat([torch.zeros_like(matrices), matrices], 2)
+        blocks = torch.cat([torch.cat([matrices, directions], 2), below], 1)
+    return torch.bmm(blocks, of_matrices(blocks)[1])[:, :3]
