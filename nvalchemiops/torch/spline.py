@@ -25,7 +25,7 @@ from nvalchemiops.torch.operators.lattice import (
     lattice_of,
     nan_if_singular,
 )
-from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
+from nvalchemiops.torch.operators.mesh import AtomsOnMesh, mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.operators.segments import largest_system
 from nvalchemiops.torch.runtime.context import is_capturing, may_read
 from nvalchemiops.torch.runtime.recorder import current_recorder
@@ -77,10 +77,9 @@ class _Atoms(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Coordinates of atoms on a mesh, the other arguments of the ops, the lattice, and the numbers of mesh points."""
+    """Arguments of the ops, the lattice, and the numbers of mesh points."""
 
-    coordinates: torch.Tensor
-    geometry: tuple[Any, ...]
+    atoms: AtomsOnMesh
     lattice: Lattice
     mesh: torch.Tensor
 
@@ -114,7 +113,7 @@ def _plan(atoms: _Atoms, mesh_dims: Any, mesh_name: str = "mesh_dims", n_systems
     mesh = torch.cat([torch.full((1,), float(n), dtype=torch.float64, device=positions.device) for n in dimensions])
     coordinates = lattice.fractional(positions) * mesh
     columns = mesh_columns(coordinates, batch_idx, n_systems, dimensions, order)
-    return _Plan(coordinates, (batch_idx, n_systems, *columns, dimensions, order), lattice, mesh)
+    return _Plan(AtomsOnMesh(coordinates, batch_idx, n_systems, *columns, dimensions, order), lattice, mesh)
 
 
 def _number_of_systems(cell: torch.Tensor, batch_idx: Any, n_atoms: int) -> int:
@@ -166,7 +165,7 @@ def _spread(atoms: _Atoms, values: Any, channels: tuple[int | None, ...], mesh_d
     checks.check_positions(atoms.positions, finite=False)
     _check_values("values", values, atoms.positions, (atoms.positions.shape[0], *channels))
     plan = _plan(atoms, mesh_dims, n_systems=None if n is None else _positive("num_systems", n))
-    mesh = mesh_spread(values.reshape(*values.shape, *[1] * (3 - values.ndim)), plan.coordinates, *plan.geometry, 0)
+    mesh = mesh_spread(values.reshape(*values.shape, *[1] * (3 - values.ndim)), *plan.atoms, 0)
     volume = plan.lattice.volume.detach()
     if not may_read(volume):
         mesh = mesh * (volume / volume).to(mesh.dtype)[:, None, None, None, None]
@@ -257,7 +256,7 @@ def _gathered(
         field = field.movedim(-1, 1)
     elif not before:
         field = field.unsqueeze(1)
-    return mesh_gather(field, plan.coordinates, *plan.geometry, derivatives), plan
+    return mesh_gather(field, *plan.atoms, derivatives), plan
 
 
 def spline_gather(

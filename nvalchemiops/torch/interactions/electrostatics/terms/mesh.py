@@ -41,7 +41,7 @@ from nvalchemiops.torch.operators.lattice import (
     mesh_and_order,
     mesh_frequencies,
 )
-from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
+from nvalchemiops.torch.operators.mesh import AtomsOnMesh, mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.cache import KeptTensors, cached_by_value, cached_on_device
@@ -343,10 +343,10 @@ class MeshTerm(NamedTuple):
         coordinates = in_spacings.fractional(system.positions)
         window = mesh if division is None else division.window
         coordinates = coordinates if division is None else division.in_window(coordinates)
-        order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, window, spline_order)
-        plan = (batch_idx, n_systems, order, column_begin, window, spline_order)
+        columns = mesh_columns(coordinates, batch_idx, n_systems, window, spline_order)
+        atoms = AtomsOnMesh(coordinates, batch_idx, n_systems, *columns, window, spline_order)
         frames = frames_of(system, in_spacings, dtype, n)
-        spread = mesh_spread(frames.moments.to(dtype), coordinates, *plan, frames.highest)
+        spread = mesh_spread(frames.moments.to(dtype), *atoms, frames.highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
         of_rows: torch.Tensor | None = None
         law = self._power_law(lattice, planes) if prepared is None else None
@@ -371,7 +371,7 @@ class MeshTerm(NamedTuple):
             recorded = density.requires_grad or factor.requires_grad or not is_eager()
             product = density * factor if recorded else density.mul_(factor)
         field = mesh_values(product, mesh[2]) if division is None else division.values(product)
-        gathered = mesh_gather(field, coordinates, *plan, frames.highest + int(derivatives.forces))
+        gathered = mesh_gather(field, *atoms, frames.highest + int(derivatives.forces))
         contribution = frames.contribution(gathered, system, derivatives)
         if of_rows is None:
             return contribution

@@ -43,7 +43,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import Contribution,
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import frames_of, on_diagonal
 from nvalchemiops.torch.interactions.pair.shares import summed_for_shares
-from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
+from nvalchemiops.torch.operators.fourier import AtomsAndPoints, fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice, lattice_of
 from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
 from nvalchemiops.torch.runtime import engine
@@ -308,12 +308,9 @@ class ReciprocalTerm(NamedTuple):
         lattice = system.lattice()
         frames = frames_of(system, lattice, torch.float64)
         coordinates = lattice.fractional(system.positions)
-        plan = (
-            *sorted_atoms(batch_idx, n_systems, system.n_atoms, alpha.device),
-            k_vectors.points,
-            k_vectors.point_begin,
-        )
-        share = fourier_spread(frames.moments, coordinates, *plan, frames.highest)
+        in_order = sorted_atoms(batch_idx, n_systems, system.n_atoms, alpha.device)
+        both = AtomsAndPoints(coordinates, *in_order, k_vectors.points, k_vectors.point_begin)
+        share = fourier_spread(frames.moments, *both, frames.highest)
         structure = summed_for_shares(system.domain, share)
         value: torch.Tensor
         derivative: torch.Tensor | None
@@ -327,7 +324,7 @@ class ReciprocalTerm(NamedTuple):
                 lambda: reciprocal_factors(potential, lattice, alpha, k_vectors, with_virial),
             )
         highest = frames.highest + int(derivatives.forces)
-        gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, highest)
+        gathered = fourier_gather(value.unsqueeze(-1) * structure, *both, highest)
         contribution = frames.contribution(gathered, system, derivatives)
         if derivative is None:
             return contribution
