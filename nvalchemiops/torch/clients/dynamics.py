@@ -22,7 +22,7 @@ from torch import Tensor
 from nvalchemiops.torch.clients.arrays import on_arrays
 from nvalchemiops.torch.dynamics.cell_flows import of_matrices
 from nvalchemiops.torch.dynamics.velocities import kinetic_tensor, maxwell_boltzmann
-from nvalchemiops.torch.operators.chains import move_chains
+from nvalchemiops.torch.operators.chains import Chains, move_chains
 from nvalchemiops.torch.operators.noise import normal_noise, places_in_systems
 from nvalchemiops.torch.operators.segments import system_sums
 
@@ -149,22 +149,12 @@ def nhc_compute_masses(
     return _fill_masses(masses, *values)
 
 
-def _step_chain(
-    eta: Tensor,
-    eta_dot: Tensor,
-    masses: Tensor,
-    energies: Tensor,
-    targets: Tensor,
-    kt: Tensor,
-    h: Tensor,
-    loops: int = 1,
-) -> Tensor:
-    """Move chains for the time h by `move_chains`, and return the factors of the velocities."""
-    of_links = (values.expand_as(eta).to(torch.float64) for values in (eta, eta_dot, masses))
-    of_systems = (values.expand(len(eta)).to(torch.float64) for values in (energies, targets, kt, h))
-    positions, velocities, masses = of_links
-    energies, targets, kt, h = of_systems
-    moved, pushed, log_scales = move_chains(positions, velocities, energies, targets, kt, masses, h, loops)
+def _step_chain(chains: Chains, loops: int = 1) -> Tensor:
+    """Move chains in place by `move_chains`, and return the factors of the velocities."""
+    eta, eta_dot = chains.positions, chains.velocities
+    shapes = Chains(eta, eta, eta[:, 0], eta[:, 0], eta[:, 0], eta, eta[:, 0])
+    given = (values.expand_as(like).to(torch.float64) for values, like in zip(chains, shapes))
+    moved, pushed, log_scales = move_chains(*given, loops)
     eta.copy_(moved)
     eta_dot.copy_(pushed)
     return torch.exp(log_scales).to(eta.dtype)
@@ -196,7 +186,8 @@ def nhc_thermostat_chain_update(
     """
     if compute_ke:
         ke2.copy_(_twice_kinetic(velocities, masses, batch_idx, ke2.shape[0]))
-    scale = _step_chain(eta, eta_dot, eta_mass, ke2, ndof * target_temp, target_temp, 0.5 * dt, nloops)
+    chains = Chains(eta, eta_dot, ke2, ndof * target_temp, target_temp, eta_mass, 0.5 * dt)
+    scale = _step_chain(chains, nloops)
     velocities *= of_atoms(scale, batch_idx).unsqueeze(1)
     ke2 *= scale * scale
     total_scale.copy_(scale)
@@ -217,7 +208,7 @@ def npt_thermostat_half_step(
     # the energy stays what it is: without one that follows the chain, all of it is in the target
     missing = 3 * num_atoms_per_system * target_temperature - 2.0 * kinetic_energy
     nothing = torch.zeros_like(missing)
-    _step_chain(eta, eta_dot, thermostat_masses, nothing, missing, target_temperature, 0.5 * dt)
+    _step_chain(Chains(eta, eta_dot, nothing, missing, target_temperature, thermostat_masses, 0.5 * dt))
 
 
 # -- constant pressure ----------------------------------------------------------------------------
