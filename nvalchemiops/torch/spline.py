@@ -112,8 +112,8 @@ def _plan(atoms: _Atoms, mesh_dims: Any, mesh_name: str = "mesh_dims", n_systems
     # made on the device: copying a constant from the host would wait for a GPU
     mesh = torch.cat([torch.full((1,), float(n), dtype=torch.float64, device=positions.device) for n in dimensions])
     coordinates = lattice.fractional(positions) * mesh
-    columns = mesh_columns(coordinates, batch_idx, n_systems, dimensions, order)
-    return _Plan(AtomsOnMesh(coordinates, batch_idx, n_systems, *columns, dimensions, order), lattice, mesh)
+    in_order, begin = mesh_columns(coordinates, batch_idx, n_systems, dimensions, order)
+    return _Plan(AtomsOnMesh(coordinates, batch_idx, n_systems, in_order, begin, dimensions, order), lattice, mesh)
 
 
 def _number_of_systems(cell: torch.Tensor, batch_idx: Any, n_atoms: int) -> int:

@@ -343,8 +343,8 @@ class MeshTerm(NamedTuple):
         coordinates = in_spacings.fractional(system.positions)
         window = mesh if division is None else division.window
         coordinates = coordinates if division is None else division.in_window(coordinates)
-        columns = mesh_columns(coordinates, batch_idx, n_systems, window, spline_order)
-        atoms = AtomsOnMesh(coordinates, batch_idx, n_systems, *columns, window, spline_order)
+        order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, window, spline_order)
+        atoms = AtomsOnMesh(coordinates, batch_idx, n_systems, order, column_begin, window, spline_order)
         frames = frames_of(system, in_spacings, dtype, n)
         spread = mesh_spread(frames.moments.to(dtype), *atoms, frames.highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
