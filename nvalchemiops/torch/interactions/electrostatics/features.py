@@ -53,7 +53,6 @@ from nvalchemiops.torch.interactions.electrostatics.terms.moments import (
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair import shares
-from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.moments import gather_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, is_listed, rows_of
@@ -484,7 +483,8 @@ def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> tor
 def _of_exclusions(system: ChargedSystem, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
     """Minus the long-range potential of excluded pairs."""
     term = ExclusionTerm(COULOMB, alpha).pairs(system)
-    return _of_rows(system, term.rows, term.exclusions, term.radial(False), alpha, None, None, derivatives)
+    of_points = system._replace(widths=None, exclusions=term.exclusions)
+    return _of_pairs(of_points, term.rows, alpha, None, derivatives, None, term.radial)
 
 
 def _of_pairs(
@@ -494,35 +494,23 @@ def _of_pairs(
     receiver: Receiver,
     derivatives: int,
     cutoff: float | None,
+    radial: Callable[[bool], Formula] | None = None,
 ) -> torch.Tensor:
-    """The potential of the pairs; with an alpha, only its short-range part."""
+    """The potential of the pairs; with an alpha, only its short-range part, or that of another radial function."""
     positions, widths = system.positions, system.widths
     gaussians = widths is not None or receiver is not None
-    formula = (moment_interaction if alpha is None else moment_short_range)(gaussians)
+    if radial is None:
+        radial = moment_interaction if alpha is None else moment_short_range
     of_sources = of_rows = None
     if gaussians:
         of_sources = (torch.zeros_like(positions[:, 0]) if widths is None else widths).unsqueeze(1).contiguous()
         of_rows = (torch.zeros_like(positions[:, 0]) if receiver is None else receiver).unsqueeze(1).contiguous()
-    return _of_rows(system, rows, system.exclusions, formula, alpha, of_sources, of_rows, derivatives, cutoff)
-
-
-def _of_rows(
-    system: ChargedSystem,
-    rows: Rows,
-    exclusions: ExclusionRows | None,
-    formula: Formula,
-    alpha: torch.Tensor | None,
-    of_sources: torch.Tensor | None,
-    of_rows: torch.Tensor | None,
-    derivatives: int,
-    cutoff: float | None = None,
-) -> torch.Tensor:
-    """Derivatives of a radial function, summed over neighbors; sources and receivers may have different parameters."""
     cell = None if alpha is None else system.cell
-    pairs = PairSystem(system.positions, cell, system.batch_idx, system.n_systems, rows, system.domain)
-    splitting = None if alpha is None else alpha.to(system.positions.dtype).unsqueeze(1)
+    pairs = PairSystem(positions, cell, system.batch_idx, system.n_systems, rows, system.domain)
+    splitting = None if alpha is None else alpha.to(positions.dtype).unsqueeze(1)
     given = (system.moments.contiguous(), derivatives, of_sources, of_rows, splitting)
-    return gather_moments(formula, pairs, *given, cutoff=cutoff, exclusions=exclusions)[0].to(torch.float64)
+    found, _ = gather_moments(radial(gaussians), pairs, *given, cutoff=cutoff, exclusions=system.exclusions)
+    return found.to(torch.float64)
 
 
 def _own_part(
