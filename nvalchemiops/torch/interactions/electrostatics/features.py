@@ -299,8 +299,8 @@ def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[
             rows, reach = _rows_of_open(asked.neighbors, options.cutoff, system)
         parts = [
             _of_pairs(system, rows, None, receiver, derivatives, reach)
-            + _own_part(system, None, receiver, derivatives, keeps)
-            for receiver, keeps in receivers
+            + _own_part(system, None, receiver, derivatives, options.self_interaction)
+            for receiver in receivers
         ]
         return _potentials(parts, system, derivatives)
     with shares.together(domain):
@@ -315,9 +315,10 @@ def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[
     if dielectric is not None:
         far = far + _of_term(SurfaceTerm(dielectric), system, derivatives)
     parts = []
-    for receiver, keeps in receivers:
+    for receiver in receivers:
         near = _of_pairs(system, rows, alpha, receiver, derivatives, reach)
-        own = _own_part(system, alpha, receiver, derivatives, keeps) + _background(system, receiver, derivatives)
+        own = _own_part(system, alpha, receiver, derivatives, options.self_interaction)
+        own = own + _background(system, receiver, derivatives)
         if system.slab_axes is not None:
             own = own + _of_slab(system, receiver, derivatives)
         parts.append(far + near + own)
@@ -349,7 +350,7 @@ def reciprocal_potential(
         if not long_range.is_given:
             raise ValueError("`k_cutoff` or `k_vectors` is needed")
         parts = []
-        for (receiver, _), number in zip(_receivers(seen, system, True), seen):
+        for receiver, number in zip(_receivers(seen, system, True), seen):
             inverse = 1.0 / math.sqrt(2.0 * (number**2 + widths**2))
             alpha = torch.full((system.n_systems,), inverse, dtype=torch.float64, device=system.positions.device)
             term = long_range.term(_padded(system, derivatives), COULOMB, nan_unless(long_range.valid, alpha))
@@ -403,8 +404,8 @@ Receiver = torch.Tensor | None
 """Widths (n_atoms,) of receivers; None for points."""
 
 
-def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
-    """Receivers, each with a flag that says whether it keeps the self interaction; raise if points keep it."""
+def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[Receiver]:
+    """Receivers; raise if points keep the self interaction."""
     with shares.together(system.domain):
         shares.must_be_same(system.domain, receiver_widths=values, self_interaction=self_interaction)
         values = shares.replicated(system.domain, values)
@@ -430,15 +431,13 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
             found = [None if p else torch.full_like(positions[:, 0], s) for s, p in zip(numbers, of_points)]
         if not found or is_wrong:
             raise ValueError("`receiver_widths` must hold one or more finite, non-negative numbers")
-        for receiver in found:
-            if not keeps:
-                break
+        for receiver in found if keeps else ():
             square = _square(receiver, system)
             if square is None or (may_read(square) and not read_number((square > 0.0).all())):
                 raise ValueError(
                     "`self_interaction` is infinite for points: it needs positive widths of sources or receivers"
                 )
-        return [(receiver, keeps) for receiver in found]
+        return found
 
 
 def _square(receiver: Receiver, system: ChargedSystem) -> torch.Tensor | None:
@@ -447,9 +446,9 @@ def _square(receiver: Receiver, system: ChargedSystem) -> torch.Tensor | None:
     return torch.stack(given).sum(0) if given else None
 
 
-def _widest(system: ChargedSystem, receivers: list[tuple[Receiver, bool]]) -> ChargedSystem:
+def _widest(system: ChargedSystem, receivers: list[Receiver]) -> ChargedSystem:
     """The system with the widest Gaussians of each atom, which limit alpha."""
-    given = [w for w in (system.widths, *(receiver for receiver, _ in receivers)) if w is not None]
+    given = [w for w in (system.widths, *receivers) if w is not None]
     return system._replace(widths=torch.stack(given).detach().amax(0)) if given else system
 
 
