@@ -16,7 +16,7 @@ CUDA events, medians after warm-up, with inputs that take turns.
 
 - ``--peer FOLDER``: has 0.5.0 (``pip install --no-deps --target FOLDER nvalchemi-toolkit-ops==0.5.0``);
 - ``--copies FOLDER ...``: other versions of this library, such as checkouts with another kernel, which *beside* times
-  in turns with ours, with the same parameters;
+  after ours, with the same parameters, first where kernels take longest;
 - ``--stand-in``: a rehearsal on a CPU, with small systems; without ``--peer`` this library is its own peer;
 - ``--references FOLDER``: results of the CPU, which a rehearsal with the same option has made
   (``--stand-in --only checks``), so that the GPU machine need not compile for its CPU;
@@ -273,20 +273,32 @@ def beside(session: Session) -> None:
     for who in everyone(session):
         session.collect(who, ["version"], "beside", who)
     chosen: dict[tuple[str, ...], Row] = {}
-    for case in cases:
+
+    def time_case(who: str, case: list[str]) -> float:
+        """Seconds in kernels."""
         subject, _, precision, _ = case
-        for who in everyone(session):
-            row = session.row("beside", " ".join(case), side=who, case=case)
-            key = (side_of(who), subject, precision)
-            question = ["time", side_of(who), case, str(session.folder), chosen.get(key)]
-            end = session.ask(who, question, functools.partial(session.update, row))
-            session.update(row, end)
-            if "parameters" in row:
-                chosen.setdefault(key, row["parameters"])
+        row = session.row("beside", " ".join(case), side=who, case=case)
+        key = (side_of(who), subject, precision)
+        question = ["time", side_of(who), case, str(session.folder), chosen.get(key)]
+        end = session.ask(who, question, functools.partial(session.update, row))
+        session.update(row, end)
+        if "parameters" in row:
+            chosen.setdefault(key, row["parameters"])
+        return float(row.get("kernels", 0.0))
+
+    # copies come last, those cases first in which they matter most: there may be no time left for all
+    found, (ours, *peer) = [], [who for who in everyone(session) if who not in copies(session)]
+    for case in cases:
+        found.append((time_case(ours, case), case))
+        for who in peer:
+            time_case(who, case)
+    for _, case in sorted(found, reverse=True):
+        for who in copies(session):
+            time_case(who, case)
 
 
 def everyone(session: Session) -> list[str]:
-    """Names of the processes that are timed in turns; in a rehearsal without 0.5.0 our own package stands in for it."""
+    """Names of the processes that are timed; in a rehearsal without 0.5.0 our own package stands in for it."""
     peer = ["peer"] if session.options.peer or session.options.stand_in else []
     return ["ours", *peer, *copies(session)]
 

@@ -26,10 +26,10 @@ ERRORS = {"float64": 1e-5, "float32": 1e-4}  # what single precision is used for
 N_INPUTS, MOVE = 3, 1e-3  # sets of positions, and how far they are apart: no pair changes sides
 DENSITY, CUTOFF, DSF_CUTOFF, D3_CUTOFF = 0.1, 5.0, 5.23, 40.0  # D3 in bohr
 SIZES = {  # of the full run, and of a rehearsal
+    "pme": (["4096", "32768", "262144", "1000000", "batch"], ["64"]),
     "list": (["1000", "10000", "100000", "1000000", "molecules"], ["200", "molecules"]),
     "dsf": (["100000"], ["216"]),
     "ewald": (["4096", "batch"], ["64"]),
-    "pme": (["4096", "32768", "262144", "1000000", "batch"], ["64"]),
     "d3": (["4096"], ["64"]),
     "multipoles": (["4096"], ["64"]),
 }

@@ -63,6 +63,26 @@ def test_each_item_gives_rows_and_a_broken_one_does_not_stop_the_rest(bench, tmp
     assert "list 200 float32 matrix" in printed and "not as expected: limits" in printed
 
 
+def test_copies_are_timed_last_and_first_where_kernels_take_longest(bench, tmp_path, monkeypatch):
+    """Time is short: what is compared with 0.5.0 must not wait for them."""
+    options = bench.argparse.Namespace(stand_in=True, minutes=9.0, json=str(tmp_path / "gpu.json"), peer="")
+    options.copies = ["x"]
+    seconds, asked = {"short": 1.0, "long": 2.0}, []
+
+    def ask(who, question, take):
+        if question[0] == "time":
+            asked.append((who, question[2][1]))
+            take({"kernels": seconds[question[2][1]]})
+        return {}
+
+    session = bench.Session(options, tmp_path)
+    monkeypatch.setattr(session, "ask", ask)
+    monkeypatch.setattr(bench, "selected_cases", lambda _: [["list", size, "float32", "list"] for size in seconds])
+    bench.beside(session)
+    firsts = [(who, size) for size in ("short", "long") for who in ("ours", "peer")]
+    assert asked == [*firsts, ("copy x", "long"), ("copy x", "short")]
+
+
 def test_a_file_of_tests_that_needs_a_missing_package_does_not_stop_the_others(bench, tmp_path, monkeypatch):
     options = bench.argparse.Namespace(stand_in=True, minutes=9.0, json=str(tmp_path / "gpu.json"), only=[])
     commands = []
