@@ -435,7 +435,7 @@ def test_a_system_without_a_cell_is_open(module, batch):
 def test_a_cell_is_missed_unless_no_system_is_periodic(method, batch):
     positions, charges, cells, of_atom, pbc = batch
     by_cell = SUMS[method](positions, charges, cells, batch_idx=of_atom, pbc=False)
-    close(SUMS[method](positions, charges, None, batch_idx=of_atom, pbc=torch.zeros(4, 3).bool()), by_cell)
+    close(SUMS[method](positions, charges, batch_idx=of_atom, pbc=torch.zeros(4, 3).bool()), by_cell)
     for periodic in ({}, {"pbc": True}, {"pbc": pbc}):
         with pytest.raises(ValueError, match=r"`cell` is required.*pbc=False"):
             SUMS[method](positions, charges, None, batch_idx=of_atom, **periodic)

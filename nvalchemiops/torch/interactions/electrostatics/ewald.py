@@ -27,7 +27,7 @@ __getattr__ = forwarded(
 def ewald_summation(
     positions: torch.Tensor,
     charges: torch.Tensor,
-    cell: torch.Tensor,
+    cell: torch.Tensor | None = None,
     alpha: float | torch.Tensor | None = None,
     k_vectors: torch.Tensor | None = None,
     k_cutoff: float | torch.Tensor | None = None,
@@ -75,8 +75,8 @@ def ewald_summation(
         Atoms may lie outside the cell.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
         Channels do not interact with each other. They share the work that depends on positions alone.
-    cell : (3, 3) or (n_systems, 3, 3) tensor, length
-        Rows are lattice vectors, left-handed or right-handed. May be None if ``pbc`` is False along all axes.
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
+        Rows are lattice vectors, left-handed or right-handed. Needed unless ``pbc`` is False along all axes.
     alpha : float or (n_systems,) tensor, 1/length, optional
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
     k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length, optional

@@ -80,7 +80,7 @@ def prepare_mesh(
 def particle_mesh_ewald(
     positions: torch.Tensor,
     charges: torch.Tensor,
-    cell: torch.Tensor,
+    cell: torch.Tensor | None = None,
     alpha: float | torch.Tensor | None = None,
     mesh_spacing: float | torch.Tensor | None = None,
     mesh_dimensions: Any = None,
