@@ -416,7 +416,7 @@ def test_a_system_without_a_cell_is_open(module, batch):
         i, j = torch.triu_indices(len(charges), len(charges), 1)
         is_inside = 1.0 if system.batch_idx is None else of_atom[i] == of_atom[j]
         expected = (is_inside * charges[i] * charges[j] / (positions[i] - positions[j]).norm(dim=1)).sum()
-        for configured in (module(), module(0.7, cutoff=3.0), module(accuracy=1e-3)):
+        for configured in (module(), module(0.7, cutoff=3.0), module(accuracy=1e-3), module.estimate(system)):
             found = configured(system, **asked, energy_reduction="system")
             assert found.virial.shape == (len(found.energies), 3, 3)
             torch.testing.assert_close(found.energies.sum(), expected, rtol=1e-12, atol=0.0)

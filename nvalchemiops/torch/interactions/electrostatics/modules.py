@@ -297,9 +297,12 @@ class EwaldSummation(ConfiguredSum):
     ) -> "EwaldSummation":
         """Create a module with parameters from `estimate_ewald_parameters`; takes the same arguments, or a System.
 
-        Dipoles, quadrupoles and widths of a System with charges count as in calls.
+        Dipoles, quadrupoles and widths of a System with charges count as in calls. Without a cell nothing is chosen:
+        molecules are summed over all pairs.
         """
         atoms, kept = _atoms(positions, cell, batch_idx, charges)
+        if atoms.cell is None and isinstance(positions, System):
+            return cls(accuracy=accuracy)
         found = ewald_parameters(atoms, accuracy, KVectorSum())
         reach = float(found.real_space_cutoff.max())
         alpha, k_cutoff = (_of_all(v, kept, positions) for v in (found.alpha, found.reciprocal_space_cutoff))
@@ -400,9 +403,12 @@ class ParticleMeshEwald(ConfiguredSum):
         """Create a module with parameters from `estimate_pme_parameters`; takes the same arguments, or a System.
 
         Dipoles, quadrupoles and widths of a System with charges count as in calls. By default ``spline_order`` is the
-        order that takes the least time, and the highest one if only few atoms have dipoles or quadrupoles.
+        order that takes the least time, and the highest one if only few atoms have dipoles or quadrupoles. Without
+        a cell nothing is chosen.
         """
         atoms, kept = _atoms(positions, cell, batch_idx, charges)
+        if atoms.cell is None and isinstance(positions, System):
+            return cls(spline_order=spline_order, accuracy=accuracy)
         order = spline_order
         if order is None:
             checks.check_tensor("positions", atoms.positions)
