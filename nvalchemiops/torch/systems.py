@@ -110,7 +110,7 @@ class System(NamedTuple):
         dtype: torch.dtype = torch.float64,
         device: torch.device | str | None = None,
     ) -> "System":
-        """The system of an ``ase.Atoms``, or a batch of several systems.
+        """The system of an ``ase.Atoms``, or the batch of a sequence of them, also of one.
 
         Parameters
         ----------
@@ -129,7 +129,8 @@ class System(NamedTuple):
             last of several systems has no atoms. Constraints and velocities of the atoms are left out: they are
             arguments of relaxations and runs.
         """
-        systems = [atoms] if hasattr(atoms, "positions") else list(atoms)
+        is_batch = not hasattr(atoms, "positions")
+        systems = list(atoms) if is_batch else [atoms]
         if not systems:
             raise ValueError("`atoms` holds no system")
         for one in systems:
@@ -170,9 +171,9 @@ class System(NamedTuple):
         if any(a.pbc.any() for a in systems):
             cell = joined([a.cell.array[None] for a in systems], dtype)
             pbc = joined([a.pbc[None] for a in systems], torch.bool)
-        elif len(systems) > 1 and not len(systems[-1]):  # `batch_idx` does not tell how many systems there are
+        elif is_batch and not len(systems[-1]):  # `batch_idx` does not tell how many systems there are
             pbc = torch.zeros((len(systems), 3), dtype=torch.bool, device=place)
-        if len(systems) > 1:
+        if is_batch:
             batch_idx = joined([np.full(len(a), number) for number, a in enumerate(systems)], torch.int32)
         elif cell is not None and pbc is not None:
             cell, pbc = cell[0], pbc[0]

@@ -213,6 +213,9 @@ def test_a_batch_of_ase():
     assert system.neighbors(1.2, half=True).pairs.shape == (2, 3)  # H-H, O-H twice
     alone = System.from_ase(free)
     assert alone.cell is None and alone.pbc is None and alone.neighbors(1.2).shifts is None
+    one = System.from_ase([slab])  # as the last batch of an epoch may be
+    assert one.batch_idx.tolist() == [0] * 2 and one.cell.shape == (1, 3, 3) and one.pbc.shape == (1, 3)
+    assert System.from_ase([free]).batch_idx.tolist() == [0] * 3
     for wrong in ("atoms.traj", [torch.zeros(3, 3)]):
         with pytest.raises(TypeError, match=f"`atoms` must be .*, got {type(wrong[0]).__name__}"):
             System.from_ase(wrong)
