@@ -261,6 +261,14 @@ def test_bad_periodicity_is_an_error(error, options, method):
         SUMS[method](*system[:3], **options)
 
 
+@METHODS
+def test_a_slab_needs_a_vector_along_its_open_axis(method):
+    system = layer()
+    flat = system.cell * torch.tensor([[1.0], [1.0], [0.0]])
+    with pytest.raises(ValueError, match="a slab needs one along its open axis, too"):
+        SUMS[method](*system[:2], flat, pbc=[True, True, False], slab_correction=True)
+
+
 def test_bad_periodicity_of_the_correction_is_an_error():
     system = layer()
     for pbc in ([True, False, False], [True, False], torch.ones(2, 3, dtype=torch.bool)):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import warp as wp
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.kernels import lattice as kernels
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import AccuracyWarning, notify
@@ -234,6 +235,8 @@ def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: boo
     pbc = np.ones((n_systems, 3), dtype=bool)
     if may_be_open:
         pbc = np.asarray(lattice.any(2))
+    elif not lattice.any(2).all():
+        raise ValuesError("`cell` has a zero lattice vector: a slab needs one along its open axis, too, with vacuum")
     kernels.unit_vectors(lattice, pbc)  # raises for invalid lattices
     return not pbc.all()
 
