@@ -71,6 +71,9 @@ class _PowerLaw(LongRangePotential):
 
     __slots__ = ()
 
+    def __repr__(self) -> str:  # short in signatures, whose default it is
+        return f"power_law({self.exponent})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return power_law, (self.exponent,)
 
