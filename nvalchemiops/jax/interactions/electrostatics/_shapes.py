@@ -57,7 +57,7 @@ _OF_SYSTEMS = {"cell": (3, 3), "pbc": (3,), "alpha": ()}
 """Arrays that may differ between slices, with the shape for one system."""
 
 
-def _is_foldable(cell: Any, **others: Any) -> bool:
+def _is_foldable(cell: Any = None, **others: Any) -> bool:
     """Whether all parameters are given: parameters chosen for a batch would differ from those for one system."""
     if cell is None or (len(cell.shape) == 3 and cell.shape[0] != 1):
         return False
