@@ -122,16 +122,17 @@ class Calculator(base.Calculator):
         # charges and terms of users may differentiate, which inference mode would silently leave out
         with torch.inference_mode(False), torch.no_grad():
             parts = self._evaluate(atoms, wants_stress)
-        energies = _total([part.energies for part in parts])
+        n_atoms = len(atoms)
+        energies = _total(parts, "energies", (n_atoms,))
         energy = math.fsum(energies)
         self.results = {
             "energy": energy,
             "free_energy": energy,
             "energies": energies,
-            "forces": _total([part.forces for part in parts]),
+            "forces": _total(parts, "forces", (n_atoms, 3)),
         }
         if wants_stress:
-            virial = _total([part.virial for part in parts])
+            virial = _total(parts, "virial", (3, 3))
             # a virial is symmetric up to rounding and the error of a mesh
             self.results["stress"] = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / atoms.get_volume())
         self._torques = None
@@ -153,10 +154,17 @@ def _usable(device: str) -> torch.device:
     return found.device
 
 
-def _total(values: Sequence[torch.Tensor | None]) -> np.ndarray:
-    found = [value for value in values if value is not None]
-    if len(found) < len(values):
-        raise ValueError("a term has no virial, so there is no stress")
+def _total(parts: Sequence[Contribution], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The sum over all terms, each with this shape: others would be broadcast."""
+    found = []
+    for part in parts:
+        value: torch.Tensor | None = getattr(part, name)
+        if value is None:
+            raise ValueError(f"a term returned no {name}")
+        value = value[0] if value.shape == (1, *shape) else value  # as functions of torch return virials
+        if value.shape != shape:
+            raise ValueError(f"a term returned `{name}` of shape {tuple(value.shape)}, which must be {shape}")
+        found.append(value)
     return _array(functools.reduce(operator.add, found))
 
 

@@ -325,6 +325,24 @@ def test_a_term_of_your_own():
         atoms.get_stress()
 
 
+def test_the_shapes_of_a_term_of_your_own():
+    """The virial may be that of one system, as of functions of torch; one energy of all atoms would count for each."""
+
+    class Own(Pair):
+        def evaluate(self, system):
+            found = super().evaluate(system)
+            virial = None if found.virial is None else found.virial[None]
+            return found._replace(energies=found.energies.sum() if self.in_one else found.energies, virial=virial)
+
+    atoms, given, own = salt(), Pair("buckingham", cutoff=7.0, **REPULSION), Own("buckingham", cutoff=7.0, **REPULSION)
+    expected = Calculator(given, given).get_stress(atoms)
+    own.in_one = False
+    np.testing.assert_allclose(Calculator(given, own).get_stress(atoms), expected, rtol=1e-12, atol=1e-15)
+    own.in_one = True
+    with pytest.raises(ValueError, match=r"`energies` of shape \(\), which must be \(8,\)"):
+        Calculator(given, own).get_potential_energy(atoms)
+
+
 def test_a_term_may_keep_what_it_returns():
     class Springs:
         def __init__(self):
