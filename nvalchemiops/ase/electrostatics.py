@@ -11,7 +11,7 @@ import torch
 
 from nvalchemiops.arguments import as_choice
 from nvalchemiops.ase.elements import atom_values, of_array
-from nvalchemiops.ase.pair import Parameters, from_library, shown
+from nvalchemiops.ase.pair import Parameters, from_library, refuse_exclusions, shown
 from nvalchemiops.ase.system import Contribution, InBatches, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.electrostatics.error_models import COSTS, order_of_least_cost, reciprocal_cutoff
@@ -138,8 +138,7 @@ class Electrostatics:
         if isinstance(method, float):
             raise TypeError(f"`method` comes first: give accuracy={method!r}")
         method = as_choice("method", method, (*LATTICE_SUMS, *WITHIN_CUTOFF))
-        for name in parameters.keys() & {"exclusions", "exclusion_factors"}:
-            raise TypeError(f"`{name}` belong to the sums of nvalchemiops.torch: call one in a `Term` of your own")
+        refuse_exclusions(parameters)
         self.method = method
         of_lattice_sums = {"accuracy": accuracy, "slab_correction": slab_correction or None}
         others: dict[str, Any] = {"dipoles": dipoles, "quadrupoles": quadrupoles, "widths": widths}

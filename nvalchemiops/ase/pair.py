@@ -63,6 +63,7 @@ class Pair:
     """
 
     def __init__(self, potential: str | PairPotential, *, cutoff: float | None = None, **parameters: Any) -> None:
+        refuse_exclusions(parameters)
         self._arguments = {"cutoff": cutoff, **parameters}
         self.name = potential
         if isinstance(potential, PairPotential):
@@ -95,6 +96,12 @@ class Pair:
 
     def __repr__(self) -> str:
         return f"Pair({', '.join([repr(self.name), *shown(self._arguments)])})"
+
+
+def refuse_exclusions(parameters: Mapping[str, Any]) -> None:
+    """Raise for arguments that the sums of torch alone have."""
+    for name in parameters.keys() & {"exclusions", "exclusion_factors"}:
+        raise TypeError(f"`{name}` belong to the sums of nvalchemiops.torch: call one in a `Term` of your own")
 
 
 def from_library(

@@ -77,6 +77,7 @@ MISTAKES = {
     "finest accuracy": (lambda: Electrostatics("ewald", accuracy=1e-30), ValueError, "`accuracy`.*beyond float64"),
     "cutoff of ewald": (lambda: Electrostatics("ewald", cutoff=8.0), TypeError, "`cutoff` does not belong"),
     "exclusions": (lambda: Electrostatics("auto", exclusions=[[0], [1]]), TypeError, "`exclusions` belong to the sums"),
+    "exclusions of pairs": (lambda: Pair("morse", exclusions=[[0], [1]]), TypeError, "`exclusions` belong to the sums"),
     "alpha of pme": (lambda: Electrostatics("pme", alpha=0.3), TypeError, "`alpha` does not belong"),
     "accuracy of dsf": (lambda: Electrostatics("dsf", cutoff=8, alpha=0.2, accuracy=1e-4), TypeError, "`accuracy`"),
     "accuracy": (lambda: Electrostatics("ewald", accuracy=0.0), ValueError, "`accuracy` must be positive"),
