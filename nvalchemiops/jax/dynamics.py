@@ -22,6 +22,7 @@ from nvalchemiops.jax.systems import Neighbors, System
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch import checks, dynamics
 from nvalchemiops.torch.dynamics import Evaluation
+from nvalchemiops.torch.dynamics.model import check_energies
 from nvalchemiops.torch.dynamics.state import OF_ATOMS
 from nvalchemiops.torch.systems import System as TorchSystem
 
@@ -331,6 +332,8 @@ class FromEnergies:
                 cells = cell + cell @ symmetric
                 moved = system._replace(positions=positions, cell=cells[0] if one_cell and n_systems == 1 else cells)
             energies = jnp.reshape(self.function(moved, *args, **kwargs), (-1,))
+            if strained:
+                check_energies(energies, n_systems)
             return jnp.sum(energies), energies
 
         strain = jnp.zeros((n_systems, 3, 3), positions.dtype)

@@ -272,6 +272,17 @@ def test_systems_without_cells_have_no_stress():
     assert torch.equal(found.energies[:1], alone.energies) and torch.equal(found.forces[:4], alone.forces)
 
 
+def test_a_model_of_energies_takes_one_for_each_system():
+    """Also in results of this library. Energies of atoms, or one number for several systems, were taken as they are."""
+    system = System.from_ase([crystal((2, 1, 1)), crystal((1, 1, 1))])
+    potential = partial(lennard_jones(5.0), sigma=3.4, epsilon=0.01)
+    found = FromEnergies(partial(potential, energy_reduction="system"))(system)
+    assert torch.equal(found.energies, potential(system, energy_reduction="system").energies)
+    for function, shape in ((potential, len(system.positions)), (lambda s: s.positions.square().sum(), 1)):
+        with pytest.raises(ValueError, match=rf"`function` must return .* = \(2,\), got \({shape},\)"):
+            FromEnergies(function)(system)
+
+
 def test_a_model_of_energies_keeps_its_graph_where_it_is_needed():
     system = System.from_ase(crystal((2, 1, 1)))
     weight = torch.tensor(0.3, dtype=float64, requires_grad=True)

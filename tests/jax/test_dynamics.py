@@ -431,6 +431,8 @@ def test_errors_name_what_is_wrong():
         integrator.reversed(state)
     with pytest.raises(ValueError, match=r"`model`: energies must have shape \(1,\), got \(2,\)"):
         integrator.step(state, dynamics.FromEnergies(lambda system: (system.positions**2).sum(1)))
+    with pytest.raises(ValueError, match=r"`function` must return energies \(n_systems,\) = \(1,\), got \(2,\)"):
+        dynamics.FromEnergies(lambda system: (system.positions**2).sum(1))(system._replace(cell=jnp.eye(3)))
     with pytest.raises(Exception, match="gives no stress"):
         dynamics.TorchModel(lambda s: in_torch.Evaluation(s.positions.sum()[None], s.positions))(
             system._replace(cell=jnp.eye(3))

@@ -101,6 +101,15 @@ def check_shapes(found: Evaluation, n_systems: int, n_atoms: int) -> None:
             raise ValueError(f"`model`: {name} must have shape {shape}, got {tuple(value.shape)}")
 
 
+def check_energies(energies: Any, n_systems: int) -> None:
+    """Raise unless a function returned one energy for each system."""
+    if energies.shape != (n_systems,):
+        raise ValueError(
+            f"`function` must return energies (n_systems,) = ({n_systems},), got {tuple(energies.shape)}: sum those of "
+            "the atoms of each system, as with energy_reduction='system'"
+        )
+
+
 def check_same(found: Evaluation, domain: "Domain | None") -> None:
     """Raise on all ranks unless energies and stress are the same on all of them, as those of whole systems are."""
     for name in ("energies", "stress"):
@@ -421,7 +430,7 @@ class FromEnergies:
     ----------
     function : callable
         ``function(system)`` returns the energies (n_systems,), or () for one system, computed from
-        ``system.positions`` and ``system.cell`` by operations that torch differentiates.
+        ``system.positions`` and ``system.cell`` by operations that torch differentiates, or results that have them.
     stress : bool, optional
         Whether to compute the stress of systems with cells.
     create_graph : bool, optional
@@ -434,7 +443,7 @@ class FromEnergies:
     """
 
     def __init__(
-        self, function: Callable[[System], torch.Tensor], *, stress: bool = True, create_graph: bool | None = None
+        self, function: Callable[[System], Any], *, stress: bool = True, create_graph: bool | None = None
     ) -> None:
         if not callable(function):
             raise TypeError(f"`function` must be callable, got {type(function).__name__}")
@@ -493,8 +502,11 @@ class FromEnergies:
             strained = matrices + (matrices.unsqueeze(-1) * symmetric.unsqueeze(-3)).sum(-2)
             # systems that share a cell are strained one by one
             cell = strained.reshape(cell.shape) if len(strained) == len(matrices) else strained
-        energies = self.function(system._replace(positions=positions, cell=cell))
+        found: Any = self.function(system._replace(positions=positions, cell=cell))
+        energies: torch.Tensor = getattr(found, "energies", found)  # also of results of this library
         energies = energies.reshape(1) if energies.ndim == 0 else energies
+        if strain is not None:
+            check_energies(energies, len(strain))
         total = energies.sum()
         if not total.requires_grad:
             notify(
