@@ -273,14 +273,16 @@ def test_systems_without_cells_have_no_stress():
 
 
 def test_a_model_of_energies_takes_one_for_each_system():
-    """Also in results of this library. Energies of atoms, or one number for several systems, were taken as they are."""
+    """Also in results of this library. Of energies of atoms, or of their sum, forces and stress are right; it warns."""
     system = System.from_ase([crystal((2, 1, 1)), crystal((1, 1, 1))])
     potential = partial(lennard_jones(5.0), sigma=3.4, epsilon=0.01)
-    found = FromEnergies(partial(potential, energy_reduction="system"))(system)
-    assert torch.equal(found.energies, potential(system, energy_reduction="system").energies)
-    for function, shape in ((potential, len(system.positions)), (lambda s: s.positions.square().sum(), 1)):
-        with pytest.raises(ValueError, match=rf"`function` must return .* = \(2,\), got \({shape},\)"):
-            FromEnergies(function)(system)
+    of_systems = partial(potential, energy_reduction="system")
+    expected = FromEnergies(of_systems)(system)
+    assert torch.equal(expected.energies, of_systems(system).energies)
+    for function, shape in ((potential, len(system.positions)), (lambda s: of_systems(s).energies.sum(), 1)):
+        with pytest.warns(NvalchemiopsWarning, match=rf"returned energies of shape \({shape},\) for 2 systems"):
+            found = FromEnergies(function)(system)
+        torch.testing.assert_close(found[1:3], expected[1:3], rtol=1e-12, atol=1e-14)
 
 
 def test_a_model_of_energies_keeps_its_graph_where_it_is_needed():

@@ -102,11 +102,13 @@ def check_shapes(found: Evaluation, n_systems: int, n_atoms: int) -> None:
 
 
 def check_energies(energies: Any, n_systems: int) -> None:
-    """Raise unless a function returned one energy for each system."""
-    if energies.shape != (n_systems,):
-        raise ValueError(
-            f"`function` must return energies (n_systems,) = ({n_systems},), got {tuple(energies.shape)}: sum those of "
-            "the atoms of each system, as with energy_reduction='system'"
+    """Warn unless a function returned one energy for each system. Forces and stress are right without that."""
+    if energies.shape != (n_systems,) and not torch.compiler.is_compiling():
+        notify(
+            f"`function` returned energies of shape {tuple(energies.shape)} for {n_systems} systems: sum those of the "
+            "atoms of each system, as with energy_reduction='system'. Forces and stress belong to the sum of all",
+            NvalchemiopsWarning,
+            "energies of systems",
         )
 
 
