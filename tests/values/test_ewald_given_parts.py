@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nvalchemiops import AccuracyWarning, NeighborListWarning
-from nvalchemiops.torch import record
+from nvalchemiops.torch import plans, record
 from nvalchemiops.torch.autograd import NotDifferentiableError
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.neighbors import neighbor_list
@@ -167,10 +167,14 @@ def test_lists_that_are_too_short_for_a_given_alpha_are_noticed(method):
     system, short = disordered("water"), 2.5 * spacing(disordered("water"))
     reference = exact_forces("water")
     found = csr(system, short)
-    for near in (found, {}):  # that is given, or found
-        forces, (warning,) = forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **near)
+    for near, cutoff in ((found, short), ({}, short), (found, None)):  # that is given, found, or measured
+        forces, (warning,) = forces_and_warnings(method, system, alpha=1.5 / short, cutoff=cutoff, **near)
         error = relative_error(forces, reference)
         assert error / 3.0 < expected(warning) < 3.0 * error
+    longer = csr(system, 2.6 * short)
+    assert not forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **longer)[1]
+    unknown = system._replace(charges=torch.nan * system.charges)
+    assert not forces_and_warnings(method, unknown, alpha=1.5 / short, cutoff=short, **found)[1]
     recorded = record(lambda x: SUMS[method](x, *system[1:3], alpha=1.5 / short, cutoff=short, **found))
     assert recorded(system.positions).isfinite().all()  # says nothing, since replays have other positions
     for enough in ({"accuracy": 0.05}, {"k_cutoff": 1.0} if method == "ewald" else {"mesh_dimensions": (12, 12, 12)}):
@@ -189,8 +193,11 @@ def test_a_list_of_all_pairs_of_a_molecule_is_long_enough_for_a_given_alpha(meth
     forces, none = forces_and_warnings(method, molecule, alpha=0.3, cutoff=5.0)
     assert not none and relative_error(forces, exact) < 1e-6
     for short in (wider, batch(molecule, wider)):
-        (warning,) = forces_and_warnings(method, short, alpha=0.3, cutoff=5.0)[1]
-        assert expected(warning) > 0.01
+        for near in ({"cutoff": 5.0}, csr(short, 5.0)):
+            (warning,) = forces_and_warnings(method, short, alpha=0.3, **near)[1]
+            assert expected(warning) > 0.01
+    with plans.off():  # whose recorded calls say nothing
+        assert not forces_and_warnings(method, molecule, alpha=0.3, **csr(molecule, 5.0))[1]
     assert not forces_and_warnings(method, batch(*[molecule] * 300), alpha=0.3, cutoff=5.0)[1]
     sums = torch.vmap(lambda x: SUMS[method](x, charges, cell, alpha=0.3, cutoff=5.0).sum())
     with warnings.catch_warnings():

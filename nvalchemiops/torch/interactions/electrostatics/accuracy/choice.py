@@ -115,7 +115,7 @@ def choose_splitting(
             cutoff = float(core.real_cutoff(on_host(screened), spacing, target).max(initial=0.0))
         rows, searched = system.rows_within(cutoff), cutoff
     # with a given long-range part no accuracy is asked for, and recorded calls say nothing
-    if values is not None and given is not None and not differ_in_replays(system.positions):
+    if values is not None and searched in (None, given) and not differ_in_replays(system.positions, rows.neighbors):
         _warn_of_cutoff(system, sizes_of_system(system, sizes_known), rows, values, given, target)
     return EwaldSplitting(chosen, rows, target, searched, strengths, values, sizes_known)
 
@@ -326,6 +326,22 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
     The reach of a system without pairs is its shortest distance, or ``optimal`` if that is less. Under a ``vmap`` over
     positions or lists it is the smallest reach of all slices.
     """
+    number, of_slices = _farthest(rows, system)
+    unknown = of_slices == 0.0
+    if unknown.any():
+        # no atom is farther from its images, so that the search is small in any case
+        nearest = np.fmin(optimal, np.linalg.norm(on_host(system.cell.detach()), axis=2).min(1))
+        nearest = _nearest(system, number, nearest, float(nearest[unknown.any(0)].max()), 0.0 * nearest)
+        of_slices = np.where(unknown, nearest, of_slices)
+    reach: np.ndarray = of_slices.min(0)
+    return reach
+
+
+def _farthest(rows: Rows, system: ChargedSystem) -> tuple[np.ndarray, np.ndarray]:
+    """The system of each atom (n_atoms,), and the largest distance in the list (n_slices, n_systems).
+
+    It is infinite for systems without atoms.
+    """
     batch_idx = system.batch_idx
     if batch_idx is None:
         batch_idx = torch.zeros(system.n_atoms, dtype=torch.int32, device=system.positions.device)
@@ -334,21 +350,14 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
     of_slices = np.zeros((farthest.shape[0], system.n_systems))
     for of_slice, distances in zip(of_slices, on_host(farthest)):
         np.maximum.at(of_slice, number, distances)
-    empty = np.bincount(number, minlength=system.n_systems) == 0
-    unknown = (of_slices == 0.0) & ~empty
-    if unknown.any():
-        # no atom is farther from its images, so that the search is small in any case
-        nearest = np.fmin(optimal, np.linalg.norm(on_host(system.cell.detach()), axis=2).min(1))
-        nearest = _nearest(system, number, nearest, float(nearest[unknown.any(0)].max()))
-        of_slices = np.where(unknown, nearest, of_slices)
-    reach = of_slices.min(0)
-    return np.where(empty, np.inf, reach)
+    of_slices[:, np.bincount(number, minlength=system.n_systems) == 0] = np.inf
+    return number, of_slices
 
 
 def _nearest(
-    system: ChargedSystem, number: np.ndarray, most: np.ndarray, searched: float, least: float = 0.0
+    system: ChargedSystem, number: np.ndarray, most: np.ndarray, searched: float, least: np.ndarray
 ) -> np.ndarray:
-    """Shortest distance (n_systems,) up to ``searched`` that is not below ``least``, at most ``most`` (n_systems,).
+    """Shortest distance (n_systems,) up to ``searched`` that is not below ``least``, at most ``most``, both likewise.
 
     ``number`` (n_atoms,) is the system of each atom.
     """
@@ -357,7 +366,7 @@ def _nearest(
         found = build_rows(positions, searched, system.cell, system.batch_idx)
         with torch.no_grad():
             first, distances = map(on_host, pair_distances(found, positions, system.cell, system.batch_idx))
-        is_far = distances >= least
+        is_far = distances >= least[number[first]]
         np.minimum.at(nearest, number[first[is_far]], distances[is_far])
     return nearest
 
@@ -366,30 +375,35 @@ def _nearest(
 
 
 def _warn_of_cutoff(
-    system: ChargedSystem, sizes: Sizes, rows: Rows, alpha: np.ndarray, cutoff: float, target: core.Target
+    system: ChargedSystem, sizes: Sizes, rows: Rows, alpha: np.ndarray, cutoff: float | None, target: core.Target
 ) -> None:
-    """Warn if the list, up to this cutoff, is too short for alpha (n_systems,).
+    """Warn if the list, up to this cutoff if it is given, is too short for alpha (n_systems,).
 
-    A line of the caller is told once for each number of atoms.
+    A line of the caller is told once for each number of atoms, and measures lists without a cutoff once.
     """
     spacing = sizes.spacing
 
     def errors_at(reach: Any) -> np.ndarray:
-        errors: np.ndarray = np.exp(core.log_real_error(alpha, reach, spacing)) / target.force
+        with np.errstate(divide="ignore"):  # a list without pairs
+            errors: np.ndarray = np.exp(core.log_real_error(alpha, reach, spacing)) / target.force
         return errors
 
-    errors, most, of = errors_at(cutoff), 10.0 * target.accuracy, "this `alpha` and the `cutoff` of the neighbor list"
-    if (errors > most).any():
-        # the rest takes as long as a small sum
-        if not is_first(AccuracyWarning, of, cutoff, system.n_atoms):
-            return
-        needed = core.real_cutoff(alpha, spacing, target)
-        reach = _complete_up_to(system, sizes, rows, cutoff, needed)
-        errors = np.where(reach < needed, errors_at(reach), 0.0)
-    if (errors > most).any() and system.of_points and may_read(system.positions, system.moments, wait=True):
-        near = torch.as_tensor(np.minimum(cutoff, core.NEARBY * spacing), device=system.positions.device)
+    most, of = 10.0 * target.accuracy, "this `alpha` and the reach of the neighbor list"
+    # lists of ranks are not measured
+    if system.domain is not None if cutoff is None else not (errors_at(cutoff) > most).any():
+        return
+    # the rest takes as long as a small sum
+    if not may_read(system.positions, *rows, wait=True):
+        return
+    if not is_first(AccuracyWarning, of, cutoff, None if cutoff is None else system.n_atoms):
+        return
+    needed = core.real_cutoff(alpha, spacing, target)
+    reach = _complete_up_to(system, sizes, rows, cutoff or 0.0, needed)
+    errors = np.where(reach < needed, errors_at(reach), 0.0)
+    if (errors > most).any() and system.of_points and may_read(system.moments, wait=True):
+        near = torch.as_tensor(np.minimum(reach, core.NEARBY * spacing), device=system.positions.device)
         errors *= target.force / force_on_host(system, rows, near, spacing)
-        has_charges = on_host(system.sums(system.charges.detach().square())).any(1)
+        has_charges = (on_host(system.sums(system.charges.detach().square())) > 0.0).any(1)  # nor NaN
         errors = np.where(has_charges, errors, 0.0)
     warn_of_errors(target.accuracy, errors, of, least=10.0)
 
@@ -399,21 +413,25 @@ MOST_SOUGHT = 2**17
 
 
 def _complete_up_to(system: ChargedSystem, sizes: Sizes, rows: Rows, cutoff: float, needed: np.ndarray) -> np.ndarray:
-    """The distance (n_systems,), at most ``needed``, up to which a list with this cutoff lacks no pair.
+    """The distance (n_systems,), at most ``needed``, up to which a list with at least this cutoff lacks no pair.
 
     It is longer than the cutoff where all atoms of a molecule are near, but not their images.
     """
-    longest = float(needed.max(initial=0.0))
-    listed = rows.neighbors.shape[0]
-    # at most as many as at the density in the list, or as of all atoms and their images
-    of_atoms = np.sum(sizes.n_atoms**2 * (1.0 + 4.0 * np.pi / 3.0 * longest**3 / sizes.volume))
-    n_pairs = min(max(listed, system.n_atoms) * (longest / cutoff) ** 3, of_atoms)
-    if system.domain is not None or n_pairs > max(MOST_SOUGHT, 2 * listed):
+    if system.domain is not None:
         return np.full(needed.shape, cutoff)
+    longest = float(needed.max(initial=0.0))
     if not read_number(slices_of(system.positions).isfinite().all()):
         return needed  # the sum is NaN, and a search would raise an error
-    number = np.zeros(system.n_atoms, np.int64) if system.batch_idx is None else on_host(system.batch_idx)
-    return _nearest(system, number, needed, longest, cutoff)
+    number, listed = _farthest(rows, system)
+    reach = np.maximum(listed.min(0), cutoff)
+    n_listed = rows.neighbors.shape[0]
+    # at most as many as at the density in the list, or as of all atoms and their images
+    of_atoms = np.sum(sizes.n_atoms**2 * (1.0 + 4.0 * np.pi / 3.0 * longest**3 / sizes.volume))
+    with np.errstate(divide="ignore"):  # a list without pairs
+        n_pairs = min(max(n_listed, system.n_atoms) * (longest / reach.min(initial=longest)) ** 3, of_atoms)
+    if n_pairs > max(MOST_SOUGHT, 2 * n_listed):
+        return reach
+    return _nearest(system, number, needed, longest, reach * (1.0 + 1e-6))  # rounding is less than that
 
 
 def _warn_of_widths(
