@@ -99,14 +99,16 @@ def test_chains_know_their_energy_or_compute_it_in_either_precision():
 
 
 def test_drawn_velocities_have_no_momentum():
-    s = Systems()
-    scratch = torch.zeros(2, 3, dtype=FLOAT), torch.zeros(2, dtype=FLOAT), torch.zeros(2, 3, dtype=FLOAT)
+    """The last system has no atoms, and a centre of mass at rest."""
+    s, kt = Systems(), torch.tensor([0.8, 1.2, 1.0], dtype=FLOAT)
+    scratch = torch.zeros(3, 3, dtype=FLOAT), torch.zeros(3, dtype=FLOAT), torch.zeros(3, 3, dtype=FLOAT)
     drawn = torch.zeros_like(s.v)
     for velocities, options in ((drawn, {"remove_com": False}), (s.v, {})):
-        given = arrays(velocities, s.m, s.kt, *scratch)
+        given = arrays(velocities, s.m, kt, *scratch)
         utils.initialize_velocities(*given, random_seed=3, batch_idx=arrays(IDX)[0], **options)
-    of_systems = torch.zeros(2, 3, dtype=FLOAT)
-    assert of_systems.index_add(0, IDX, s.m[:, None] * s.v).abs().max() < 1e-12 < scratch[2].abs().min()
+    of_systems = torch.zeros(3, 3, dtype=FLOAT)
+    assert of_systems.index_add(0, IDX, s.m[:, None] * s.v).abs().max() < 1e-12 < scratch[2][:2].abs().min()
+    assert not scratch[2][2].any()
     close(drawn - s.v, scratch[2][IDX])
     close(of_systems.index_add(0, IDX, s.m[:, None] * drawn), scratch[0])
 
