@@ -89,6 +89,11 @@ MISTAKES = {
         "`charges` must hold numbers",
     ),
     "charge": (lambda: Electrostatics("ewald", {"Na": "plus"}), TypeError, "`charges:Na` must be a number"),
+    "dipole": (
+        lambda: Electrostatics("ewald", NACL, dipoles={"Na": [0.0, np.inf, 0.0]}),
+        ValueError,
+        "`dipoles:Na` must hold finite numbers",
+    ),
 }
 
 
