@@ -151,6 +151,7 @@ PAIRS = {
     "exclusion_factors": torch.tensor([0.0, 0.3], dtype=torch.float64),
 }
 SLAB = {"pbc": torch.tensor([True, False, True]), "slab_correction": True}
+MEDIUM = {"surface_dielectric": 2.0}
 
 
 @pytest.mark.parametrize("case", ["points", "Gaussians", "open", "mesh"])
@@ -168,7 +169,7 @@ def test_potential_is_the_gradient_of_an_energy_with_exclusions_slabs_and_surfac
         found = electrostatic_potential(x, *leaves[:1], **other_sources(there), derivatives=2, **options)
     else:
         whole, chosen = ewald_summation, FINE
-        options = {**PAIRS, **SLAB, "surface_dielectric": 2.0, "widths": widths}
+        options = {**PAIRS, **(MEDIUM if case == "Gaussians" else SLAB), "widths": widths}
         by_mesh = {"mesh_dimensions": (24, 24, 24), "spline_order": 8, "alpha": 0.7, "cutoff": 7.2}
         if case == "mesh":
             whole, chosen = particle_mesh_ewald, by_mesh
@@ -181,11 +182,12 @@ def test_potential_is_the_gradient_of_an_energy_with_exclusions_slabs_and_surfac
     close_to_largest([traceless(0.5 * field.hessian)], [traceless(exact[2])], 1e-11)
 
 
-def test_a_receiver_in_a_slab_is_an_atom_without_a_charge():
+@pytest.mark.parametrize("around", [SLAB, MEDIUM], ids=["slab", "medium"])
+def test_a_receiver_is_an_atom_without_a_charge(around):
     """At the same place, with the width of the receiver, excluded from the atom itself."""
     positions, given, cell = system(0.4, neutral=False)
     n, charges = len(positions), given.charges[:, 0]
-    options = {**SLAB, "surface_dielectric": 2.0, **FINE}
+    options = {**around, **FINE}
     receivers = electrostatic_potential(
         positions, charges, cell, widths=given.widths, receiver_widths=[0.7], derivatives=0, **options
     )

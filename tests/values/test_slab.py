@@ -227,6 +227,17 @@ def test_a_batch_of_slabs_and_bulk(method):
         assert corrections[0][together.batch_idx == n].any()
 
 
+@METHODS
+def test_a_slab_is_no_sphere_in_a_medium(method):
+    """The dielectric constant around a sphere of many cells is for the bulk of a batch alone."""
+    slab, bulk, pbc = turned(layer(height=8.0), 0)[0], triclinic(5), torch.stack([open_along(0), open_along(3)])
+    options = {"alpha": 0.8, "cutoff": 5.0, **ALL}
+    options |= {"k_cutoff": 5.0} if method == "ewald" else {"mesh_dimensions": (24, 24, 24)}
+    found = corrected(method, batch(slab, bulk), pbc, surface_dielectric=2.0, **options)
+    parts = corrected(method, slab, pbc[0], **options), SUMS[method](*bulk[:3], surface_dielectric=2.0, **options)
+    close(found, [torch.cat(both) for both in zip(*parts)], 1e-12)
+
+
 def test_the_correction_is_what_is_added():
     """For each of two charges of an atom, too."""
     system, _ = turned(layer(total=1.0), 0)

@@ -146,7 +146,7 @@ def ewald_summation(
     surface_dielectric : float, optional
         Dielectric constant ε of the medium around a sphere of many cells. Adds ``2π/((2ε + 1) V) M²`` with the dipole
         ``M = Σ q x + μ`` of the cell, from the positions as given. By default the medium is a conductor, for which this
-        term vanishes.
+        term vanishes. Systems with an open axis have no such term.
     max_atoms_per_system : int, optional
         Without effect.
 

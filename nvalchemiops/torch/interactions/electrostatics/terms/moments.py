@@ -24,7 +24,7 @@ space, and all potentials have the average zero.
 **Surface.** A sphere of many cells in a medium of dielectric constant ε' has the additional energy
 ``E = 2π/((2ε' + 1) V) M²`` with the dipole ``M = Σ q x + μ`` of the cell. It vanishes in a conductor, which is the
 boundary condition of the sum without this term. Positions are used as given, without wrapping. For charged cells the
-term depends on the origin.
+term depends on the origin. Slabs do not fill a sphere: with their own correction the sum needs no such term.
 
 Sources: self energies A. Aguado and P. A. Madden, J. Chem. Phys. 119, 7471 (2003), doi:10.1063/1.1605941; surface
 S. W. de Leeuw, J. W. Perram and E. R. Smith, Proc. R. Soc. A 373, 27 (1980), doi:10.1098/rspa.1980.0135.
@@ -211,7 +211,7 @@ class BackgroundTerm(NamedTuple):
 
 
 class SurfaceTerm(NamedTuple):
-    """The energy of the dipole of a cell in a medium of this dielectric constant."""
+    """The energy of the dipole of a cell in a medium of this dielectric constant; zero for slabs."""
 
     dielectric: float
 
@@ -225,6 +225,8 @@ class SurfaceTerm(NamedTuple):
         dipole = of_atom + moments[..., 1:4] if n_moments > 1 else of_atom
         dipole = system.totals(dipole)  # (n_systems, n_channels, 3)
         of_volume = 4.0 * math.pi / (2.0 * self.dielectric + 1.0) / system.lattice().volume
+        if system.slab_axes is not None:
+            of_volume = torch.where(system.slab_axes.all(1), of_volume, 0.0)
         field = spread_systems(of_volume[:, None, None] * dipole, batch_idx, n_atoms)
         potential = (x * field).sum(-1)
         columns = [potential.unsqueeze(-1), field][: 1 + (n_moments > 1)]
