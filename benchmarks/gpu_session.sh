@@ -21,7 +21,12 @@ fetch() { # FOLDER PACKAGE...
     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 -d "$@"
 }
 compile() { # PACKAGE; without -P it would be that in this folder
-  PYTHONPATH=$1 WARP_CACHE_PATH=$PWD/.gpu/cache "$python" -P -m nvalchemiops warmup --compute-capability "${CAPABILITY:-9.0}"
+  PYTHONPATH=$1 WARP_CACHE_PATH=$PWD/.gpu/cache "$python" -P -c "
+import sys
+from nvalchemiops.kernels.mesh import splines
+splines.COMMON += ((4, 'float32'), (6, 'float32'), (6, 'float64'))  # which gpu_calls.py tries, too
+from nvalchemiops.cli import main
+sys.exit(main(['warmup', '--compute-capability', '${CAPABILITY:-9.0}']))"
   find .gpu/cache -name '*.cu' -delete
 }
 case ${1:-} in

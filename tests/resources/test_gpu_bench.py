@@ -1,5 +1,6 @@
 """The benchmark for a GPU, rehearsed on a CPU: each item gives a row, what is broken is one, and nothing is lost."""
 
+import difflib
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from nvalchemiops.kernels.mesh import splines
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -122,20 +125,27 @@ def test_a_process_that_is_late_or_dies_is_a_row(bench, tmp_path):
     assert process.poll() is not None and not session.workers
 
 
-def test_kernels_of_a_copy_are_compiled_with_its_changes(tmp_path):
+def test_kernels_of_a_copy_are_compiled_with_its_changes(bench, tmp_path):
+    """Also those of meshes of each order that is tried."""
+    import gpu_calls
+
+    head = "import os\n\nfrom nvalchemiops.kernels.mesh.splines import COMMON\n\n\ndef main(arguments):\n"
+    told = "    os.makedirs(os.environ['WARP_CACHE_PATH'])\n    print('{}', *[f'{{p}}{{r}}' for p, r in COMMON])\n"
+    ours, changed = (head + told.format(name) for name in ("ours", "changed"))
+    texts = {"__init__.py": "", "cli.py": ours, "kernels/mesh/splines.py": f"COMMON = {splines.COMMON}\n"}
+    for name, text in texts.items():
+        path = tmp_path / "nvalchemiops" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    patch = tmp_path / "other.patch"
+    lines = [text.splitlines(keepends=True) for text in (ours, changed)]
+    patch.write_text("".join(difflib.unified_diff(*lines, "a/nvalchemiops/cli.py", "b/nvalchemiops/cli.py")))
     (tmp_path / "benchmarks").mkdir()
     script = shutil.copy(BENCHMARKS / "gpu_session.sh", tmp_path / "benchmarks")
-    package = tmp_path / "nvalchemiops"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text("import os\n\nos.makedirs(os.environ['WARP_CACHE_PATH'])\nprint('ours')\n")
-    patch = tmp_path / "other.patch"
-    patch.write_text(
-        "--- a/nvalchemiops/__main__.py\n+++ b/nvalchemiops/__main__.py\n"
-        "@@ -3,2 +3,2 @@\n os.makedirs(os.environ['WARP_CACHE_PATH'])\n-print('ours')\n+print('changed')\n"
-    )
     command, environment = ["bash", str(script), "copy", str(patch)], {**os.environ, "PYTHON": sys.executable}
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "changed\n"
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    assert said[0] == "changed"
+    assert {f"{p}{r}" for p in gpu_calls.SEARCH["ours"] for r in gpu_calls.PRECISIONS} <= set(said[1:])
 
 
 def test_rows_survive_an_interruption(tmp_path):
