@@ -198,6 +198,7 @@ def _present(parts: Mapping[int, Part]) -> dict[int, Part]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -> tuple[Sequence[Any], Sequence[Any]]:
+    tangents = [jnp.asarray(t) if isinstance(t, float) else t for t in tangents]  # `jax.jvp` passes numbers on
     form, moving = Form.of(request, primals), Form.of(request, tangents)
     moved = _present(dict(enumerate(moving.inputs)))
     _check_differentiable(request, moved)

@@ -332,6 +332,12 @@ def test_energies_of_a_batch_and_their_gradients_take_one_call(name):
     np.testing.assert_allclose(tangent, expected, rtol=1e-11)
 
 
+def test_tangents_may_be_numbers_of_python():
+    energy = lambda sigma: pair.lennard_jones(3.0)(to_jax(SYSTEM.positions), sigma=sigma, epsilon=1.0).sum()  # noqa: E731
+    for function in (energy, jax.grad(energy)):
+        assert jax.jvp(function, (1.5,), (2.0,))[1] == jax.jvp(function, (jnp.array(1.5),), (jnp.array(2.0),))[1]
+
+
 def test_gradients_by_the_cell_of_what_is_divided_by_squares_of_wave_vectors():
     cell = SYSTEM.cell[0].clone().requires_grad_()
     squares = torch_electrostatics.generate_k_squared_pme(cell, (3, 4, 5))
