@@ -234,7 +234,7 @@ class Chart:
                 f"`cell` of system {int(flat.nonzero()[0])} has no volume, so it has no stress to relax: give three "
                 "lattice vectors, also along open axes"
             )
-        if not self._options.constant_volume:
+        if not (self._options.constant_volume or self._options.hydrostatic_strain):
             mask = self._per_system["mask"]
             pressed = relaxes & (self._per_system["pressure"] != 0.0)
             moves = (mask | mask.mT).any(1) & pressed.unsqueeze(1)
