@@ -221,3 +221,25 @@ def test_virials_of_atoms_are_halves_of_those_of_their_pairs():
     of_pairs = torch.where(r < CUTOFF, r.pow(-8), 0.0)[:, None, None] * d.unsqueeze(-1) * d.unsqueeze(-2)
     expected = torch.zeros_like(virials).index_add(0, pairs.i, 0.5 * of_pairs)
     torch.testing.assert_close(virials, expected, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("mixing", ["lorentz-berthelot", "geometric"])
+def test_derivatives_by_sigma_where_epsilon_is_zero(mixing):
+    """As for hydrogen: the square root of epsilon has no slope there, which does not matter for a constant."""
+    positions = torch.tensor([[0.0, 0.0, 0.0], [1.1, 0.0, 0.0], [0.0, 1.3, 0.2]], dtype=torch.float64)
+    sigma = torch.tensor([1.0, 0.9, 0.8], dtype=torch.float64)
+    epsilon = torch.tensor([0.0, 0.5, 0.3], dtype=torch.float64)
+    i, j = torch.tensor([[0, 0, 1], [1, 2, 2]])
+
+    def reference(x, sigma):
+        mixed = (sigma[i] + sigma[j]) / 2 if mixing == "lorentz-berthelot" else (sigma[i] * sigma[j]).sqrt()
+        ratio = (mixed / (x[i] - x[j]).norm(dim=1)) ** 6
+        return (4.0 * (epsilon[i] * epsilon[j]).sqrt() * ratio * (ratio - 1.0)).sum()
+
+    def derivatives(energy):
+        found = torch.autograd.functional.hessian(energy, (positions, sigma), create_graph=True)
+        return [block for row in found for block in row]
+
+    potential = lennard_jones(mixing=mixing)
+    found = derivatives(lambda x, sigma: potential(x, sigma=sigma, epsilon=epsilon).sum())
+    torch.testing.assert_close(found, derivatives(reference), rtol=1e-10, atol=1e-10)

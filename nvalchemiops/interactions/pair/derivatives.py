@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from nvalchemiops.interactions.pair.exponentials import prepared
 from nvalchemiops.interactions.pair.expression import (
     Formula,
+    Select,
     pair_energy,
     self_energy,
     symbols_of,
@@ -144,7 +145,8 @@ def derivatives(request: Request) -> dict[str, Any]:
         if WEIGHTS in parts:
             changes += [(omega, sympy.Symbol(f"eta{k}", real=True)), (weight, direction_of(weight, k))]
         pair, atom = (
-            without_absolutes(sympy.Add(*(f.diff(x) * change for x, change in changes))) for f in (pair, atom)
+            without_absolutes(sympy.Add(*(_along(f, x, change, symbols.squared) for x, change in changes)))
+            for f in (pair, atom)
         )
         if request.moves[k]:
             products.append((k, b))
@@ -167,6 +169,15 @@ def derivatives(request: Request) -> dict[str, Any]:
         fixed[omega] = 1
     results = {name: without_absolutes(result.subs(fixed)) for name, result in results.items()}
     return {name: result for name, result in results.items() if result != 0 or not name.startswith("self_")}
+
+
+def _along(f: Any, x: Any, change: Any, squared: Any) -> Any:
+    """``change`` times the slope by x; zero without a change, also where a root has no slope, as for epsilon = 0."""
+    import sympy
+
+    slope = f.diff(x)
+    has_root = x != squared and any(p.base.has(x) and not p.exp.is_Integer for p in f.atoms(sympy.Pow))
+    return change * (Select(change, slope, sympy.S.Zero) if has_root else slope)
 
 
 def direction_of(symbol: Any, k: int) -> Any:
