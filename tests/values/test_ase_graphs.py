@@ -109,7 +109,7 @@ def test_mistakes_are_named():
         atoms_to_graph(ase.Atoms("H"), 3.0, 4, ties="some")
     with pytest.raises(ValueError, match="`cutoff`"):
         atoms_to_graph([], -1.0)
-    with pytest.raises(ValueError, match="^`atoms`: number 0: .*positions"):
+    with pytest.raises(ValueError, match=r"^`atoms`: number 0: .*positions"):
         atoms_to_graph(ase.Atoms("H", [[np.nan, 0.0, 0.0]]), 3.0)
     for options in ({"dtype": torch.float16}, {"dtype": "float32"}, {"device": "tpu"}, {"progress": "yes"}):
         with pytest.raises(TypeError, match=f"^`{next(iter(options))}` must be"):
