@@ -1,5 +1,6 @@
 """Sums whose mesh, wave vectors or list are given, but not alpha: the best one for them, and a warning if need be."""
 
+import itertools
 import re
 import warnings
 
@@ -61,6 +62,7 @@ COARSE = {
     "order 2": ("pme", 2.5, lambda _: {"mesh_dimensions": (24, 24, 24), "spline_order": 2}),
     "order 8": ("pme", 2.0, lambda _: {"mesh_dimensions": (20, 20, 20), "spline_order": 8}),
 }
+FINE = {"fine mesh": ("pme", 3.0, lambda _: {"mesh_dimensions": (48, 48, 48)})}
 
 
 @NAMES
@@ -232,10 +234,16 @@ def test_estimated_parameters_have_the_errors_that_were_asked_for(method, accura
     assert (electrostatics.estimate_errors(*where, **found._asdict()).total > 1.5 * errors.total).all()
 
 
-@NAMES
-@pytest.mark.parametrize("case", ["sphere", "longer box", "uneven mesh", "order 8"])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *itertools.product(NAMES.args[1], ("sphere", "longer box", "uneven mesh", "order 8")),
+        ("skewed basis", "fine mesh"),
+    ],
+)
 def test_estimated_errors_are_those_that_are_measured(name, case):
-    method, reach, parts = COARSE[case]
+    """Those of a mesh grow with the lengths of lattice vectors, here up to ten times the heights."""
+    method, reach, parts = (COARSE | FINE)[case]
     system = disordered(name)
     given, alpha, cutoff = parts(system), 1.3 / spacing(system), reach * spacing(system)
     forces, _ = forces_and_warnings(method, system, alpha=alpha, cutoff=cutoff, **given)
