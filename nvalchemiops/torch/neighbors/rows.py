@@ -20,7 +20,6 @@ from nvalchemiops.torch.runtime.calls import int32_of
 from nvalchemiops.torch.runtime.context import (
     all_values_of,
     hides_values,
-    is_mapped,
     may_read,
     refuse_in_capture,
     slices_of,
@@ -177,15 +176,9 @@ def build_rows(
     shifts = None if cell is None else images
     if order is not None:
         # rows in the order of the atoms as given
-        order = order.to(torch.int32)
-        if not may_read() or is_mapped(pairs):  # lists of slices may have room at their ends
-            room = pairs == NO_PADDING
-            pairs = torch.where(room, NO_PADDING, order[pairs.clamp(min=0).long()])
-            first = torch.where(room[0], positions.shape[0], pairs[0])
-        else:
-            pairs = order[pairs.long()]
-            first = pairs[0]
-        first, place = torch.sort(first, stable=True)
+        room = pairs == NO_PADDING  # lists of slices may have it at their ends
+        pairs = torch.where(room, NO_PADDING, order.to(torch.int32)[pairs.clamp(min=0).long()])
+        first, place = torch.sort(torch.where(room[0], positions.shape[0], pairs[0]), stable=True)
         pairs = torch.stack([first, pairs[1].index_select(0, place)])
         shifts = None if shifts is None else shifts.index_select(0, place)
         ptr = row_pointers(first, positions.shape[0])
