@@ -157,6 +157,12 @@ def test_blocks_are_as_large_as_it_takes_to_fill_a_multiprocessor(needs_of):
     assert needs_of("search_nearest()").warps_at_once(block) == nearest.WARPS
 
 
+@pytest.mark.parametrize(("name", "warps"), [("tabulate_influence(float32)", 28), ("spline_gather(5, 1, float32)", 32)])
+def test_kernels_of_meshes_have_warps_that_hide_latency(name, warps, needs_of):
+    """As docs/performance.md counts them; a value more that is kept in a loop may cost some."""
+    assert needs_of(name).warps_at_once(layout("cuda").block) == warps
+
+
 @pytest.mark.parametrize("architecture", OTHERS)
 @pytest.mark.parametrize(
     "name", [name if name in LEANEST else pytest.param(name, marks=pytest.mark.later) for name in LEAN]

@@ -31,8 +31,8 @@ _INFLUENCE = """
     @lane@
     for (int k = lane; k < length; k += @step@) {
         const int z = k + first_z;
-        const double s_z = 2 * z == n_z ? 0.0 : z;
-        const double k2 = of_row + (s_z * along_z + @of_z@ * z * z), b = b_row * b_z.data[k];
+        const bool has_one_sign = 2 * z != n_z;
+        const double k2 = of_row + z * ((has_one_sign ? along_z : 0.0) + @of_z@ * z), b = b_row * b_z.data[k];
         double found, slope;
         if (k2 == 0.0) {
             found = @origin@;
@@ -72,7 +72,7 @@ _INFLUENCE = """
         }
         const double power = square * slope;
         sum_0 += power;
-        sum_1 += s_z * power;
+        if (has_one_sign) sum_1 += z * power;
         sum_2 += z * (z * power);
     }
     if (powers.shape[0] == 0) return;
