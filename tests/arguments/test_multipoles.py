@@ -7,6 +7,7 @@ from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
     ewald_reciprocal_space,
     ewald_summation,
+    pack_multipole_moments,
     particle_mesh_ewald,
     pme_reciprocal_space,
     power_law,
@@ -64,6 +65,14 @@ def test_a_part_of_quadrupoles_is_dropped_with_a_warning(what, recwarn):
     torch.testing.assert_close(found, known)
     (said,) = recwarn  # of this part alone, and none without it
     assert said.category is AccuracyWarning and what in str(said.message)
+
+
+def test_moments_are_packed_with_a_warning_of_a_trace_but_not_of_rounding(recwarn):
+    *others, quadrupoles = (moments.float() for moments in random_sources(20, seed=3).values())
+    pack_multipole_moments(*others, quadrupoles)
+    assert not recwarn.list
+    with pytest.warns(AccuracyWarning, match="have a trace"):
+        pack_multipole_moments(*others, quadrupoles + 1e-5 * torch.eye(3))
 
 
 @pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
