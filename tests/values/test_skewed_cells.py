@@ -313,3 +313,11 @@ def test_k_vectors_of_a_skewed_cell_are_not_searched_in_its_box(monkeypatch):
             found, weight, next_one = lengths(np.array(BASES[basis]) @ LONG)
         np.testing.assert_allclose(np.unique(found.round(9)), np.unique(expected.round(9)))
         assert weight == count and next_one > 4.0
+
+
+@pytest.mark.parametrize("shear", [10.0, 100.0])
+def test_k_vectors_of_one_length_are_all_there(shear):
+    """Up to a sphere through thirty of them, counted from the origin: 515 vectors of a cube."""
+    basis = np.array([[1.0, 0.0, 0.0], [shear, 1.0, 0.0], [0.0, -shear, 1.0]])
+    found = k_vectors.points_within(9.7 * basis[None], np.array([5.0 * 2.0 * np.pi / 9.7]))
+    assert found.weights.sum() == 515

@@ -120,8 +120,10 @@ def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> Points:
         )
     inverse = np.linalg.inv(cell)
     metric = (2.0 * np.pi) ** 2 * inverse.transpose(0, 2, 1) @ inverse
-    squared = k_cutoff**2 * (1.0 + 1e-12)
     sizes = bounds(cell, k_cutoff) + 1
+    # vectors of one length are all inside, or none: in skewed cells their squares are differences of large products
+    products = (np.sqrt(metric.diagonal(axis1=1, axis2=2)) * sizes).sum(1) ** 2
+    squared = k_cutoff**2 * (1.0 + 1e-12) + 4.0 * np.finfo(np.float64).eps * products
     # the vectors beyond a box, as in `bounds`
     beyond = 2.0 * np.pi * (sizes / np.linalg.norm(cell, axis=2)).min(1, initial=np.inf)
     in_spheres = np.abs(np.linalg.det(cell)) * k_cutoff**3 / (48.0 * np.pi**2)
