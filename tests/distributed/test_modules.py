@@ -1,9 +1,11 @@
-"""Modules with replicated parameters, in one process: instead of sums over ranks, gradients are doubled."""
+"""In one process: modules with replicated parameters, where gradients are doubled instead of summed, and launchers."""
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nvalchemiops.torch import System
+from nvalchemiops.torch.distributed import divide
 from nvalchemiops.torch.distributed.modules import with_replicated_parameters
 from nvalchemiops.torch.runtime.modules import with_parameters
 
@@ -55,3 +57,13 @@ def test_parameters_that_share_a_tensor_for_a_while_are_not_shared():
     with with_parameters(layer, {"weight": same, "bias": same}), with_parameters(layer, values):
         assert layer(torch.tensor([[3.0]])).item() == 5.0
     assert all(a is b for a, b in zip(layer.parameters(), before, strict=True))
+
+
+def test_a_process_of_any_launcher_is_a_rank(monkeypatch):
+    """Each rank of those that torchrun has not started computed all atoms."""
+    system = System(torch.zeros(2, 3))
+    assert divide(system, cutoff=1.0) is system
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK expected, but not set"):
+        divide(system, cutoff=1.0)

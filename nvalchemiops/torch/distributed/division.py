@@ -1,5 +1,6 @@
 """`divide`: systems, and states of dynamics and relaxations, which all ranks have, divided among them."""
 
+import os
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
@@ -34,9 +35,9 @@ def divide(
 
     For systems that each rank can hold once; for larger ones make a `Domain` of what each rank holds.
 
-    One script runs with and without ranks: if ``torchrun`` has started the process, and there is no process group yet,
-    it is initialized here, with NCCL for atoms on a GPU, otherwise with gloo. In a process without ranks the atoms are
-    returned as they are.
+    One script runs with and without ranks: if ``torchrun`` has started the process, or ``WORLD_SIZE`` says that there
+    are others, and there is no process group yet, it is initialized here, with NCCL for atoms on a GPU, otherwise with
+    gloo. In a process without ranks the atoms are returned as they are.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ def divide(
     """
     system: Any = getattr(atoms, "system", atoms)
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched():
+        if not dist.is_torchelastic_launched() and os.environ.get("WORLD_SIZE", "1") == "1":
             _check_kind(atoms)
             return atoms
         dist.init_process_group("nccl" if getattr(system, "positions", torch.empty(0)).is_cuda else "gloo")
