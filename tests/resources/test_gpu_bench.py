@@ -145,6 +145,8 @@ def test_kernels_of_a_copy_are_compiled_with_its_changes(bench, tmp_path):
     command, environment = ["bash", str(script), "copy", str(patch)], {**os.environ, "PYTHON": sys.executable}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert said[0] == "changed"
+    kept = [path.name for path in (tmp_path / ".gpu" / "copies").rglob("*.*")]
+    assert kept == ["cli.py"]  # the others are the same there
     assert {f"{p}{r}" for p in gpu_calls.SEARCH["ours"] for r in gpu_calls.PRECISIONS} <= set(said[1:])
 
 
