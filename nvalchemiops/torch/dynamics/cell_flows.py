@@ -362,13 +362,13 @@ _ORDER, _DOUBLINGS = 9, 5
 
 
 def of_matrices(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``exp(x)`` and ``(exp(x) - 1) / x`` of matrices (n, m, m), without eigenvectors, so with all derivatives.
+    """``exp(x)`` and ``(exp(x) - 1) / x`` of matrices (n, 3, 3), without eigenvectors, so with all derivatives.
 
     Taylor's series at ``x / 32``, then five doublings of ``d = exp(x) - 1`` and of the quotient p:
     ``d' = d d + 2 d`` and ``p' = p + p d / 2``, which keep the relative accuracy of d. The series is exact to rounding
     up to a norm of 4; larger strains in one step are no dynamics.
     """
-    one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    one = torch.eye(3, dtype=x.dtype, device=x.device)
     part = x * 0.5**_DOUBLINGS
     quotient = one + part * (1.0 / (_ORDER + 1))
     for k in range(_ORDER, 1, -1):

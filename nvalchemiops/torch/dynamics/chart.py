@@ -271,7 +271,7 @@ class Chart:
         # -dE/dF = virial F^-T, then the adjoint of the derivative of the exponential
         of_deformation = torch.bmm(self._virial(determinant, evaluation), cofactors / determinant[:, None, None])
         of_deformation = torch.where(self._per_system["mask"], of_deformation, 0.0)
-        of_logarithm = self._allowed(_exp_minus_one(self._logarithm(x).mT, of_deformation)[:, :, 3:])
+        of_logarithm = self._allowed(_derivative_of_exp(self._logarithm(x).mT, of_deformation))
         of_logarithm = of_logarithm / self._per_system["factor"][:, None, None]
         of_cell = torch.where(self._per_system["relaxes"][:, None, None], of_logarithm, 0.0)
         return torch.cat([forces, of_cell.reshape(-1, 3)])
@@ -398,8 +398,8 @@ class Chart:
     def _deformation(self, x: torch.Tensor) -> torch.Tensor:
         """F (n_systems, 3, 3), in which components outside of the mask are those of the identity."""
         if self._latest is None or self._latest[0] is not x:  # coordinates are not changed in place
-            change = _exp_minus_one(self._logarithm(x))
-            self._latest = x, torch.where(self._per_system["mask"], change, 0.0) + _identity(change)
+            stretched, _ = of_matrices(self._logarithm(x))
+            self._latest = x, torch.where(self._per_system["mask"], stretched, _identity(stretched))
         return self._latest[1]
 
     def _virial(self, determinant: torch.Tensor, evaluation: Evaluation) -> torch.Tensor:
@@ -517,15 +517,10 @@ def _cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(rows, 1), _added((matrices[:, 0] * rows[0]).unbind(-1))
 
 
-def _exp_minus_one(matrices: torch.Tensor, directions: torch.Tensor | None = None) -> torch.Tensor:
-    """``exp(A) - 1`` (n, 3, 3), exact for small A, too; given G, the derivative of ``exp(A + t G)`` at t = 0 beside it.
+def _derivative_of_exp(matrices: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """The derivative (n, 3, 3) of ``exp(A + t G)`` at t = 0: for a tiny imaginary t, the imaginary part divided by it.
 
-    Both are blocks of the same function of ``[[A, G], [0, A]]``.
-
-    Source: R. Mathias, SIAM J. Matrix Anal. Appl. 17, 610 (1996), doi:10.1137/S0895479895283409.
+    Source: A. H. Al-Mohy and N. J. Higham, Numer. Algorithms 53, 133 (2010), doi:10.1007/s11075-009-9323-y.
     """
-    blocks = matrices
-    if directions is not None:
-        below = torch.cat([torch.zeros_like(matrices), matrices], 2)
-        blocks = torch.cat([torch.cat([matrices, directions], 2), below], 1)
-    return torch.bmm(blocks, of_matrices(blocks)[1])[:, :3]
+    step = 2.0**-200  # its square is nothing beside A
+    return of_matrices(torch.complex(matrices, step * directions))[0].imag / step
