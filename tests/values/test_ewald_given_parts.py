@@ -1,5 +1,6 @@
 """Sums whose mesh, wave vectors or list are given, but not alpha: the best one for them, and a warning if need be."""
 
+import functools
 import itertools
 import re
 import warnings
@@ -177,8 +178,12 @@ def test_lists_that_are_too_short_for_a_given_alpha_are_noticed(method):
     assert not forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **longer)[1]
     unknown = system._replace(charges=torch.nan * system.charges)
     assert not forces_and_warnings(method, unknown, alpha=1.5 / short, cutoff=short, **found)[1]
-    recorded = record(lambda x: SUMS[method](x, *system[1:3], alpha=1.5 / short, cutoff=short, **found))
-    assert recorded(system.positions).isfinite().all()  # says nothing, since replays have other positions
+    sums = functools.partial(SUMS[method], alpha=1.5 / short, cutoff=short)
+    # says nothing, since replays have other positions, charges or images
+    assert record(lambda x: sums(x, *system[1:3], **found))(system.positions).isfinite().all()
+    assert record(lambda q: sums(system.positions, q, system.cell, **found))(system.charges).isfinite().all()
+    moved = record(lambda shifts: sums(*system[:3], **{**found, "neighbor_shifts": shifts}))
+    assert moved(found["neighbor_shifts"]).isfinite().all()
     for enough in ({"accuracy": 0.05}, {"k_cutoff": 1.0} if method == "ewald" else {"mesh_dimensions": (12, 12, 12)}):
         assert not forces_and_warnings(method, system, alpha=1.5 / short, cutoff=short, **found, **enough)[1]
 

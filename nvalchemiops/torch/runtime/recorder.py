@@ -547,8 +547,8 @@ def current_recorder() -> Recorder | None:
     return None if recorder is None or recorder.paused or recorder.reason else recorder
 
 
-def differ_in_replays(*tensors: torch.Tensor) -> bool:
-    """Whether a recorder follows this call, and replays will have other values of these tensors."""
+def differ_in_replays(*tensors: Any) -> bool:
+    """Whether a recorder follows this call, and replays will have other values of these; only tensors have others."""
     recorder = current_recorder()
     return recorder is not None and any(map(recorder.varies, tensors))
 

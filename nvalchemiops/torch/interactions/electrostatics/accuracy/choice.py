@@ -115,7 +115,8 @@ def choose_splitting(
             cutoff = float(core.real_cutoff(on_host(screened), spacing, target).max(initial=0.0))
         rows, searched = system.rows_within(cutoff), cutoff
     # with a given long-range part no accuracy is asked for, and recorded calls say nothing
-    if values is not None and searched in (None, given) and not differ_in_replays(system.positions, rows.neighbors):
+    differ = differ_in_replays(system.positions, system.moments, *rows)
+    if values is not None and searched in (None, given) and not differ:
         _warn_of_cutoff(system, sizes_of_system(system, sizes_known), rows, values, given, target)
     return EwaldSplitting(chosen, rows, target, searched, strengths, values, sizes_known)
 
