@@ -206,12 +206,18 @@ def test_a_list_of_all_pairs_of_a_molecule_is_long_enough_for_a_given_alpha(meth
     with plans.off():  # whose recorded calls say nothing
         assert not forces_and_warnings(method, molecule, alpha=0.3, **csr(molecule, 5.0))[1]
     assert not forces_and_warnings(method, batch(*[molecule] * 300), alpha=0.3, cutoff=5.0)[1]
+    # more pairs than are looked at: images are 7 apart, which this alpha does not need, and the list does not hold
+    many = batch(*[molecule._replace(cell=cell / 3.0)] * 1500)
+    with plans.off():
+        assert not forces_and_warnings(method, many, alpha=0.5, accuracy=1e-5, **csr(many, 7.0))[1]
     sums = torch.vmap(lambda x: SUMS[method](x, charges, cell, alpha=0.3, cutoff=5.0).sum())
     with warnings.catch_warnings():
         warnings.simplefilter("error", AccuracyWarning)
         assert sums(torch.stack([molecule.positions] * 2)).isfinite().all()
         lost, found = torch.full_like(molecule.positions, torch.nan), csr(molecule, 5.0)
         assert SUMS[method](lost, charges, cell, alpha=0.3, cutoff=5.0, **found).isnan().all()
+    with pytest.warns(AccuracyWarning, match="reach"):
+        sums(torch.stack([molecule.positions, wider.positions]))
 
 
 def test_each_system_of_a_batch_gets_its_own():

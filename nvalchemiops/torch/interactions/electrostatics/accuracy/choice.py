@@ -1,6 +1,7 @@
 """Choose parameters of an Ewald sum that are not given: alpha, the cutoff, the mesh or the k-vectors."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
@@ -29,9 +30,10 @@ from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import (
     widest_alpha,
 )
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
-from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
+from nvalchemiops.torch.neighbors.lists import neighbor_list
+from nvalchemiops.torch.neighbors.rows import Rows, inspect_rows
 from nvalchemiops.torch.operators.lattice import check_mesh
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host, slices_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, all_values_of, may_read, on_host, slices_of
 from nvalchemiops.torch.runtime.graphs import place_of
 from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_flag, read_number
 
@@ -356,19 +358,25 @@ def _farthest(rows: Rows, system: ChargedSystem) -> tuple[np.ndarray, np.ndarray
 
 
 def _nearest(
-    system: ChargedSystem, number: np.ndarray, most: np.ndarray, searched: float, least: np.ndarray
+    system: ChargedSystem,
+    number: np.ndarray,
+    most: np.ndarray,
+    searched: float,
+    least: np.ndarray,
+    atoms: np.ndarray | None = None,
 ) -> np.ndarray:
     """Shortest distance (n_systems,) up to ``searched`` that is not below ``least``, at most ``most``, both likewise.
 
-    ``number`` (n_atoms,) is the system of each atom.
+    ``number`` (n_atoms,) is the system of each atom. Only pairs of these ``atoms`` are looked at, if they are given.
     """
-    nearest = most.copy()
+    nearest, cell = most.copy(), system.cell.detach()
+    of_atoms = None if atoms is None else torch.from_numpy(atoms.astype(np.int32)).to(cell.device)
+    options: Any = {"target_indices": of_atoms, "return_neighbor_list": True, "return_distances": True}
     for positions in slices_of(system.positions):
-        found = build_rows(positions, searched, system.cell, system.batch_idx)
-        with torch.no_grad():
-            first, distances = map(on_host, pair_distances(found, positions, system.cell, system.batch_idx))
-        is_far = distances >= least[number[first]]
-        np.minimum.at(nearest, number[first[is_far]], distances[is_far])
+        found = neighbor_list(positions, searched, cell, batch_idx=system.batch_idx, **options)
+        system_of, distances = number[on_host(found[0][0])], on_host(found[-1])
+        is_far = distances >= least[system_of]
+        np.minimum.at(nearest, system_of[is_far], distances[is_far])
     return nearest
 
 
@@ -394,14 +402,14 @@ def _warn_of_cutoff(
     if system.domain is not None if cutoff is None else not (errors_at(cutoff) > most).any():
         return
     # the rest takes as long as a small sum
-    if not may_read(system.positions, *rows, wait=True):
+    if not may_read(*map(all_values_of, (system.positions, rows.neighbors)), wait=True):
         return
     if not is_first(AccuracyWarning, of, cutoff, None if cutoff is None else system.n_atoms):
         return
     needed = core.real_cutoff(alpha, spacing, target)
     reach = _complete_up_to(system, sizes, rows, cutoff or 0.0, needed)
     errors = np.where(reach < needed, errors_at(reach), 0.0)
-    if (errors > most).any() and system.of_points and may_read(system.moments, wait=True):
+    if (errors > most).any() and system.of_points and may_read(system.positions, system.moments, *rows, wait=True):
         near = torch.as_tensor(np.minimum(reach, core.NEARBY * spacing), device=system.positions.device)
         errors *= target.force / force_on_host(system, rows, near, spacing)
         has_charges = (on_host(system.sums(system.charges.detach().square())) > 0.0).any(1)  # nor NaN
@@ -410,7 +418,7 @@ def _warn_of_cutoff(
 
 
 MOST_SOUGHT = 2**17
-"""Number of pairs among which the nearest one that a list lacks is sought; or twice as many as in a longer list."""
+"""Number of pairs among which the nearest one that a list lacks is sought; in larger systems around a few atoms."""
 
 
 def _complete_up_to(system: ChargedSystem, sizes: Sizes, rows: Rows, cutoff: float, needed: np.ndarray) -> np.ndarray:
@@ -421,18 +429,19 @@ def _complete_up_to(system: ChargedSystem, sizes: Sizes, rows: Rows, cutoff: flo
     if system.domain is not None:
         return np.full(needed.shape, cutoff)
     longest = float(needed.max(initial=0.0))
-    if not read_number(slices_of(system.positions).isfinite().all()):
-        return needed  # the sum is NaN, and a search would raise an error
+    is_finite = slices_of(system.positions).isfinite().all()
+    if not (system.n_atoms and np.isfinite(longest) and read_number(is_finite)):
+        return needed  # nothing is missing, or the sum is NaN, and a search would raise an error
     number, listed = _farthest(rows, system)
     reach = np.maximum(listed.min(0), cutoff)
-    n_listed = rows.neighbors.shape[0]
     # at most as many as at the density in the list, or as of all atoms and their images
     of_atoms = np.sum(sizes.n_atoms**2 * (1.0 + 4.0 * np.pi / 3.0 * longest**3 / sizes.volume))
     with np.errstate(divide="ignore"):  # a list without pairs
-        n_pairs = min(max(n_listed, system.n_atoms) * (longest / reach.min(initial=longest)) ** 3, of_atoms)
-    if n_pairs > max(MOST_SOUGHT, 2 * n_listed):
-        return reach
-    return _nearest(system, number, needed, longest, reach * (1.0 + 1e-6))  # rounding is less than that
+        of_list = max(rows.neighbors.shape[0], system.n_atoms) * (longest / reach.min()) ** 3
+    step = math.ceil(min(max(of_list, 1.0), of_atoms) / MOST_SOUGHT)
+    # some of all atoms, and one of each system
+    atoms = np.union1d(np.arange(0, system.n_atoms, step), np.unique(number, return_index=True)[1])
+    return _nearest(system, number, needed, longest, reach * (1.0 + 1e-6), atoms)  # rounding is less than that
 
 
 def _warn_of_widths(
