@@ -1,6 +1,7 @@
 """`Calculator`: a sum of terms as an ASE calculator."""
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -123,16 +124,17 @@ class Calculator(base.Calculator):
         with torch.inference_mode(False), torch.no_grad():
             parts = self._evaluate(atoms, wants_stress)
         n_atoms = len(atoms)
-        energies = _total(parts, "energies", (n_atoms,))
-        energy = math.fsum(energies)
+        energies = _of_terms(parts, "energies", (n_atoms,), ())
+        energy = math.fsum(itertools.chain.from_iterable(value.reshape(-1).tolist() for value in energies))
         self.results = {
             "energy": energy,
             "free_energy": energy,
-            "energies": energies,
-            "forces": _total(parts, "forces", (n_atoms, 3)),
+            "forces": _total(_of_terms(parts, "forces", (n_atoms, 3))),
         }
+        if all(value.ndim for value in energies):
+            self.results["energies"] = _total(energies)
         if wants_stress:
-            virial = _total(parts, "virial", (3, 3))
+            virial = _total(_of_terms(parts, "virial", (3, 3)))
             # a virial is symmetric up to rounding and the error of a mesh
             self.results["stress"] = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / atoms.get_volume())
         self._torques = None
@@ -154,18 +156,24 @@ def _usable(device: str) -> torch.device:
     return found.device
 
 
-def _total(parts: Sequence[Contribution], name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The sum over all terms, each with this shape: others would be broadcast."""
+def _of_terms(parts: Sequence[Contribution], name: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The values of all terms, each with one of these shapes: a sum would broadcast others."""
     found = []
     for part in parts:
-        value: torch.Tensor | None = getattr(part, name)
+        value = getattr(part, name)
         if value is None:
             raise ValueError(f"a term returned no {name}")
-        value = value[0] if value.shape == (1, *shape) else value  # as functions of torch return virials
-        if value.shape != shape:
-            raise ValueError(f"a term returned `{name}` of shape {tuple(value.shape)}, which must be {shape}")
-        found.append(value)
-    return _array(functools.reduce(operator.add, found))
+        value = torch.as_tensor(value, dtype=torch.float64)
+        # functions of torch return values of one system with an axis of systems
+        bare = value[0] if value.shape not in shapes and value.shape[:1] == (1,) else value
+        if bare.shape not in shapes:
+            raise ValueError(f"a term returned `{name}` of shape {tuple(value.shape)}, which must be {shapes[0]}")
+        found.append(bare)
+    return found
+
+
+def _total(values: Sequence[torch.Tensor]) -> np.ndarray:
+    return _array(functools.reduce(operator.add, values))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

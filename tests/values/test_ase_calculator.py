@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from ase.build import bulk, molecule
+from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.calculators.lj import LennardJones
 from ase.calculators.morse import MorsePotential
@@ -326,20 +327,29 @@ def test_a_term_of_your_own():
 
 
 def test_the_shapes_of_a_term_of_your_own():
-    """The virial may be that of one system, as of functions of torch; one energy of all atoms would count for each."""
+    """Values of one system are taken as functions of torch return them, and one energy of all atoms counts once."""
 
     class Own(Pair):
         def evaluate(self, system):
             found = super().evaluate(system)
             virial = None if found.virial is None else found.virial[None]
-            return found._replace(energies=found.energies.sum() if self.in_one else found.energies, virial=virial)
+            return found._replace(energies=self.shaped(found.energies), virial=virial)
 
     atoms, given, own = salt(), Pair("buckingham", cutoff=7.0, **REPULSION), Own("buckingham", cutoff=7.0, **REPULSION)
-    expected = Calculator(given, given).get_stress(atoms)
-    own.in_one = False
-    np.testing.assert_allclose(Calculator(given, own).get_stress(atoms), expected, rtol=1e-12, atol=1e-15)
-    own.in_one = True
-    with pytest.raises(ValueError, match=r"`energies` of shape \(\), which must be \(8,\)"):
+    atoms.calc = Calculator(given, given)
+    energy, energies, stress = atoms.get_potential_energy(), atoms.get_potential_energies(), atoms.get_stress()
+    for shaped in (lambda e: e[None], lambda e: e.numpy(), sum, lambda e: e.sum()[None], lambda e: float(sum(e))):
+        own.shaped = shaped
+        for terms in ((given, own), (own, own)):
+            atoms.calc = Calculator(*terms)
+            assert atoms.get_potential_energy() == pytest.approx(energy, rel=1e-14)
+            np.testing.assert_allclose(atoms.get_stress(), stress, rtol=1e-12, atol=1e-15)
+    with pytest.raises(PropertyNotImplementedError, match="energies"):
+        atoms.get_potential_energies()
+    own.shaped = lambda energies: energies.numpy()
+    np.testing.assert_allclose(Calculator(given, own).get_potential_energies(atoms), energies, rtol=1e-14)
+    own.shaped = lambda energies: energies[:, None]
+    with pytest.raises(ValueError, match=r"`energies` of shape \(8, 1\), which must be \(8,\)"):
         Calculator(given, own).get_potential_energy(atoms)
 
 
