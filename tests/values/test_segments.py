@@ -1,10 +1,12 @@
 """Sums over the atoms of each system, and their transpose: right, differentiable, and the same bits everywhere."""
 
+import warnings
+
 import pytest
 import torch
 
 from nvalchemiops.kernels.segments import BLOCK
-from nvalchemiops.torch.operators.segments import FEW, spread_systems, system_sums
+from nvalchemiops.torch.operators.segments import FEW, row_pointers, spread_systems, system_sums
 
 SIZES = [5, 0, 3, 2 * BLOCK + 17, 1, BLOCK, 0]
 
@@ -35,6 +37,18 @@ def test_sums_equal_index_add(shape, unsorted, dtype, device):
     assert found.dtype == dtype and found.shape == expected.shape
     torch.testing.assert_close(found, expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=1e-12)
     assert not found[[1, 6]].any()  # the empty ones
+
+
+def test_row_pointers_of_slices_without_a_warning():
+    rows = torch.tensor([[0, 0, 1, 3], [1, 1, 2, 2], [3, 3, 3, 3]], dtype=torch.int32)
+    torch.set_warn_always(True)  # else torch warns only once in a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = torch.func.vmap(lambda index: row_pointers(index, 4))(rows)
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(found, torch.stack([row_pointers(index, 4) for index in rows]))
 
 
 def test_float32_is_summed_in_float64():

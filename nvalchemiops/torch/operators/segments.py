@@ -128,6 +128,7 @@ def sort_by_system(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tenso
 def row_pointers(index: torch.Tensor, n: int) -> torch.Tensor:
     """Row pointers (n + 1,) of an ascending ``index``: the first place of an entry of at least 0, 1, ... n."""
     numbers = torch.arange(n + 1, dtype=index.dtype, device=index.device)
+    numbers = numbers + index.new_zeros(())  # for each slice of vmap, which would expand them: torch warns of that
     return torch.searchsorted(index.contiguous(), numbers, out_int32=True)
 
 
