@@ -401,6 +401,8 @@ def check_index(
     check_tensor(name, tensor)
     if tensor.dtype != torch.int32 and (writable or tensor.dtype != torch.int64):
         other, advice = ("", "") if writable else (" or int64", f": use `{name}.to(torch.int32)`")
+        if name == "batch_idx" and tensor.dtype == torch.bool:
+            advice = ": give `pbc` by its name if this is one"
         raise TypeError(f"`{name}` must be int32{other}, got {tensor.dtype}{advice}")
     fits = tensor.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, tensor.shape))
     if not fits:

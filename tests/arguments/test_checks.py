@@ -127,6 +127,9 @@ def test_integers_0_and_1_are_periodicity_as_in_ase():
             checks.pbc_tensor(wrong)
     with pytest.raises(TypeError, match=r"`pbc` must be bool, got torch.int64: use `pbc != 0`"):
         checks.pbc_tensor(slab.long())
+    x = torch.zeros(3, 3)
+    with pytest.raises(TypeError, match=r"`batch_idx` must be .*, got torch.bool: give `pbc` by its name"):
+        checks.check_batch(slab, x)
 
 
 @pytest.mark.parametrize(
