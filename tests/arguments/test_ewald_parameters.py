@@ -149,6 +149,21 @@ def test_modules_take_a_system_as_they_take_its_tensors(kind):
         kind.estimate(atoms, CELL)
 
 
+@pytest.mark.parametrize("kind", [electrostatics.EwaldSummation, electrostatics.ParticleMeshEwald])
+@pytest.mark.parametrize("of_dipoles", [False, True])
+def test_estimates_for_the_cutoff_of_a_list(kind, of_dipoles):
+    """All else is chosen for it, so that the forces are those of another cutoff, also beside a molecule."""
+    ions = triclinic(12)
+    crystal = System(ions.positions, ions.charges, ions.cell)
+    if of_dipoles:
+        crystal = crystal._replace(dipoles=0.1 * crystal.positions)
+    both = System.concatenate([crystal, crystal._replace(cell=None)])
+    made = [kind.estimate(crystal, accuracy=1e-7), kind.estimate(both, real_space_cutoff=4.5, accuracy=1e-7)]
+    forces = [module(s, compute_forces=True).forces for module, s in zip(made, (crystal, both))]
+    assert made[1].cutoff == 4.5 != made[0].cutoff
+    torch.testing.assert_close(forces[1][: len(forces[0])], forces[0], rtol=0.0, atol=2e-6 * forces[0].abs().max())
+
+
 @pytest.mark.parametrize("function", [electrostatics.ewald_summation, electrostatics.particle_mesh_ewald])
 def test_parameters_cannot_be_chosen_for_the_cells_of_all_slices(function):
     system = triclinic()

@@ -107,6 +107,14 @@ def _of_all(values: torch.Tensor, kept: torch.Tensor | None, positions: Any) -> 
     return values[0].repeat(cell.shape[0]).index_copy(0, kept, values)
 
 
+def _of_kept(real_space_cutoff: Any, kept: torch.Tensor | None, positions: Any) -> Any:
+    """The cutoffs of the systems for which parameters are estimated."""
+    if kept is None or real_space_cutoff is None:
+        return real_space_cutoff
+    cutoffs = per_system("real_space_cutoff", real_space_cutoff, positions.cell.shape[0], kept.device, wait=True)
+    return cutoffs.index_select(0, kept)
+
+
 def _cell_of(cell: Any) -> Any:
     """The cells of a system; in a batch unit cells for molecules without one, which are summed over all pairs."""
     if not isinstance(cell, System):
@@ -292,6 +300,7 @@ class EwaldSummation(ConfiguredSum):
         cell: torch.Tensor | None = None,
         batch_idx: torch.Tensor | None = None,
         accuracy: float = 1e-6,
+        real_space_cutoff: float | torch.Tensor | None = None,
         *,
         charges: torch.Tensor | None = None,
     ) -> "EwaldSummation":
@@ -303,7 +312,7 @@ class EwaldSummation(ConfiguredSum):
         atoms, kept = _atoms(positions, cell, batch_idx, charges)
         if atoms.cell is None and isinstance(positions, System):
             return cls(accuracy=accuracy)
-        found = ewald_parameters(atoms, accuracy, KVectorSum())
+        found = ewald_parameters(atoms, accuracy, _of_kept(real_space_cutoff, kept, positions), KVectorSum())
         reach = float(found.real_space_cutoff.max())
         alpha, k_cutoff = (_of_all(v, kept, positions) for v in (found.alpha, found.reciprocal_space_cutoff))
         return cls(alpha, k_cutoff, reach, accuracy=accuracy)
@@ -417,11 +426,8 @@ class ParticleMeshEwald(ConfiguredSum):
             strengths = None if of_charges_alone(atoms) else sources_of(check_system(atoms))[0]
             method = MeshSum(NOT_CHOSEN, None).suited(checks.check_positive("accuracy", accuracy), costs, strengths)
             order = method.spline_order
-        if kept is not None and real_space_cutoff is not None:
-            n_systems, device = positions.cell.shape[0], kept.device  # type: ignore[union-attr]  # it is a System
-            cutoffs = per_system("real_space_cutoff", real_space_cutoff, n_systems, device, wait=True)
-            real_space_cutoff = cutoffs.index_select(0, kept)
-        found = pme_parameters(atoms, accuracy, real_space_cutoff, order, long_range=MeshSum(order, None))
+        reaches = _of_kept(real_space_cutoff, kept, positions)
+        found = pme_parameters(atoms, accuracy, reaches, order, long_range=MeshSum(order, None))
         reach = float(found.real_space_cutoff.max())
         return cls(_of_all(found.alpha, kept, positions), found.mesh_dimensions, order, reach, accuracy=accuracy)
 

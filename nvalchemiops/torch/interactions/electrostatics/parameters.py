@@ -93,6 +93,7 @@ def estimate_ewald_parameters(
     cell: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     accuracy: float = 1e-6,
+    real_space_cutoff: float | torch.Tensor | None = None,
     *,
     charges: torch.Tensor | None = None,
 ) -> EwaldParameters:
@@ -108,6 +109,8 @@ def estimate_ewald_parameters(
     accuracy : float, optional
         Target for the RMS error of the forces, relative to the RMS of the forces. With ``charges`` it is typically met
         within a factor of 3. Small systems get smaller force errors, so that their virial is as accurate.
+    real_space_cutoff : float or (n_systems,) tensor, length, optional
+        By default the cutoff that balances the work for pairs and long range.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
         With charges, the magnitude of the forces is estimated from the positions, as the sums do; it sets the allowed
         errors. Without charges, forces are assumed to be as large as in thermal vibrations or between molecules. Leave
@@ -127,19 +130,23 @@ def estimate_ewald_parameters(
     -----
     Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
     """
-    return ewald_parameters(System(positions, charges, cell, batch_idx), accuracy)
+    return ewald_parameters(System(positions, charges, cell, batch_idx), accuracy, real_space_cutoff)
 
 
-def ewald_parameters(atoms: System, accuracy: float, long_range: choice.LongRange | None = None) -> EwaldParameters:
+def ewald_parameters(
+    atoms: System, accuracy: float, real_space_cutoff: Any, long_range: choice.LongRange | None = None
+) -> EwaldParameters:
     """`estimate_ewald_parameters` for a system, whose dipoles, quadrupoles and widths count with ``long_range``."""
     positions, sizes = atoms.positions, _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
+    r_c = _given_cutoffs(real_space_cutoff, sizes, positions)
     if long_range is not None and not of_charges_alone(atoms):
-        alpha, r_c, target, _ = _as_in_calls(atoms, accuracy, long_range)
+        alpha, r_c, target, _ = _as_in_calls(atoms, accuracy, long_range, r_c)
     else:
-        typical = core.Target(accuracy)
-        alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
-        r_c = core.real_cutoff(alpha, sizes.spacing, typical)
+        if r_c is None:
+            typical = core.Target(accuracy)
+            alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
+            r_c = core.real_cutoff(alpha, sizes.spacing, typical)
         target = _target(accuracy, atoms, sizes, r_c)
         alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     k_c = core.reciprocal_cutoff(alpha, sizes.spacing, target)
@@ -162,10 +169,8 @@ def estimate_pme_parameters(
 
     Parameters
     ----------
-    positions, cell, batch_idx, accuracy, charges
+    positions, cell, batch_idx, accuracy, real_space_cutoff, charges
         As for `estimate_ewald_parameters`.
-    real_space_cutoff : float or (n_systems,) tensor, length, optional
-        By default the cutoff that balances the work for pairs and mesh.
     mesh_safety_factor : float, optional
         Divides the mesh spacing.
     spline_order : int, optional
@@ -204,9 +209,7 @@ def pme_parameters(
     positions, sizes = atoms.positions, _sizes_of(atoms)
     accuracy = choice.check_accuracy(accuracy, positions)
     order = check_spline_order(spline_order)
-    r_c, strengths = None, None
-    if real_space_cutoff is not None:
-        r_c = numbers_of_systems("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
+    r_c, strengths = _given_cutoffs(real_space_cutoff, sizes, positions), None
     if long_range is not None and not of_charges_alone(atoms):
         alpha, r_c, target, strengths = _as_in_calls(atoms, accuracy, long_range, r_c)
     else:
@@ -441,6 +444,12 @@ def _mesh_cutoff(sizes: Sizes, target: core.Target, order: int, costs: core.Cost
 def of_charges_alone(atoms: System) -> bool:
     """Whether the sources are points with charges; also without charges, where strengths are not known."""
     return atoms.charges is None or all(s is None for s in (atoms.dipoles, atoms.quadrupoles, atoms.widths))
+
+
+def _given_cutoffs(real_space_cutoff: Any, sizes: Sizes, positions: torch.Tensor) -> np.ndarray | None:
+    if real_space_cutoff is None:
+        return None
+    return numbers_of_systems("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
 
 
 def _as_in_calls(
