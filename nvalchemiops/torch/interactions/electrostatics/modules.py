@@ -300,8 +300,8 @@ class EwaldSummation(ConfiguredSum):
         cell: torch.Tensor | None = None,
         batch_idx: torch.Tensor | None = None,
         accuracy: float = 1e-6,
-        real_space_cutoff: float | torch.Tensor | None = None,
         *,
+        real_space_cutoff: float | torch.Tensor | None = None,
         charges: torch.Tensor | None = None,
     ) -> "EwaldSummation":
         """Create a module with parameters from `estimate_ewald_parameters`; takes the same arguments, or a System.

@@ -93,8 +93,8 @@ def estimate_ewald_parameters(
     cell: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     accuracy: float = 1e-6,
-    real_space_cutoff: float | torch.Tensor | None = None,
     *,
+    real_space_cutoff: float | torch.Tensor | None = None,
     charges: torch.Tensor | None = None,
 ) -> EwaldParameters:
     """Splitting parameter and cutoffs that meet ``accuracy`` at about the least cost.
