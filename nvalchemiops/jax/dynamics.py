@@ -21,6 +21,7 @@ from nvalchemiops.jax.operators import Shape, as_static, from_torch_values, make
 from nvalchemiops.jax.systems import Neighbors, System
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch import checks, dynamics
+from nvalchemiops.torch.batching import told_systems
 from nvalchemiops.torch.dynamics import Evaluation
 from nvalchemiops.torch.dynamics.model import check_energies
 from nvalchemiops.torch.dynamics.state import OF_ATOMS
@@ -321,7 +322,7 @@ class FromEnergies:
         positions, cell, batch_idx = system.positions, system.cell, system.batch_idx
         one_cell, n_systems = cell is not None and cell.ndim == 2, 1
         if strained := self.stress and cell is not None:
-            n_systems = _number_of_systems(system) or self._number_of_energies(system, *args, **kwargs)
+            n_systems = told_systems(system) or self._number_of_energies(system, *args, **kwargs)
 
         def total(positions: Any, strain: Any) -> Any:
             moved = system._replace(positions=positions)
@@ -332,14 +333,13 @@ class FromEnergies:
                 cells = cell + cell @ symmetric
                 moved = system._replace(positions=positions, cell=cells[0] if one_cell and n_systems == 1 else cells)
             energies = jnp.reshape(self.function(moved, *args, **kwargs), (-1,))
-            if strained:
-                check_energies(energies, n_systems)
             return jnp.sum(energies), energies
 
         strain = jnp.zeros((n_systems, 3, 3), positions.dtype)
         derivatives = jax.value_and_grad(total, argnums=(0, 1) if strained else (0,), has_aux=True)
         # inside of shard_map: forces and stress of each device's own systems, not summed over devices
         (_, energies), (slope, *by_strain) = derivatives(*vary_like_results(total, (positions, strain)))
+        check_energies(energies, told_systems(system))
         if not strained:
             return Evaluation(energies, -slope)
         volumes = jnp.reshape(system.volume, (-1, 1, 1))
@@ -347,11 +347,6 @@ class FromEnergies:
 
     def _number_of_energies(self, *args: Any, **kwargs: Any) -> int:
         return math.prod(jax.eval_shape(lambda: self.function(*args, **kwargs)).shape)
-
-
-def _number_of_systems(system: Any) -> int | None:
-    """The number of systems; None for a batch whose shapes do not tell."""
-    return 1 if system.batch_idx is None else checks.systems_in_shapes((system.cell, 3), (system.pbc, 2))
 
 
 class TorchModel:
@@ -398,7 +393,7 @@ class TorchModel:
         return [value for value in self.evaluate(TorchSystem(*system)) if value is not None]
 
     def _types(self, system: Any) -> list[Shape]:
-        n, dtype = _number_of_systems(system), system.positions.dtype
+        n, dtype = told_systems(system), system.positions.dtype
         if n is None and (system.cell is None or system.cell.ndim != 3):
             raise ValueError(
                 "TorchModel: shapes must tell how many systems there are: give each of them a cell or `pbc`, and a "

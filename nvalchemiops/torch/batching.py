@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.systems import Neighbors, System
 
 
-def count_systems(system: "System") -> int:
-    """Number of systems. Reads ``batch_idx`` if neither the domain nor the cells nor ``pbc`` tell."""
+def told_systems(system: "System") -> int | None:
+    """Number of systems, as the domain or shapes tell; None for a batch whose shapes do not tell."""
     if system.domain is not None:
         return system.domain.n_systems
-    if system.batch_idx is None:
-        return 1
-    found = checks.systems_in_shapes((system.cell, 3), (system.pbc, 2))
-    if found is not None:
+    return 1 if system.batch_idx is None else checks.systems_in_shapes((system.cell, 3), (system.pbc, 2))
+
+
+def count_systems(system: "System") -> int:
+    """Number of systems. Reads ``batch_idx`` if neither the domain nor the cells nor ``pbc`` tell."""
+    if (found := told_systems(system)) is not None:
         return found
+    assert system.batch_idx is not None
     if system.batch_idx.numel():
         return 1 + int(read_number(system.batch_idx.max()))
     return int(getattr(system.cell, "ndim", 0) == 3 or getattr(system.pbc, "ndim", 0) == 2)  # one, without atoms

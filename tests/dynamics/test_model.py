@@ -280,9 +280,11 @@ def test_a_model_of_energies_takes_one_for_each_system():
     expected = FromEnergies(of_systems)(system)
     assert torch.equal(expected.energies, of_systems(system).energies)
     for function, shape in ((potential, len(system.positions)), (lambda s: of_systems(s).energies.sum(), 1)):
-        with pytest.warns(NvalchemiopsWarning, match=rf"returned energies of shape \({shape},\) for 2 systems"):
+        with pytest.warns(NvalchemiopsWarning, match=rf"energies of shape \({shape},\), which is \(2,\) for"):
             found = FromEnergies(function)(system)
         torch.testing.assert_close(found[1:3], expected[1:3], rtol=1e-12, atol=1e-14)
+    with pytest.warns(NvalchemiopsWarning, match=r"energies of shape \(4,\), which is \(1,\) for"):
+        FromEnergies(lambda molecule: molecule.positions.sum(1))(System(torch.zeros(4, 3)))
 
 
 def test_a_model_of_energies_keeps_its_graph_where_it_is_needed():

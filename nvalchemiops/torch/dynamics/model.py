@@ -12,7 +12,7 @@ import torch
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
 from nvalchemiops.notices import NvalchemiopsWarning, notify
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.batching import count_systems
+from nvalchemiops.torch.batching import count_systems, told_systems
 from nvalchemiops.torch.distributed.pairs import OwnedPairs
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
@@ -101,12 +101,13 @@ def check_shapes(found: Evaluation, n_systems: int, n_atoms: int) -> None:
             raise ValueError(f"`model`: {name} must have shape {shape}, got {tuple(value.shape)}")
 
 
-def check_energies(energies: Any, n_systems: int) -> None:
+def check_energies(energies: Any, n_systems: int | None) -> None:
     """Warn unless a function returned one energy for each system. Forces and stress are right without that."""
-    if energies.shape != (n_systems,) and not torch.compiler.is_compiling():
+    if n_systems is not None and energies.shape != (n_systems,) and not torch.compiler.is_compiling():
         notify(
-            f"`function` returned energies of shape {tuple(energies.shape)} for {n_systems} systems: sum those of the "
-            "atoms of each system, as with energy_reduction='system'. Forces and stress belong to the sum of all",
+            f"`function` returned energies of shape {tuple(energies.shape)}, which is ({n_systems},) for energies of "
+            "systems: sum those of the atoms of each system, as with energy_reduction='system'. Forces and stress "
+            "belong to the sum of all",
             NvalchemiopsWarning,
             "energies of systems",
         )
@@ -507,8 +508,7 @@ class FromEnergies:
         found: Any = self.function(system._replace(positions=positions, cell=cell))
         energies: torch.Tensor = getattr(found, "energies", found)  # also of results of this library
         energies = energies.reshape(1) if energies.ndim == 0 else energies
-        if strain is not None:
-            check_energies(energies, len(strain))
+        check_energies(energies, told_systems(system) if strain is None else len(strain))
         total = energies.sum()
         if not total.requires_grad:
             notify(
