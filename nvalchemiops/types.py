@@ -1,10 +1,15 @@
-"""Warp types: the scalar, vector and matrix of each floating-point precision, and properties of Warp types."""
+"""Warp types: the scalar, vector and matrix of each floating-point precision; properties of Warp types."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import warp as wp
 
 from nvalchemiops._warp_internals import component_shape, component_type, struct_size
+
+HostPbc = bool | np.bool_ | Sequence[int | Sequence[int]] | np.ndarray
+"""Periodicity that is no tensor: one bool for all axes, or (3,) or (n_systems, 3) bools, or integers 0 and 1."""
 
 
 class Real(NamedTuple):

@@ -1,4 +1,4 @@
-"""Dtypes of JAX and of torch."""
+"""Dtypes of JAX and of torch, and the type of a periodicity."""
 
 import functools
 from typing import Any
@@ -6,6 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from typing_extensions import TypeAliasType  # torch depends on it
+
+from nvalchemiops.types import HostPbc
+
+Pbc = TypeAliasType("Pbc", HostPbc | jax.Array)
+"""Periodicity as callers give it, as in `nvalchemiops.torch.types`."""
 
 _NAMES = [
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),

@@ -36,7 +36,10 @@ def _by_torch(name: str) -> Any:
     return property(lambda state: _measured(state, name), doc=getattr(dynamics.State, name).__doc__)
 
 
-class State(dynamics.State):
+_State: Any = dynamics.State  # to a type checker its fields would be tensors
+
+
+class State(_State):
     """What a step takes and returns: `nvalchemiops.torch.dynamics.State` with arrays, a pytree.
 
     ``having`` sets parameters, which may be traced, as in ``state.having(temperature=...)``.
@@ -219,8 +222,7 @@ class Integrator:
         """
         state, near = vary_alike((state, near))  # the branches of `cond` have equal types inside of shard_map
         half = self.first_half(state)
-        # fields of torch's `State` are typed as tensors; here they are JAX arrays
-        _, near = neighbor_list(half.system.positions, cell=half.system.cell, state=near)  # type: ignore[arg-type]
+        _, near = neighbor_list(half.system.positions, cell=half.system.cell, state=near)
 
         def rest() -> State:
             return self.second_half(self.evaluated(half, lambda system: model(system, Neighbors.from_state(near))))

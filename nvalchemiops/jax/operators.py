@@ -221,6 +221,7 @@ def _plain(value: Any) -> Any:
 
 def _kinds(function: Callable[..., Any]) -> dict[str, str]:
     texts = {name: str(parameter.annotation) for name, parameter in inspect.signature(function).parameters.items()}
+    texts = {name: text.replace("Pbc", _ARRAYS) for name, text in texts.items()}  # an alias, which hides the tensor
     return {name: next((kind for kind in (_ARRAYS, _NUMBERS) if kind in text), "") for name, text in texts.items()}
 
 

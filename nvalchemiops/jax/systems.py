@@ -16,8 +16,11 @@ from nvalchemiops.torch.systems import Neighbors as TorchNeighbors
 from nvalchemiops.torch.systems import System as TorchSystem
 from nvalchemiops.torch.systems import several
 
+_System: Any = TorchSystem  # to a type checker its fields would be tensors
+_Neighbors: Any = TorchNeighbors
 
-class System(TorchSystem):
+
+class System(_System):
     """Atoms of one system or of a batch: a pytree of arrays, of which those that are None are no leaves.
 
     Fields are those of `nvalchemiops.torch.systems.System`. A function that `from_torch` wraps gets it with tensors.
@@ -50,7 +53,7 @@ class System(TorchSystem):
     @property
     def volume(self) -> Any:
         """Volume of the cell, or volumes (n_systems,) of the cells."""
-        cell: Any = self.cell
+        cell = self.cell
         if cell is None or isinstance(cell, torch.Tensor):
             return super().volume
         return jnp.abs(jnp.sum(cell[..., 0, :] * jnp.cross(cell[..., 1, :], cell[..., 2, :]), axis=-1))
@@ -71,15 +74,14 @@ class System(TorchSystem):
             )
         cutoff = as_number("`cutoff`", cutoff)  # static in the result
         given = (cutoff, self.cell, self.pbc, self.batch_idx)
-        # the fields that this class inherits are typed as tensors
-        found = neighbor_list(self.positions, *given, half_fill=half, return_neighbor_list=not as_matrix)  # type: ignore[arg-type]
+        found = neighbor_list(self.positions, *given, half_fill=half, return_neighbor_list=not as_matrix)
         shifts = found[2] if len(found) > 2 else None
         if as_matrix:
             return Neighbors(matrix=found[0], shifts=shifts, cutoff=cutoff, half=half)
         return Neighbors(pairs=found[0], row_pointers=found[1], shifts=shifts, cutoff=cutoff, half=half)
 
 
-class Neighbors(TorchNeighbors):
+class Neighbors(_Neighbors):
     """Neighbors of all atoms: a pytree, in which ``padding``, ``cutoff`` and ``half`` are static.
 
     Fields are those of `nvalchemiops.torch.systems.Neighbors`.

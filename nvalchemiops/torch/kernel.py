@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import warp as wp
@@ -23,6 +23,7 @@ from nvalchemiops.torch.autograd.specs import like
 from nvalchemiops.torch.launch import launch, launch_adjoint
 from nvalchemiops.torch.runtime._torch_internals import assume_constant
 from nvalchemiops.torch.runtime.releases import CONSTANTS_FROM_OBJECTS
+from nvalchemiops.torch.types import Tensors
 from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
 
 Dim = int | Sequence[int] | Callable[..., Any] | None
@@ -56,9 +57,7 @@ def extract_input_shapes(*inputs: Any) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(tuple(v.shape) if isinstance(v, (torch.Tensor, wp.array)) else None for v in inputs)
 
 
-def call_kernel(
-    kernel: wp.Kernel, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def call_kernel(kernel: wp.Kernel, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None) -> Tensors:
     """Allocate the outputs (zero-filled), launch ``kernel`` on torch's current stream, return the outputs.
 
     Parameters
@@ -111,19 +110,15 @@ def get_or_register_torch_op(
     return _single_op(_Call(kernel, tuple(outputs), dim), differentiable).public
 
 
-def call_kernel_via_torch(
-    kernel: wp.Kernel, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def call_kernel_via_torch(kernel: wp.Kernel, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None) -> Tensors:
     """Launch ``kernel`` in eager mode, differentiable by its Warp adjoint. Arguments as for `call_kernel`."""
-    result: torch.Tensor | tuple[torch.Tensor, ...] = get_or_register_torch_op(
-        kernel, outputs, dim=dim, differentiable=has_adjoint(kernel)
-    )(*inputs)
+    result: Tensors = get_or_register_torch_op(kernel, outputs, dim=dim, differentiable=has_adjoint(kernel))(*inputs)
     return result
 
 
 def call_kernel_via_torch_compile(
     kernel: wp.Kernel, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Launch ``kernel`` from inside ``torch.compile(fullgraph=True)``, differentiable by its Warp adjoint.
 
     Arguments are those of `call_kernel`. ``outputs`` and a callable ``dim`` must be defined outside of the compiled
@@ -136,7 +131,7 @@ def call_kernel_via_torch_compile(
         )
     name, identity = _op_while_tracing(kernel, dim, *outputs).split()
     op = getattr(torch.ops.nvalchemiops_kernels, name).default
-    result: torch.Tensor | tuple[torch.Tensor, ...] = op(*inputs, int(identity))
+    result: Tensors = op(*inputs, int(identity))
     return result
 
 
@@ -148,12 +143,20 @@ def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
     return f"{op.registered.partition('::')[2]} {op.identity}"
 
 
+class DifferentiableKernel(Protocol):
+    """What `differentiable_kernel` returns: a function, and the registered ops of its kernel."""
+
+    op: Callable[..., Any]
+
+    def __call__(self, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None) -> Any: ...
+
+
 def differentiable_kernel(
     forward_kernel: wp.Kernel,
     backward_kernel: wp.Kernel | None = None,
     save_for_backward: Sequence[int] | None = None,
     num_grad_inputs: int | None = None,
-) -> Callable[..., Any]:
+) -> DifferentiableKernel:
     """Pair a kernel with its derivative.
 
     Parameters
@@ -203,8 +206,9 @@ def differentiable_kernel(
     def function(*inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None) -> Any:
         return op(outputs, dim)(*inputs)
 
-    function.op = op  # type: ignore[attr-defined]
-    return function
+    found: Any = function
+    found.op = op
+    return found
 
 
 # -- building ops ---------------------------------------------------------------------------------

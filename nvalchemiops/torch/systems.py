@@ -29,6 +29,7 @@ from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.runtime.releases import Class, replaceable
+from nvalchemiops.torch.types import Pbc
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -94,7 +95,7 @@ class System(NamedTuple):
     charges: torch.Tensor | None = None
     cell: torch.Tensor | None = None
     batch_idx: torch.Tensor | None = None
-    pbc: torch.Tensor | None = None
+    pbc: Pbc | None = None
     numbers: torch.Tensor | None = None
     domain: "Domain | None" = None
     dipoles: torch.Tensor | None = None
@@ -311,7 +312,7 @@ def _moved(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
     for name, entry in zip(value._fields, value):
         if isinstance(entry, torch.Tensor):
             moved[name] = entry.to(device=device, dtype=dtype if entry.is_floating_point() else None)
-        elif hasattr(entry, "shape"):
+        elif hasattr(entry, "shape") and name != "pbc":  # which may be a host array
             raise TypeError(f"`{name}` is no torch tensor, but a {type(entry).__name__}: use jax.device_put for JAX")
     return value._replace(**moved)
 

@@ -1,11 +1,18 @@
-"""The Warp types for torch's floating-point dtypes."""
+"""The Warp types for torch's floating-point dtypes, and types in signatures."""
 
 from typing import Any
 
 import torch
 import warp as wp
+from typing_extensions import TypeAliasType  # torch depends on it
 
-from nvalchemiops.types import REAL, Real
+from nvalchemiops.types import REAL, HostPbc, Real
+
+Pbc = TypeAliasType("Pbc", HostPbc | torch.Tensor)
+"""Periodicity as callers give it. Signatures print this name, where a union without a name would be long."""
+
+Tensors = torch.Tensor | Any
+"""A tensor, or a tuple of those that a call requests. In a union with ``tuple`` a type checker would take neither."""
 
 _TYPES = {
     # for arrays only: the kernels of this package do not use half precision
@@ -52,4 +59,4 @@ def _types(dtype: torch.dtype) -> Real:
     return _TYPES[dtype]
 
 
-__all__ = ["get_wp_dtype", "get_wp_mat_dtype", "get_wp_vec_dtype"]
+__all__ = ["Pbc", "Tensors", "get_wp_dtype", "get_wp_mat_dtype", "get_wp_vec_dtype"]

@@ -5,8 +5,6 @@ import dataclasses
 import inspect
 import math
 import pickle
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -40,7 +38,7 @@ from nvalchemiops.jax.utils import (
     vectorize,
 )
 from tests.jax.trees import Molecule, molecules, same
-from tests.support.processes import ROOT, in_threads
+from tests.support.processes import in_threads, said_by_mypy
 
 # -- dataclasses ----------------------------------------------------------------------------------
 
@@ -579,11 +577,8 @@ Argument "b" to "f" has incompatible type "int"; expected "str"
 @pytest.mark.later
 def test_decorated_functions_and_classes_keep_their_signatures_in_a_type_checker(tmp_path):
     pytest.importorskip("mypy", reason="no mypy")
-    (tmp_path / "typed.py").write_text(TYPED)
-    options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
-    command = [sys.executable, "-m", "mypy", *options, tmp_path / "typed.py"]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.replace("jax._src.basearray.", "")
-    found = [line.split(": ", 2)[2].removeprefix("Revealed type is ") for line in said.splitlines()[:-1]]
+    said = [line.replace("jax._src.basearray.", "") for line in said_by_mypy(tmp_path / "typed.py", TYPED)]
+    found = [line.split(": ", 2)[2].removeprefix("Revealed type is ") for line in said]
     assert [line.split("  [")[0] for line in found] == REVEALED.split("\n")[1:-1], said
 
 

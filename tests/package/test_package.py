@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import nvalchemiops
-from tests.support.processes import output_of, python_says, run_interpreter
+from tests.support.processes import output_of, python_says, run_interpreter, said_by_mypy
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nvalchemiops"
@@ -275,6 +275,46 @@ def test_formulas_and_kernels_are_three_imports_away(call):
                 imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         assert ".".join(["nvalchemiops", *package, name]) in imported, f"{here} does not import {there}"
         assert f"{name}.py" in table
+
+
+TYPED = """
+import jax.numpy as jnp
+import numpy as np
+import torch
+import warp as wp
+
+from nvalchemiops import jax
+from nvalchemiops.jax.neighbors import neighbor_list as jax_neighbor_list, prepare_neighbor_list
+from nvalchemiops.torch import System
+from nvalchemiops.torch.interactions.electrostatics import EwaldSummation, ewald_summation, particle_mesh_ewald
+from nvalchemiops.torch.kernel import differentiable_kernel
+from nvalchemiops.torch.neighbors import VerletList, neighbor_list
+
+def slabs(x: torch.Tensor, q: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    neighbor_list(x, 3.0, h, [[True, True, False], [True] * 3])
+    VerletList(3.0, 0.5)(x, h, (1, 1, 0))
+    EwaldSummation()(System(x, q, h, pbc=(True, True, False)), compute_forces=True)
+    energies, forces = particle_mesh_ewald(x, q, h, pbc=np.array([True, True, False]), compute_forces=True)
+    return ewald_summation(x, q, h, pbc=False).sum() + forces.square().sum()
+
+def in_jax(x: jnp.ndarray, h: jnp.ndarray) -> jnp.ndarray:
+    system = jax.System(x, cell=h, pbc=(True, True, False))
+    prepare_neighbor_list(system.positions, 3.0, system.cell, False)
+    return jax_neighbor_list(x, 3.0, h, (True, True, False))[0]
+
+def op_of(kernel: wp.Kernel) -> None:
+    differentiable_kernel(kernel).op([])
+
+neighbor_list(torch.rand(2, 3), 3.0, pbc="xy")
+"""
+
+
+@pytest.mark.later
+def test_calls_of_users_pass_a_type_checker(tmp_path):
+    pytest.importorskip("mypy", reason="no mypy")
+    pytest.importorskip("jax")
+    (said,) = said_by_mypy(tmp_path / "typed.py", TYPED)  # the last call is wrong
+    assert 'Argument "pbc" to "neighbor_list" has incompatible type "str"' in said
 
 
 # -- import ---------------------------------------------------------------------------------------

@@ -286,6 +286,7 @@ def test_systems_and_neighbors_elsewhere():
     assert single.numbers.dtype is SYSTEM.numbers.dtype and single.pbc.dtype is torch.bool
     same(single.to(dtype=torch.float64)[:3], [t.float().double() for t in SYSTEM[:3]])
     assert SYSTEM.to("meta", torch.float32).batch_idx.device.type == "meta"
+    assert all(SYSTEM._replace(pbc=np.array([True] * 3)).to(torch.float32).pbc)  # as given
     moved = SYSTEM.neighbors(4.0).to("meta")
     assert moved.pairs.device.type == "meta" and moved.cutoff == 4.0 and moved.matrix is None
     x = SYSTEM.positions.clone().requires_grad_()

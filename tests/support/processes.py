@@ -40,6 +40,13 @@ def python_says(code, *arguments, **options):
     return json.loads(output_of(run_python(code, *arguments, **options)).splitlines()[-1])
 
 
+def said_by_mypy(program, text):
+    """What mypy says about a program, line by line, without the last one; settings are those of the library."""
+    program.write_text(text)
+    options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
+    return run_interpreter("-m", "mypy", *options, program).stdout.splitlines()[:-1]
+
+
 def in_threads(work, arguments):
     """Results of ``work(argument)``, one thread each, all of them at once; an error in one of them is raised."""
     with ThreadPoolExecutor(len(arguments)) as pool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from nvalchemiops.jax.dtypes import Pbc
 from nvalchemiops.jax.neighbors.search import find_neighbors
 from nvalchemiops.jax.neighbors.states import NeighborListState, state_after
 from nvalchemiops.jax.operators import bound_arguments, named
@@ -19,7 +20,7 @@ def neighbor_list(
     positions: jax.Array,
     cutoff: float | None = None,
     cell: jax.Array | None = None,
-    pbc: jax.Array | None = None,
+    pbc: Pbc | None = None,
     batch_idx: jax.Array | None = None,
     batch_ptr: jax.Array | None = None,
     cutoff2: float | None = None,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nvalchemiops.jax.dtypes import Pbc
 from nvalchemiops.jax.operators import Shape, as_array, eager, operator
 from nvalchemiops.torch.neighbors import formats, planning, rebuild_detection
 
@@ -30,7 +31,7 @@ _sizes: Any = eager(_bins_of_cells)
 
 
 def estimate_cell_list_sizes(
-    positions: jax.Array, cell: jax.Array, cutoff: float, pbc: jax.Array | None = None, buffer_factor: float = 1.5
+    positions: jax.Array, cell: jax.Array, cutoff: float, pbc: Pbc | None = None, buffer_factor: float = 1.5
 ) -> tuple[int, jax.Array, jax.Array]:
     """The number of bins of a cell list, in all and along each axis, and how many bins a search visits per direction.
 
@@ -64,7 +65,7 @@ def estimate_batch_cell_list_sizes(
     batch_idx: jax.Array | None = None,
     cell: jax.Array | None = None,
     cutoff: float = 5.0,
-    pbc: jax.Array | None = None,
+    pbc: Pbc | None = None,
     buffer_factor: float = 1.5,
     *,
     capacity_strategy: str = "volume",

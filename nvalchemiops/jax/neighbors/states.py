@@ -11,6 +11,7 @@ import numpy as np
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE
 from nvalchemiops.jax._jax_internals import vary_alike
+from nvalchemiops.jax.dtypes import Pbc
 from nvalchemiops.jax.neighbors.search import SCRATCH, SYSTEMS, capacity_for, find_neighbors, rooms_of, types_of_list
 from nvalchemiops.jax.operators import Shape, as_array, as_number
 from nvalchemiops.jax.utils import dataclass, field, is_traced
@@ -135,7 +136,7 @@ def prepare_neighbor_list(
     positions: jax.Array,
     cutoff: float,
     cell: jax.Array | None = None,
-    pbc: jax.Array | None = None,
+    pbc: Pbc | None = None,
     batch_idx: jax.Array | None = None,
     batch_ptr: jax.Array | None = None,
     cutoff2: float | None = None,

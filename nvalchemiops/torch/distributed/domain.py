@@ -48,6 +48,7 @@ from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.acts import decided, never_change, unrecorded
 from nvalchemiops.torch.runtime.context import is_mapped
 from nvalchemiops.torch.systems import PER_ATOM, System
+from nvalchemiops.torch.types import Pbc
 
 OF_ATOM = 40.0
 """The work of an atom without neighbors, in neighbors: its spline takes about as long as that many pairs, a half of the
@@ -120,7 +121,7 @@ class Domain(Owners):
         self,
         positions: torch.Tensor,
         cell: torch.Tensor | None = None,
-        pbc: torch.Tensor | None = None,
+        pbc: Pbc | None = None,
         batch_idx: torch.Tensor | None = None,
         *,
         cutoff: float,

@@ -240,7 +240,7 @@ class Constraints:
                 raise ValueError("`pairs` connect atoms of different systems")
         if cell is None:
             return system
-        pbc = system.pbc if domain is None else domain.pbc
+        pbc: Any = system.pbc if domain is None else domain.pbc
         # vectors along open axes may be anything
         inverse = inverse_of_periodic(cell.detach(), pbc)
         cell = (cell if pbc is None else torch.where(pbc.unsqueeze(-1), cell, 0.0)).to(torch.float64)

@@ -463,7 +463,7 @@ def _check_cells(system: System, flows: Sequence[Flow]) -> None:
         return
     if system.cell is None:
         raise ValueError("`cell` of the system is needed: this integrator changes it")
-    pbc = system.pbc if system.domain is None else system.domain.pbc
+    pbc: Any = system.pbc if system.domain is None else system.domain.pbc
     if not may_read(system.cell):
         return
     if not read_number((values_of(system.volume) > 0.0).all()):

@@ -3,7 +3,7 @@
 Callers with checked arguments, such as `rows.build_rows`, call the ops of `search` directly.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ class Systems(NamedTuple):
 
     positions: torch.Tensor
     cell: torch.Tensor | None = None
-    pbc: torch.Tensor | None = None
+    pbc: Any = None  # as given, in a checked system a tensor or None
     batch_idx: torch.Tensor | None = None
     batch_ptr: torch.Tensor | None = None
     target_indices: torch.Tensor | None = None

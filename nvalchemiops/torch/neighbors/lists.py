@@ -7,13 +7,14 @@ import torch
 from nvalchemiops.compat.ignored_arguments import ignore
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, Tensors, build, build_two, method_number
+from nvalchemiops.torch.types import Pbc
 
 
 def neighbor_list(
     positions: torch.Tensor,
     cutoff: float | None = None,
     cell: torch.Tensor | None = None,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     batch_idx: torch.Tensor | None = None,
     batch_ptr: torch.Tensor | None = None,
     cutoff2: float | None = None,

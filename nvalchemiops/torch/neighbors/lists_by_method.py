@@ -7,13 +7,14 @@ import torch
 from nvalchemiops.compat.ignored_arguments import ignore
 from nvalchemiops.neighbors.grid import BINNED, NAIVE
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, Tensors, build, build_two
+from nvalchemiops.torch.types import Pbc
 
 
 def cell_list(
     positions: torch.Tensor,
     cutoff: float,
     cell: torch.Tensor | None,
-    pbc: torch.Tensor | None,
+    pbc: Pbc | None,
     max_neighbors: int | None = None,
     half_fill: bool = False,
     fill_value: int | None = None,
@@ -43,7 +44,7 @@ def batch_cell_list(
     positions: torch.Tensor,
     cutoff: float,
     cell: torch.Tensor | None,
-    pbc: torch.Tensor | None,
+    pbc: Pbc | None,
     batch_idx: torch.Tensor | None,
     max_neighbors: int | None = None,
     half_fill: bool = False,
@@ -75,7 +76,7 @@ def naive_neighbor_list(
     positions: torch.Tensor,
     cutoff: float,
     cell: torch.Tensor | None = None,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     max_neighbors: int | None = None,
     half_fill: bool = False,
     fill_value: int | None = None,
@@ -107,7 +108,7 @@ def batch_naive_neighbor_list(
     cutoff: float,
     batch_idx: torch.Tensor | None = None,
     batch_ptr: torch.Tensor | None = None,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     cell: torch.Tensor | None = None,
     max_neighbors: int | None = None,
     half_fill: bool = False,
@@ -139,7 +140,7 @@ def naive_neighbor_list_dual_cutoff(
     positions: torch.Tensor,
     cutoff1: float,
     cutoff2: float,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     cell: torch.Tensor | None = None,
     max_neighbors1: int | None = None,
     max_neighbors2: int | None = None,
@@ -174,7 +175,7 @@ def batch_naive_neighbor_list_dual_cutoff(
     cutoff2: float,
     batch_idx: torch.Tensor | None = None,
     batch_ptr: torch.Tensor | None = None,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     cell: torch.Tensor | None = None,
     max_neighbors1: int | None = None,
     max_neighbors2: int | None = None,

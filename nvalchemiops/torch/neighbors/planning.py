@@ -14,6 +14,7 @@ from nvalchemiops.torch.neighbors.driver import ZERO_CUTOFF
 from nvalchemiops.torch.neighbors.faults import FAULTS, MAX_SLOTS
 from nvalchemiops.torch.neighbors.lists import neighbor_list
 from nvalchemiops.torch.runtime.context import on_host
+from nvalchemiops.torch.types import Pbc
 
 MOST_BINS = 8192
 """In the cell of one system of a batch, by default."""
@@ -24,7 +25,7 @@ SEVERAL_CELLS = "`cell` must be one cell; use estimate_batch_cell_list_sizes for
 def suggest_neighbor_list_method(
     batch_ptr: torch.Tensor,
     cell: torch.Tensor | None = None,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     cutoff: float = 0.0,
     *,
     positions: torch.Tensor | None = None,
@@ -71,7 +72,7 @@ def suggest_neighbor_list_method(
 
 
 def estimate_cell_list_sizes(
-    cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = 524288, min_cells_per_dimension: int = 4
+    cell: torch.Tensor, pbc: Pbc, cutoff: float, max_nbins: int = 524288, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
     """The number of bins of a cell list over the whole cell, and the search radius in bins along each direction.
 
@@ -100,7 +101,7 @@ def estimate_cell_list_sizes(
 
 
 def estimate_batch_cell_list_sizes(
-    cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = MOST_BINS, min_cells_per_dimension: int = 4
+    cell: torch.Tensor, pbc: Pbc, cutoff: float, max_nbins: int = MOST_BINS, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
     """`estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
     total, _, radius = bins_of_cells(cell, pbc, cutoff, max_nbins, min_cells_per_dimension)
@@ -108,7 +109,7 @@ def estimate_batch_cell_list_sizes(
 
 
 def bins_of_cells(
-    cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = MOST_BINS, min_cells_per_dimension: int = 4
+    cell: torch.Tensor, pbc: Pbc, cutoff: float, max_nbins: int = MOST_BINS, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     """The same, and between total and radii the numbers of bins (n_systems, 3) along each axis."""
     cutoff = checks.check_not_negative("cutoff", cutoff)
@@ -226,9 +227,7 @@ def _bins(
     return bins.astype(np.int64), np.where(periodic, radius, np.minimum(radius, bins.astype(np.int64)))
 
 
-def compute_naive_num_shifts(
-    cell: torch.Tensor, cutoff: float, pbc: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+def compute_naive_num_shifts(cell: torch.Tensor, cutoff: float, pbc: Pbc) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The number of images of the cell that a test of all pairs of wrapped atoms visits.
 
     For callers that count the images once. The lists of this library accept these numbers, but do not need them.

@@ -26,6 +26,7 @@ from nvalchemiops.torch.runtime.context import (
     values_of,
 )
 from nvalchemiops.torch.runtime.recorder import differ_in_replays, read_flag, read_number
+from nvalchemiops.torch.types import Pbc
 
 NO_PADDING = core.NO_PADDING
 
@@ -152,7 +153,7 @@ def build_rows(
     cutoff: float,
     cell: torch.Tensor | None,
     batch_idx: torch.Tensor | None,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
 ) -> Rows:
     """Rows of all neighbors closer than ``cutoff``, for arguments that are checked except for ``pbc``.
 

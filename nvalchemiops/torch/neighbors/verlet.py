@@ -20,6 +20,7 @@ from nvalchemiops.torch.operators.segments import batch_idx_of, sorted_by_system
 from nvalchemiops.torch.runtime._torch_internals import has_other_modes, is_unobserved, outside_of_transforms
 from nvalchemiops.torch.runtime.context import all_values_of, eager, is_eager, is_mapped, refuse_in_capture, values_of
 from nvalchemiops.torch.runtime.recorder import current_recorder, read_number
+from nvalchemiops.torch.types import Pbc
 
 __all__ = ["VerletList"]
 
@@ -148,7 +149,7 @@ class VerletList:
         self,
         positions: torch.Tensor,
         cell: torch.Tensor | None = None,
-        pbc: torch.Tensor | None = None,
+        pbc: Pbc | None = None,
         batch_idx: torch.Tensor | None = None,
         batch_ptr: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:

@@ -10,6 +10,7 @@ from nvalchemiops.torch.interactions.dispersion.reference_data import D3Paramete
 from nvalchemiops.torch.interactions.pair.driver import check_pair_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.types import Pbc
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -35,7 +36,7 @@ def d3_dispersion(
     smoothing: float | None = None,
     s9: float | torch.Tensor = 0.0,
     three_body_cutoff: float | None = None,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     num_systems: int | None = None,
     compute_forces: bool = False,
     compute_virial: bool = False,

@@ -29,7 +29,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import (
     check_potential,
     is_coulomb,
 )
-from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Tensors, Term, check_gradients
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Term, check_gradients
 from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_missing_images
 from nvalchemiops.torch.interactions.electrostatics.sums import body_of, evaluate, one_or_several
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
@@ -44,6 +44,7 @@ from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
 from nvalchemiops.torch.runtime.recorder import read_number
+from nvalchemiops.torch.types import Tensors
 
 
 @functools.partial(only_inlined, with_calls=True)

@@ -11,6 +11,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Sum
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.types import Pbc, Tensors
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -43,7 +44,7 @@ def ewald_summation(
     compute_virial: bool = False,
     accuracy: float = 1e-6,
     hybrid_forces: bool = False,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     slab_correction: bool = False,
     *,
     miller_bounds: Any = None,
@@ -63,7 +64,7 @@ def ewald_summation(
     self_interaction: bool = False,
     surface_dielectric: float | None = None,
     max_atoms_per_system: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Coulomb energy of point charges in systems that are periodic in three directions, by Ewald's sum.
 
     Atom i has the energy ``q_i φ_i / 2``. This includes its share of the self interaction and of the uniform background
@@ -234,7 +235,7 @@ def ewald_real_space(
     compute_dipole_gradients: bool = False,
     compute_quadrupole_gradients: bool = False,
     domain: "Domain | None" = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Short-range part of the Ewald sum: energies ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij`` over the neighbors.
 
     Parameters
@@ -295,7 +296,7 @@ def ewald_reciprocal_space(
     self_interaction: bool = False,
     domain: "Domain | None" = None,
     max_atoms_per_system: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Reciprocal part of the Ewald sum, with self energies and background: all terms except `ewald_real_space`.
 
     Parameters

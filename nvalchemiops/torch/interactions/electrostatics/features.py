@@ -62,6 +62,7 @@ from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 from nvalchemiops.torch.runtime.recorder import read_number
 from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.types import Pbc
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -112,7 +113,7 @@ def electrostatic_potential(
     neighbor_matrix_shifts: torch.Tensor | None = None,
     mask_value: int | None = None,
     half_list: bool = False,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     slab_correction: bool = False,
     surface_dielectric: float | None = None,
     exclusions: "torch.Tensor | OwnedPairs | None" = None,

@@ -16,6 +16,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, M
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
 from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.types import Pbc, Tensors
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -99,7 +100,7 @@ def particle_mesh_ewald(
     compute_virial: bool = False,
     accuracy: float = 1e-6,
     hybrid_forces: bool = False,
-    pbc: torch.Tensor | None = None,
+    pbc: Pbc | None = None,
     slab_correction: bool = False,
     *,
     cell_inv_t: torch.Tensor | None = None,
@@ -122,7 +123,7 @@ def particle_mesh_ewald(
     compute_quadrupole_gradients: bool = False,
     self_interaction: bool = False,
     surface_dielectric: float | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Coulomb energy of point charges in systems that are periodic in three directions, by Ewald's sum on a mesh.
 
     This is the energy of `ewald_summation`, at a cost of N log N for N atoms.
@@ -229,7 +230,7 @@ def pme_reciprocal_space(
     compute_quadrupole_gradients: bool = False,
     self_interaction: bool = False,
     domain: "Domain | None" = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Reciprocal part on a mesh, with self energies and background: all terms except `ewald_real_space`.
 
     Parameters

@@ -17,9 +17,6 @@ from nvalchemiops.torch.systems import System
 ENERGY_DTYPE = torch.float64
 """Dtype of energies, also for positions in float32, as clients add them up into float64 tensors."""
 
-Tensors = torch.Tensor | tuple[torch.Tensor, ...]
-"""Return type of a sum: energies, or a tuple of energies and the derivatives that were requested."""
-
 
 class Derivatives(NamedTuple):
     """First derivatives that are computed with the energy."""

@@ -7,13 +7,14 @@ from nvalchemiops.torch.interactions.electrostatics.sums import evaluate, one_or
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.types import Pbc, Tensors
 
 
 def compute_slab_correction(
     positions: torch.Tensor,
     charges: torch.Tensor,
     cell: torch.Tensor,
-    pbc: torch.Tensor,
+    pbc: Pbc,
     batch_idx: torch.Tensor | None = None,
     compute_forces: bool = False,
     compute_charge_gradients: bool = False,
@@ -25,7 +26,7 @@ def compute_slab_correction(
     widths: float | torch.Tensor | None = None,
     compute_dipole_gradients: bool = False,
     compute_quadrupole_gradients: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> Tensors:
     """Correction of an Ewald sum for systems that are periodic along two axes only (Yeh and Berkowitz 1999).
 
     Parameters

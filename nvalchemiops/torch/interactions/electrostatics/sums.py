@@ -11,7 +11,6 @@ from nvalchemiops.torch.interactions.electrostatics.results import (
     Contribution,
     Derivatives,
     SumRequest,
-    Tensors,
     Term,
     complete,
     total,
@@ -25,6 +24,7 @@ from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.streams import beside
 from nvalchemiops.torch.systems import System
+from nvalchemiops.torch.types import Tensors
 
 
 def evaluate(

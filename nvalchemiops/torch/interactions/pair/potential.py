@@ -18,6 +18,7 @@ from nvalchemiops.torch.interactions.pair.system import PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, Results, System, named, names_beside, neighbors_beside
+from nvalchemiops.torch.types import Pbc
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
@@ -132,7 +133,7 @@ class PairPotential:
         neighbor_cutoff: float | None = None,
         batch_idx: torch.Tensor | None = None,
         num_systems: int | None = None,
-        pbc: torch.Tensor | None = None,
+        pbc: Pbc | None = None,
         species: torch.Tensor | None = None,
         exclusions: "torch.Tensor | OwnedPairs | None" = None,
         exclusion_factors: torch.Tensor | None = None,

@@ -209,7 +209,7 @@ _ALL = [True] * 3, [[True] * 3]
 """Periodicity along all axes of one system."""
 
 
-def cells_fit_any_list(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> bool:
+def cells_fit_any_list(cell: torch.Tensor | None, pbc: Any) -> bool:
     """Whether there are cells that are known to be regular and periodic along all axes, so that any images fit them.
 
     Raises for a singular cell. False if values cannot be read, or the shape or dtype is wrong.
