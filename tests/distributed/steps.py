@@ -26,11 +26,6 @@ SOON = 60.0
 """Seconds in which ranks learn that they are out of step: some, and more where many processes share a core."""
 
 
-def group_like(group: Any) -> Any:
-    """Another group of the same ranks, which may be left without order."""
-    return spare.pop()
-
-
 class Steps:
     """Calls with positions that differ from step to step, on the ranks of a group and on one process."""
 
