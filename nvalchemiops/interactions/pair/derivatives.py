@@ -174,7 +174,7 @@ def derivatives(request: Request) -> dict[str, Any]:
 def _along(f: Any, x: Any, change: Any, squared: Any) -> Any:
     """``change`` times the slope by x; zero without a change, also where a root has no slope, as for epsilon = 0."""
     slope = f.diff(x)
-    has_root = x != squared and any(p.base.has(x) and not p.exp.is_Integer for p in f.atoms(sympy.Pow))
+    has_root = any(p.base.has(x) and not (p.exp.is_Integer or p.base.has(squared)) for p in f.atoms(sympy.Pow))
     return change * (Select(change, slope, sympy.S.Zero) if has_root else slope)
 
 
