@@ -172,7 +172,8 @@ def check_signature(function, known_as):
     ours = inspect.signature(function).parameters
     theirs = inspect.signature(eval(f"lambda {known_as}: None")).parameters
     for place, (known, parameter) in enumerate(theirs.items()):
-        assert ours[known].default == parameter.default
+        if parameter.default is not parameter.empty:  # what they must give may be optional here
+            assert ours[known].default == parameter.default
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             assert list(ours)[place] == known and ours[known].kind is parameter.kind
     assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for key, p in ours.items() if key not in theirs)

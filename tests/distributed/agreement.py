@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError, divide
+from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.dynamics import nve, relax, simulate
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -171,6 +172,9 @@ def what_ranks_do_differently_is_named(group: Any) -> None:
     with torch.no_grad():
         found = mesh(tracked(x), q, atoms.cell, 0.7)
     assert torch.equal(found, mesh(x, q, atoms.cell, np.float64(0.7) if there else 0.7)), "and then normal work"
+    scopes = [0] * dist.get_world_size(group)
+    dist.all_gather_object(scopes, messages_of(group).scope, group)
+    assert len(set(scopes)) == 1, "ranks number alike the blocks in which they fail together"
 
 
 @case(2)

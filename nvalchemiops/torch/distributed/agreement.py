@@ -104,7 +104,7 @@ class Agreement:
         here = self._messages
         check, place = (zlib.crc32(text.encode()) for text in (repr(sorted(self.same.items())), here.place))
         while True:
-            numbers = (error is not None, here.calls, here.count, check, place, *self.largest)
+            numbers = (error is not None, here.calls, here.count, check, place, here.scope, *self.largest)
             highest, lowest = extremes(numbers, self._group, self._device)
             if highest[1] == lowest[1]:
                 break
@@ -114,12 +114,13 @@ class Agreement:
                 raise OtherRankError(
                     f"ranks are out of step: this is {calls}. The rank that is ahead was interrupted and waits"
                 )
+        here.scope = int(highest[5])  # different calls may have had different numbers of blocks
         if highest[2] != lowest[2]:
             raise OtherRankError(
                 f"ranks are out of step: this is {self._tell_counts()}. One of them was interrupted, or has left out a "
                 "backward pass: results since the call before may be wrong. From here on they are in step"
             )
-        self.largest, here.left = highest[5:], ""
+        self.largest, here.left = highest[6:], ""
         if highest[0]:
             texts = self._tell(None if error is None else f"{type(error).__name__}: {error}")
             if error is not None:
