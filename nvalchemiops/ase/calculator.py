@@ -1,9 +1,7 @@
 """`Calculator`: a sum of terms as an ASE calculator."""
 
-import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,16 +123,16 @@ class Calculator(base.Calculator):
             parts = self._evaluate(atoms, wants_stress)
         n_atoms = len(atoms)
         energies = _of_terms(parts, "energies", (n_atoms,), ())
-        energy = math.fsum(itertools.chain.from_iterable(value.reshape(-1).tolist() for value in energies))
+        energy = math.fsum(itertools.chain.from_iterable(value.ravel().tolist() for value in energies))
         self.results = {
             "energy": energy,
             "free_energy": energy,
-            "forces": _total(_of_terms(parts, "forces", (n_atoms, 3))),
+            "forces": np.sum(_of_terms(parts, "forces", (n_atoms, 3)), 0),
         }
         if all(value.ndim for value in energies):
-            self.results["energies"] = _total(energies)
+            self.results["energies"] = np.sum(energies, 0)
         if wants_stress:
-            virial = _total(_of_terms(parts, "virial", (3, 3)))
+            virial = np.sum(_of_terms(parts, "virial", (3, 3)), 0)
             # a virial is symmetric up to rounding and the error of a mesh
             self.results["stress"] = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / atoms.get_volume())
         self._torques = None
@@ -156,24 +154,20 @@ def _usable(device: str) -> torch.device:
     return found.device
 
 
-def _of_terms(parts: Sequence[Contribution], name: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """The values of all terms, each with one of these shapes: a sum would broadcast others."""
+def _of_terms(parts: Sequence[Contribution], name: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    """Copies of the values of all terms, each with one of these shapes: a sum would broadcast others."""
     found = []
     for part in parts:
         value = getattr(part, name)
         if value is None:
             raise ValueError(f"a term returned no {name}")
-        value = torch.as_tensor(value, dtype=torch.float64)
+        value = np.array(_array(value) if isinstance(value, torch.Tensor) else value, np.float64)
         # functions of torch return values of one system with an axis of systems
         bare = value[0] if value.shape not in shapes and value.shape[:1] == (1,) else value
         if bare.shape not in shapes:
-            raise ValueError(f"a term returned `{name}` of shape {tuple(value.shape)}, which must be {shapes[0]}")
+            raise ValueError(f"a term returned `{name}` of shape {value.shape}, which must be {shapes[0]}")
         found.append(bare)
     return found
-
-
-def _total(values: Sequence[torch.Tensor]) -> np.ndarray:
-    return _array(functools.reduce(operator.add, values))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -59,4 +59,4 @@ def _types(dtype: torch.dtype) -> Real:
     return _TYPES[dtype]
 
 
-__all__ = ["Pbc", "Tensors", "get_wp_dtype", "get_wp_mat_dtype", "get_wp_vec_dtype"]
+__all__ = ["get_wp_dtype", "get_wp_mat_dtype", "get_wp_vec_dtype"]

@@ -12,6 +12,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.runtime._torch_internals import transforms_active
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
 from nvalchemiops.torch.runtime.recorder import current_recorder, differ_in_replays, read_fault, read_number
@@ -128,7 +129,8 @@ def sort_by_system(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tenso
 def row_pointers(index: torch.Tensor, n: int) -> torch.Tensor:
     """Row pointers (n + 1,) of an ascending ``index``: the first place of an entry of at least 0, 1, ... n."""
     numbers = torch.arange(n + 1, dtype=index.dtype, device=index.device)
-    numbers = numbers + index.new_zeros(())  # for each slice of vmap, which would expand them: torch warns of that
+    if transforms_active():  # for each slice of vmap, which would expand them: torch warns of that
+        numbers = numbers + index.new_zeros(n + 1)
     return torch.searchsorted(index.contiguous(), numbers, out_int32=True)
 
 
