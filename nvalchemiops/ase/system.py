@@ -18,7 +18,7 @@ class Contribution(NamedTuple):
     Attributes
     ----------
     energies : (n_atoms,) tensor, eV
-        Or one number for all atoms, which then have no energies of their own.
+        Or one number for all atoms; ASE then gets no energies of atoms.
     forces : (n_atoms, 3) tensor, eV/angstrom
     virial : (3, 3) tensor, ``-dE/dstrain``, eV, or None
         Needed if `System.wants_virial`.
