@@ -333,7 +333,9 @@ def test_energies_of_a_batch_and_their_gradients_take_one_call(name):
 
 
 def test_tangents_may_be_numbers_of_python():
-    energy = lambda sigma: pair.lennard_jones(3.0)(to_jax(SYSTEM.positions), sigma=sigma, epsilon=1.0).sum()  # noqa: E731
+    def energy(sigma):
+        return pair.lennard_jones(3.0)(to_jax(SYSTEM.positions), sigma=sigma, epsilon=1.0).sum()
+
     for function in (energy, jax.grad(energy)):
         assert jax.jvp(function, (1.5,), (2.0,))[1] == jax.jvp(function, (jnp.array(1.5),), (jnp.array(2.0),))[1]
 

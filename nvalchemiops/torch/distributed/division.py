@@ -70,7 +70,7 @@ def divide(
     """
     system: Any = getattr(atoms, "system", atoms)
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched() and os.environ.get("WORLD_SIZE", "1") == "1":
+        if not dist.is_torchelastic_launched() and os.environ.get("WORLD_SIZE", "") in ("", "1"):
             _check_kind(atoms)
             return atoms
         dist.init_process_group("nccl" if getattr(system, "positions", torch.empty(0)).is_cuda else "gloo")

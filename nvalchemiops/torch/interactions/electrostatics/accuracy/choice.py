@@ -398,8 +398,11 @@ def _warn_of_cutoff(
         return errors
 
     most, of = 10.0 * target.accuracy, "this `alpha` and the reach of the neighbor list"
-    # lists of ranks are not measured
-    if system.domain is not None if cutoff is None else not (errors_at(cutoff) > most).any():
+    if cutoff is None:
+        is_known = system.domain is not None  # lists of ranks are not measured
+    else:
+        is_known = not (errors_at(cutoff) > most).any()
+    if is_known:
         return
     # the rest takes as long as a small sum
     if not may_read(*map(all_values_of, (system.positions, rows.neighbors)), wait=True):
