@@ -1,6 +1,8 @@
 """Pair potentials: energies, forces, virials and parameter gradients are those of the physics."""
 
+import itertools
 import math
+from functools import partial
 
 import ase.build
 import ase.cluster
@@ -13,6 +15,7 @@ from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial
 from nvalchemiops.torch.interactions.pair import (
     PairPotential,
+    born_mayer_huggins,
     buckingham,
     coulomb,
     lennard_jones,
@@ -247,13 +250,18 @@ def test_nothing_beyond_the_cutoff(case):
 # -- tables ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["lorentz-berthelot", "geometric", "waldman-hagler"])
-@pytest.mark.parametrize("potential", [lennard_jones, soft_core_lennard_jones])
+@pytest.mark.parametrize(
+    ("potential", "rule"),
+    [
+        *itertools.product((lennard_jones, soft_core_lennard_jones), ("lorentz-berthelot", "geometric")),
+        *((p, "waldman-hagler") for p in (lennard_jones, soft_core_lennard_jones, partial(lennard_jones, attractive=4))),
+    ],
+)
 def test_atoms_of_no_size(potential, rule):
     """Hydrogen of water has sigma = 0: two such atoms do not interact, and their forces are numbers."""
     x = torch.tensor([[0.0, 0.0, 0.0], [1.5, 0.0, 0.0], [0.0, 1.7, 0.0]], dtype=torch.float64, requires_grad=True)
     sigma = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64, requires_grad=True)
-    more = {} if potential is lennard_jones else {"scale": 0.6, "softness": 0.5}
+    more = {"scale": 0.6, "softness": 0.5} if potential is soft_core_lennard_jones else {}
     potential = potential(3.0, mixing=rule)
     pair = potential(x[:2], sigma=sigma[:2], epsilon=1.0, **more)
     assert torch.equal(pair, torch.zeros(2, dtype=torch.float64))
@@ -308,6 +316,22 @@ def test_a_number_among_tables_is_the_same_for_all_pairs():
     close(found, buckingham(CUTOFF)(system.positions, system.cell, **numbers, **ALL_OUTPUTS))
     with pytest.raises(ValueError, match=r"`A` must be a number .* got \(2, 2\); tables for pairs"):
         buckingham(CUTOFF)(system.positions, system.cell, **{**numbers, "A": table})
+
+
+@pytest.mark.parametrize("potential", [buckingham, born_mayer_huggins])
+def test_tables_in_which_the_range_of_a_pair_is_zero(potential):
+    """Pairs without repulsion may have A = rho = 0: to all orders of derivatives they have what A = 0 leaves."""
+    system, species = triclinic(6), torch.tensor([1, 0, 1, 1, 0, 0])
+    more = {"sigma": 1.5, "D": 3.0} if potential is born_mayer_huggins else {}
+    A = torch.tensor([[0.0, 900.0], [900.0, 0.0]]).double()
+    x = system.positions.clone().requires_grad_()
+    found = []
+    for alone in (0.0, 0.3):
+        rho = torch.tensor([[alone, 0.3], [0.3, alone]]).double()
+        e = potential(CUTOFF, tables=True)(x, system.cell, A=A, rho=rho, C=2.0, species=species, **more)
+        (slope,) = torch.autograd.grad(e.sum(), x, create_graph=True)
+        found.append([e, slope, *torch.autograd.grad(slope.square().sum(), x)])
+    close(*found)
 
 
 # -- exclusions -----------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ def lennard_jones(mixing: str | None = "lorentz-berthelot", repulsive: int = 12,
         raise ValueError(f"`repulsive` = {n} must be larger than `attractive` = {m}")
     # each power beside epsilon, from which sigma^6 cancels by one of the rules: two atoms may have sigma = 0
     powers = f"(epsilon*(sigma/r)^{n} - epsilon*(sigma/r)^{m})"
+    if mixing == "waldman-hagler" and m < 6:
+        powers = f"select(sigma1 + sigma2, {powers}, 0)"  # a power of sigma is left below: such a pair has no energy
     energy = f"({n}/({n} - {m})) * ({n}/{m})^({m}/({n} - {m})) * {powers}"
     return _mixed(energy, mixing)
 
@@ -185,14 +187,18 @@ MORSE = Formula("depth*x*(x - 2); x = exp(-steepness*(r - r0))", (), ("depth", "
 Source: P. M. Morse, Phys. Rev. 34, 57 (1929), doi:10.1103/PhysRev.34.57.
 """
 
-BUCKINGHAM = Formula("A*exp(-r/rho) - C/r^6", (), ("A", "rho", "C"))
+BUCKINGHAM = Formula("A*select(rho, exp(-r/rho), 0) - C/r^6", (), ("A", "rho", "C"))
 """Exponential repulsion and dispersion. The energy goes to minus infinity at r = 0, so atoms must stay apart.
+
+There is no repulsion for rho = 0, as tables have it for pairs that do not interact; derivatives would be NaN.
 
 Source: R. A. Buckingham, Proc. R. Soc. A 168, 264 (1938), doi:10.1098/rspa.1938.0173.
 """
 
-BORN_MAYER_HUGGINS = Formula("A*exp((sigma - r)/rho) - C/r^6 - D/r^8", (), ("A", "sigma", "rho", "C", "D"))
-"""Repulsion and dispersion between ions, without their Coulomb energy.
+BORN_MAYER_HUGGINS = Formula(
+    "A*select(rho, exp((sigma - r)/rho), 0) - C/r^6 - D/r^8", (), ("A", "sigma", "rho", "C", "D")
+)
+"""Repulsion and dispersion between ions, without their Coulomb energy; for rho = 0 as `BUCKINGHAM`.
 
 Sources: M. Born and J. E. Mayer, Z. Phys. 75, 1 (1932), doi:10.1007/BF01340511; M. L. Huggins and J. E. Mayer,
 J. Chem. Phys. 1, 643 (1933), doi:10.1063/1.1749344.
