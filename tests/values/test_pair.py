@@ -9,6 +9,7 @@ import ase.cluster
 import pytest
 import torch
 
+from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.loop_in_vectors import BLOCK
 from nvalchemiops.layout import CPU, layout
 from nvalchemiops.torch.interactions import electrostatics
@@ -253,8 +254,8 @@ def test_nothing_beyond_the_cutoff(case):
 @pytest.mark.parametrize(
     ("potential", "rule"),
     [
-        *itertools.product((lennard_jones, soft_core_lennard_jones), ("lorentz-berthelot", "geometric")),
-        *((p, "waldman-hagler") for p in (lennard_jones, soft_core_lennard_jones, partial(lennard_jones, attractive=4))),
+        *itertools.product((lennard_jones, soft_core_lennard_jones), potentials.MIXING),
+        (partial(lennard_jones, attractive=4), "waldman-hagler"),
     ],
 )
 def test_atoms_of_no_size(potential, rule):
