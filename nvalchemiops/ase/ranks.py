@@ -150,6 +150,10 @@ class RankCalculator(Calculator):
         domain, own = self._divided(held.to(self.device, torch.float64), cell)
         system = _Share(self._atoms, own, cell, message["wants_virial"], self._lists, domain)
         parts = [term.evaluate(system) for term in self.terms]
+        if not all(np.ndim(part.energies) for part in parts):
+            raise ValueError(
+                "a term returned one energy: on several ranks it must return those of the atoms in `system.positions`"
+            )
         gathered = []
         for part in parts:
             values = {name: value for name, value in part._asdict().items() if name != "virial" and value is not None}

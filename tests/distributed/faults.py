@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.ase import Calculator, Electrostatics, Pair, on_ranks
+from nvalchemiops.ase import Calculator, Contribution, Electrostatics, Pair, on_ranks
 from nvalchemiops.torch import System
 from nvalchemiops.torch.distributed import (
     Domain,
@@ -232,6 +232,9 @@ def terms_that_ranks_cannot_share_are_named(group: Any) -> None:
     def of_all_axes(system: Any) -> Any:
         return system.neighbors(3.0, (True, True, True))
 
+    def one_energy(system: Any) -> Any:
+        return Contribution(system.positions.sum(), 0.0 * system.positions, None)
+
     crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6, cubic=True)
     repulsion = Pair("lennard_jones", sigma=2.5, epsilon=0.1, cutoff=3.0)
     pme = Electrostatics("pme", CHARGES, accuracy=1e-3)
@@ -240,6 +243,7 @@ def terms_that_ranks_cannot_share_are_named(group: Any) -> None:
         ((Electrostatics("pme", len, accuracy=1e-3), repulsion), "`charges`: a function"),
         ((Pair("lennard_jones", sigma=2.5, epsilon=0.1, cutoff=None), pme), "`cutoff` is needed"),
         ((repulsion, mock.Mock(reach=lambda atoms: 3.0, evaluate=of_all_axes)), "or all axes of a slab"),
+        ((repulsion, mock.Mock(reach=lambda atoms: 3.0, evaluate=one_energy)), "a term returned one energy"),
     )
     for terms, text in refused:
 
