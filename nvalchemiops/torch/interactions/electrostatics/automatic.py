@@ -112,7 +112,12 @@ class Electrostatics(ConfiguredSum):
 
     @classmethod
     def estimate(
-        cls, system: System, accuracy: float = 1e-6, *, method: str | None = None
+        cls,
+        system: System,
+        accuracy: float = 1e-6,
+        *,
+        method: str | None = None,
+        real_space_cutoff: float | torch.Tensor | None = None,
     ) -> EwaldSummation | ParticleMeshEwald:
         """The faster method as a module with fixed parameters, for calls that give neighbors up to its ``cutoff``.
 
@@ -123,10 +128,12 @@ class Electrostatics(ConfiguredSum):
             quadrupoles and widths then count, too. In a batch, systems without a periodic axis in ``pbc`` do not count.
         accuracy : float, optional
         method : {"auto", "ewald", "pme"}, optional
+        real_space_cutoff : float or (n_systems,) tensor, length, optional
+            As for `estimate_ewald_parameters`: the reach of lists that are given; by default the fastest one.
         """
         accuracy = check_accuracy(accuracy)
         chosen = cls(accuracy, method)._method_for(periodic_systems(system)[0], accuracy, False)
-        return _MODULES[chosen].estimate(system, accuracy=accuracy)
+        return _MODULES[chosen].estimate(system, accuracy=accuracy, real_space_cutoff=real_space_cutoff)
 
     def explain(self, system: System, neighbors: Neighbors | None = None) -> str:
         """Say which method a call would use, and what is expected of it and of the alternative, as a table.
