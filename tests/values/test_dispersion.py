@@ -274,6 +274,7 @@ def test_defaults_of_the_module():
     atoms = solid("dry ice")
     found = model(*atoms[:3], compute_forces=True, compute_virial=True)
     within(found, all_of(atoms, cutoff=60.0, counted=40.0, smoothing=5.0), 0.0)
+    assert "RationalDamping, elements=(6, 8), " in repr(model) and "cutoff=60, coordination_cutoff=40, " in repr(model)
     # the price of smoothing is less than that of the tail beyond the cutoff
     sharp, far = (evaluate(atoms, PBE, cutoff, 40.0).energy for cutoff in (60.0, 90.0))
     assert abs(float(found[0].sum() - sharp)) < abs(float(far - sharp))

@@ -44,6 +44,16 @@ def with_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
             parameters[key] = parameter
 
 
+def brief(value: Any) -> str:
+    """The text of a parameter for ``repr``; of several systems the smallest and the largest."""
+    if not isinstance(value, torch.Tensor):
+        return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if value.is_meta:
+        return "?"
+    first, last = (f"{float(end):.6g}" for end in value.detach().aminmax())
+    return first if first == last else f"{first} to {last}"
+
+
 class ExactModule(torch.nn.Module):
     """A module that carries the parameters of a method, which are consistent only together.
 

@@ -11,7 +11,7 @@ from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion
 from nvalchemiops.torch.interactions.dispersion.driver import ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, given_or_published
 from nvalchemiops.torch.runtime import engine
-from nvalchemiops.torch.runtime.modules import ExactModule
+from nvalchemiops.torch.runtime.modules import ExactModule, brief
 from nvalchemiops.torch.systems import Neighbors, System, long_arguments, named
 
 CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.0
@@ -118,6 +118,12 @@ class DFTD3(ExactModule):
         """The distance up to which lists of neighbors must be complete, in bohr: the largest cutoff of a sum."""
         cutoffs = self.cutoff, self.coordination_cutoff, self.three_body_cutoff
         return max(cutoffs if self.s9 else cutoffs[:2])
+
+    def extra_repr(self) -> str:
+        """The damping parameters, elements and cutoffs, for ``repr``."""
+        names = (*self.kind._fields, *_NUMBERS)
+        values = {"elements": self.states.elements} | {name: getattr(self, name) for name in names}
+        return ", ".join([self.kind.__name__, *(f"{name}={brief(value)}" for name, value in values.items())])
 
     def _settings(self) -> dict[str, Any]:
         known = {"damping": self.kind.__name__, "elements": self.states.elements, "parameters": self._table}

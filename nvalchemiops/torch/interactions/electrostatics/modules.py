@@ -31,7 +31,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVec
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import may_read, on_host, values_of
-from nvalchemiops.torch.runtime.modules import ExactModule
+from nvalchemiops.torch.runtime.modules import ExactModule, brief
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, System, long_arguments, named, neighbors_beside
 
 
@@ -43,15 +43,6 @@ def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | 
         return per_system(name, value, max(1, value.numel()), value.device).detach().clone()
     # moved to the device on which torch creates parameters of modules
     return per_system(name, value, max(1, np.size(value)), torch.device("cpu")).clone().to(torch.get_default_device())
-
-
-def _brief(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"{value:.6g}" if isinstance(value, float) else str(value)
-    if value.is_meta:
-        return "?"
-    first, last = (f"{float(end):.6g}" for end in value.detach().aminmax())
-    return first if first == last else f"{first} to {last}"
 
 
 def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
@@ -152,7 +143,7 @@ class ConfiguredSum(ExactModule):
         """The parameters that are fixed, for ``repr``; of several systems the smallest and the largest."""
         names = ("alpha", "k_cutoff", "mesh_dimensions", "spline_order", "cutoff", "accuracy")
         values = {name: getattr(self, name, None) for name in names}
-        return ", ".join(f"{name}={_brief(value)}" for name, value in values.items() if value is not None)
+        return ", ".join(f"{name}={brief(value)}" for name, value in values.items() if value is not None)
 
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
         """Call the function that the module configures."""
