@@ -23,7 +23,7 @@ from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.torch import checks, plans, spline
 from nvalchemiops.torch.autograd import OutputSpec, arrays, tapes, warp_custom_op, warp_stream_from_torch
 from nvalchemiops.torch.interactions import dispersion, electrostatics
-from nvalchemiops.torch.interactions.electrostatics.accuracy import sizes
+from nvalchemiops.torch.interactions.electrostatics.accuracy import choice, sizes
 from nvalchemiops.torch.launch import launch_adjoint
 from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection, rows
 from nvalchemiops.torch.operators.lattice import _geometry
@@ -118,14 +118,19 @@ def test_the_number_of_systems_is_read_once(monkeypatch):
 
 @pytest.mark.parametrize("function", [electrostatics.ewald_summation, electrostatics.particle_mesh_ewald])
 def test_what_is_chosen_for_a_given_alpha_reads_the_cell_once(function, monkeypatch):
-    """A reading is one more wait for a GPU in each call: also the check of the cutoff uses what was read."""
+    """A reading is one more wait for a GPU in each call: also the check of the cutoff uses what was read.
+
+    An alpha that is a number is not read at all.
+    """
     g, reads = given(0.0), []
-    monkeypatch.setattr(sizes, "on_host", lambda t: (reads.append(t), context.on_host(t))[1])
+    for module in (sizes, choice):
+        monkeypatch.setattr(module, "on_host", lambda t: (reads.append(t), context.on_host(t))[1])
     with plans.off():
         for _ in range(2):  # what is chosen is kept
             reads.clear()
             function(g.x, g.q, g.cell, 0.8, cutoff=CUTOFF, accuracy=1e-2, **g.near)
             assert sum(read.shape == g.cell.shape for read in reads) == 1
+            assert not any(bool((read == 0.8).all()) for read in reads)
 
 
 @by_name(THREE_BODY)

@@ -104,7 +104,9 @@ def choose_splitting(
             _warn_of_overlap(on_host(limit), strengths.spacing, accuracy)
     values, sizes_known = None, None
     if not long_range.is_given and may_read(chosen, system.cell, system.batch_idx, wait=True):
-        values, sizes_known = on_host(chosen.detach()), key_of_sizes(system)
+        # a number is not read back from a GPU
+        known = np.full(system.n_systems, alpha) if isinstance(alpha, float) else on_host(chosen.detach())
+        values, sizes_known = _rounded(known, system), key_of_sizes(system)
     given, searched = cutoff, None
     if rows is None:
         if cutoff is None:
@@ -119,7 +121,7 @@ def choose_splitting(
     # with a given long-range part no accuracy is asked for, and recorded calls say nothing
     differ = differ_in_replays(system.positions, system.moments, *rows)
     if values is not None and searched in (None, given) and not differ:
-        _warn_of_cutoff(system, sizes_of_system(system, sizes_known), rows, values, given, target)
+        _warn_of_cutoff(system, sizes_known, rows, values, given, target)
     return EwaldSplitting(chosen, rows, target, searched, strengths, values, sizes_known)
 
 
@@ -224,8 +226,7 @@ def _choose(
             )
         if compiling:
             return given_alpha(alpha, system), None, target
-        precision = np.float32 if system.positions.dtype is torch.float32 else np.float64
-        values = np.asarray(alpha).astype(precision).astype(np.float64)  # rounded as by `given_alpha`
+        values = _rounded(alpha, system)
         return torch.tensor(values, device=device), values, target
 
     of_both = None
@@ -233,6 +234,12 @@ def _choose(
         of_both = (of_reach, force.tobytes(), None if of_few is None else of_few.tobytes())
     alpha, values, target = _kept_or_made(splittings, of_both, settled)
     return EwaldSplitting(alpha, rows, target, longest, strengths, values, sizes_known)
+
+
+def _rounded(alpha: Any, system: ChargedSystem) -> np.ndarray:
+    """Alpha (n_systems,) on the host, rounded as by `given_alpha`."""
+    precision = np.float32 if system.positions.dtype is torch.float32 else np.float64
+    return np.asarray(alpha).astype(precision).astype(np.float64)
 
 
 def costs_of_call(system: ChargedSystem, rows: Rows | None, cutoff: float | None) -> core.Costs:
@@ -384,17 +391,25 @@ def _nearest(
 
 
 def _warn_of_cutoff(
-    system: ChargedSystem, sizes: Sizes, rows: Rows, alpha: np.ndarray, cutoff: float | None, target: core.Target
+    system: ChargedSystem,
+    sizes_known: SizesKey | None,
+    rows: Rows,
+    alpha: np.ndarray,
+    cutoff: float | None,
+    target: core.Target,
 ) -> None:
     """Warn if the list, up to this cutoff if it is given, is too short for alpha (n_systems,).
 
     A line of the caller is told once for each number of atoms, and measures lists without a cutoff once.
     """
-    spacing = sizes.spacing
+
+    @functools.cache
+    def known() -> Sizes:
+        return sizes_of_system(system, sizes_known)
 
     def errors_at(reach: Any) -> np.ndarray:
         with np.errstate(divide="ignore"):  # a list without pairs
-            errors: np.ndarray = np.exp(core.log_real_error(alpha, reach, spacing)) / target.force
+            errors: np.ndarray = np.exp(core.log_real_error(alpha, reach, known().spacing)) / target.force
         return errors
 
     most, of = 10.0 * target.accuracy, "this `alpha` and the reach of the neighbor list"
@@ -409,7 +424,8 @@ def _warn_of_cutoff(
         return
     if not is_first(AccuracyWarning, of, cutoff, None if cutoff is None else system.n_atoms):
         return
-    needed = core.real_cutoff(alpha, spacing, target)
+    sizes = known()
+    spacing, needed = sizes.spacing, core.real_cutoff(alpha, sizes.spacing, target)
     reach = _complete_up_to(system, sizes, rows, cutoff or 0.0, needed)
     errors = np.where(reach < needed, errors_at(reach), 0.0)
     if (errors > most).any() and system.of_points and may_read(system.positions, system.moments, *rows, wait=True):
