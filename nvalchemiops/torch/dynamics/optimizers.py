@@ -299,10 +299,8 @@ class LBFGS:
 
     def step(self, rows: Rows, state: OptimizerState, x: torch.Tensor, forces: torch.Tensor) -> Move:
         """One step of all systems."""
-        # memory for products: new memory of this size would take longer than they do
-        needed = max(state["steps"].numel(), state["inverse"].numel())
-        if "work" not in state or state["work"].numel() < needed:
-            state = state | {"work": x.new_empty(needed)}
+        if "work" not in state:  # memory for products: new memory of this size would take longer than they do
+            state = state | {"work": x.new_empty(max(state["steps"].numel(), state["inverse"].numel()))}
         if state["x"] is not None:
             state = self._extended(rows, state, x, forces)
         size = min(state["count"], self.memory)
