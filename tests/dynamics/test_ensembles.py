@@ -68,6 +68,15 @@ def test_free_particles_are_an_ornstein_uhlenbeck_process_at_any_step():
             five_errors(state.velocities[rows], 0.0, variance, 3 * n)
 
 
+def test_rescaling_of_one_degree_of_freedom_is_such_a_process():
+    """``α v`` is normal, of either sign, with mean ``v exp(-t/2τ)`` and variance ``(1 - exp(-t/τ)) kT/m``."""
+    n, h, kt, first = 3000, 1.5, 0.7, torch.tensor([0.3, 0.0, 0.0], dtype=float64)
+    integrator, masses = csvr(h, kt, thermostat_time=2.0), torch.ones(n, dtype=float64)
+    state = integrator.start(batch(n, 1), ideal_gas, masses=masses, velocities=first.repeat(n, 1), seed=5, removed=2)
+    found, c = run(integrator, state, ideal_gas, 2).velocities[:, 0], math.exp(-2.0 * h / 2.0)
+    five_errors(found, 0.3 * math.sqrt(c), (1.0 - c) * kt, n)
+
+
 # -- kinetic energies -----------------------------------------------------------------------------
 
 THERMOSTATS = {

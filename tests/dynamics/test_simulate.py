@@ -119,10 +119,10 @@ def test_rates_of_the_same_cells_go_on_bit_for_bit(mask):
 def test_parameters_are_copied():
     temperatures = torch.tensor([KT, 2.0 * KT], dtype=float64)
     integrator, model = langevin(0.2, temperatures), argon()
-    state = integrator.start(systems(), model)
-    state.extra["temperature"].mul_(0.5)
-    again = integrator.resume(state, model)  # which looks whether the integrator sets another value than before
-    assert torch.equal(again.extra["temperature"][:, 0], 0.5 * temperatures)
+    for state in (integrator.start(systems(), model), integrator.resume(nve(0.2).start(systems(), model), model)):
+        state.extra["temperature"].mul_(0.5)
+        again = integrator.resume(state, model)  # which looks whether the integrator sets another value than before
+        assert torch.equal(again.extra["temperature"][:, 0], 0.5 * temperatures)
     assert temperatures.tolist() == [KT, 2.0 * KT]
 
 
@@ -385,6 +385,7 @@ ZERO = torch.zeros((), dtype=float64, requires_grad=True)
         (lambda: nve(-1.0), ONE, "dt"),
         (lambda: nve(torch.ones(3)), ONE, "dt"),
         (lambda: nose_hoover(0.1, 0.0), ONE, "temperature"),
+        (lambda: nph(0.1, 1.0, temperature=0.0), ONE, "temperature"),
         (lambda: nose_hoover(0.1, 1.0, chain_length=0), ONE, "chain_length"),
         (lambda: langevin(0.1, 1.0, friction=-1.0), ONE, "friction"),
         (lambda: npt(0.1, 1.0, 1.0, cell="cubic"), ONE, "cell"),
