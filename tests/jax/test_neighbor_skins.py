@@ -63,7 +63,8 @@ def test_lists_with_a_skin_have_all_pairs_while_atoms_and_cells_move():
 def test_a_search_is_made_when_pairs_could_be_missing(moved, strain, is_stale):
     start, cell = X.astype(float), CELL.astype(float)
     pbc = PBC if strain == 0.0 else None  # along an open axis a strain of the cell says nothing of the atoms
-    state = neighbors.prepare_neighbor_list(start, 4.5, cell, pbc, skin=0.5, max_neighbors=400)
+    cutoffs = {"cutoff": 4.5} if moved else {"cutoff": 2.0, "cutoff2": 4.5}  # the longer one counts
+    state = neighbors.prepare_neighbor_list(start, cell=cell, pbc=pbc, skin=0.5, max_neighbors=400, **cutoffs)
     call = jax.jit(lambda x, cell, state: neighbors.neighbor_list(x, cell=cell, state=state))
     first, state = call(start, cell, state)
     assert state.rebuilt.all()

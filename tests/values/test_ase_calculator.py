@@ -141,14 +141,15 @@ def test_a_slab_does_not_depend_on_its_vacuum():
 
 @pytest.mark.parametrize("widths", [None, 0.3])
 def test_one_term_for_periodic_atoms_slabs_and_clusters(widths, monkeypatch):
-    """By the faster method, which the costs decide."""
-    cluster = salt(2)
+    """By the faster method, which the costs decide, with parameters for each cell."""
+    cluster, stretched = salt(2), salt(2)
     cluster.pbc = False
+    stretched.set_cell(stretched.cell * [[2.0], [1.0], [1.0]], scale_atoms=True)
     for slow, method in (("call_of_mesh", "ewald"), ("call_of_k_vectors", "pme")):
         monkeypatch.setitem(COSTS, "cpu", BUILT_IN["cpu"]._replace(**{slow: 1e12}))
         calculator = Calculator(Electrostatics("auto", NACL, widths=widths))
-        named = (salt(2), (method, {})), (slab(), (method, {"slab_correction": True})), (cluster, ("coulomb", {}))
-        for atoms, (name, options) in named:
+        named = [(salt(2), method, {}), (stretched, method, {}), (slab(), method, {"slab_correction": True})]
+        for atoms, name, options in (*named, (cluster, "coulomb", {})):
             expected = atoms.copy()
             atoms.calc, expected.calc = calculator, Calculator(Electrostatics(name, NACL, widths=widths, **options))
             assert_same(atoms, expected, PROPERTIES if atoms.cell.rank == 3 else PROPERTIES[:3], tolerance=1e-13)
