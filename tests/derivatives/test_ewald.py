@@ -322,8 +322,11 @@ def by_cell(system, cell, create_graph=False):
 @pytest.mark.parametrize("one", [True, False])
 def test_gradients_by_a_float32_cell_far_from_the_origin(one):
     """Forces of pairs come rounded, and are not multiplied by where the origin happens to be."""
-    system = (ONE if one else MIXED).to(torch.float32)
-    system = system._replace(positions=system.positions + 1e4)
+    system, offsets = ONE.to(torch.float32), 1e4
+    if not one:
+        system = MIXED._replace(cell=torch.cat([MIXED.cell, MIXED.cell[:1]])).to(torch.float32)  # one has no atoms
+        offsets = 1e4 * (1.0 + system.batch_idx.unsqueeze(1))
+    system = system._replace(positions=system.positions + offsets)
     exact = by_cell(system.to(torch.float64), system.cell.double().requires_grad_())
     for create_graph in (False, True):
         found = by_cell(system, system.cell.clone().requires_grad_(), create_graph)

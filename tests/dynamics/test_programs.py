@@ -94,6 +94,16 @@ def test_the_layout_of_memory_does_not_matter(calls):
     for one, two in zip(leaves(integrator.step(state, model)).values(), leaves(integrator.step(other, model)).values()):
         assert torch.equal(one, two)
     assert len(calls) == 4
+    negative = integrator.step(state._replace(velocities=torch._neg_view(-state.velocities)), model)
+    assert torch.allclose(negative.velocities, integrator.step(state, model).velocities, rtol=1e-12)
+
+
+def test_memory_of_a_batch_may_hold_another_one():
+    integrator, fresh, model = *(npt(0.1, KT, PRESSURE) for _ in range(2)), wells()
+    state = mixed(integrator, model)
+    integrator.step(state, model)
+    state.system.batch_idx.copy_(state.system.batch_idx.flip(0))
+    assert torch.equal(integrator.step(state, model).velocities, fresh.step(state, model).velocities)
 
 
 def test_a_missing_tensor_is_named_as_by_the_flows(calls):
@@ -187,6 +197,31 @@ def test_numbers_that_all_atoms_share_are_stored_for_each_block():
     found, expected = Program(flow, state)(state), flow(state)
     assert torch.equal(found.velocities, expected.velocities)
     assert torch.equal(found.system.positions, expected.system.positions)
+
+
+def costly(numbers):
+    """Twice the numbers, by so many operations that results are kept where there is memory."""
+    found = numbers
+    for _ in range(8):
+        found = 0.5 * found + numbers
+    return found
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_memory_of_results_keeps_numbers_of_atoms_until_it_is_needed(in_turn):
+    """Once a result is there its memory holds no others, and numbers that a later sum waits for are not overwritten."""
+
+    def flow(state):
+        one = costly(state.system.positions)
+        two = one + state.of_atoms(state.of_systems(one))
+        two = costly(two) if in_turn else two * two
+        later = one * state.of_atoms(state.of_systems(two))
+        return state._replace(velocities=later * two) if in_turn else state.at(two, velocities=later)
+
+    state = mixed(npt(0.1, KT, PRESSURE), wells())
+    found, expected = Program(flow, state)(state), flow(state)
+    assert torch.allclose(found.system.positions, expected.system.positions, rtol=1e-12)
+    assert torch.allclose(found.velocities, expected.velocities, rtol=1e-12)
 
 
 def test_a_sum_over_atoms_of_a_number_of_the_system_counts_them():

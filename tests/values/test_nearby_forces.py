@@ -179,6 +179,15 @@ def test_how_many_moments_there_are_does_not_matter_where_there_are_many():
         assert (strengths_of(system, np).per_source != 1.0) == few
 
 
+def test_the_strength_of_quadrupoles_is_that_of_any_orientation():
+    x, charges, cell, _ = two_moments("quadrupoles", 8.9)
+    axes, diagonals = torch.tensor([[[1.0, 0.0], [0.0, -1.0]], [[0.0, 1.0], [1.0, 0.0]]], dtype=torch.float64)
+    for quadrupole in (axes, diagonals):
+        quadrupoles = torch.nn.functional.pad(quadrupole, (0, 1, 0, 1)).expand(len(x), 3, 3)
+        system = check_system(System(x, charges, cell[None], quadrupoles=quadrupoles))
+        np.testing.assert_allclose(strengths_of(system, np).squares, [[0.0, 0.0, 2.0]], rtol=1e-12)
+
+
 def test_strengths_are_found_once_in_a_call(monkeypatch):
     """They are copied to the host, for the order of splines as for alpha."""
     x, charges, cell, sources = two_moments("dipoles", 8.9)

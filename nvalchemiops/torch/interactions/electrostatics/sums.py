@@ -208,7 +208,7 @@ def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torc
     """
     x, batch_idx, n_systems = system.positions.to(torch.float64), system.batch_idx, system.n_systems
     middle = system.totals(torch.cat([x, torch.ones_like(x[:, :1])], 1))
-    middle = middle[:, :3] / middle[:, 3:].clamp(min=1.0)
+    middle = middle[:, :3] / middle[:, 3:]  # NaN without atoms, which then take none of it
     near = x - (middle if batch_idx is None else middle.index_select(0, batch_idx))
     dyads = [
         (near if forces.dtype is torch.float32 else x).unsqueeze(-1) * forces.to(torch.float64).unsqueeze(-2)
