@@ -84,11 +84,16 @@ def test_points_see_the_sum_of_all_images():
 
 
 def test_parameters_are_chosen():
+    """For Gaussians as wide as the widest of sources and receivers, whose pairs reach farthest."""
     positions, given, cell = system()
     exact = ewald_field(positions, given, cell, **ENOUGH)
     found = electrostatic_potential(positions, given.charges, cell, **other_sources(given), accuracy=1e-8)
     assert found.second is None
     close_to_largest([found.potential[:, 0], found.gradient[:, 0]], exact[:2], 1e-5)
+    wide = {**other_sources(given), "widths": 0.2, "receiver_widths": [1.5, 0.3]}
+    exact = electrostatic_potential(positions, given.charges, cell, **wide, alpha=0.45, k_cutoff=6.0, cutoff=13.0)
+    found = electrostatic_potential(positions, given.charges, cell, **wide, accuracy=1e-8)
+    close_to_largest(found[:2], exact[:2], 1e-5)
 
 
 def test_energy_is_that_of_sources_in_the_potential():
