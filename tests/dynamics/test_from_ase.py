@@ -115,6 +115,7 @@ def test_terms_for_one_system_and_other_calculators_go_one_by_one():
         (Calculator(Pair("lennard_jones", cutoff=6.0, sigma=np.linspace(3.0, 3.5, 8), epsilon=0.01)), frames),
         (Calculator(Trap()), frames),
         (Calculator(Electrostatics("coulomb", ALL, widths=0.3)), apart),  # between all atoms
+        (Calculator(Electrostatics("ewald", CHARGES, accuracy=1e-4, widths=0.3)), salts()),
         (Calculator(Electrostatics("ewald", CHARGES, accuracy=1e-4, dipoles=dipoles)), salts()),
         (EMT(), copper),
     ):
