@@ -194,6 +194,13 @@ def test_a_call_for_other_atoms_in_between_does_not_change_the_result():
         torch.testing.assert_close(value, expected_value, rtol=1e-10, atol=1e-10)
 
 
+def test_charges_may_change_from_call_to_call():
+    system, model = System.from_ase(salts(charged=True)), FromASE(Calculator(Electrostatics("ewald")))
+    before = model(system).energies
+    system.charges.mul_(0.5)
+    torch.testing.assert_close(model(system).energies, 0.25 * before)
+
+
 def test_a_calculator_of_ase_relaxes_and_moves_a_batch():
     copper = [ase.build.bulk("Cu", a=a, cubic=True) for a in (3.5, 3.7)]
     for seed, atoms in enumerate(copper):
