@@ -87,6 +87,25 @@ def test_a_single_atom_without_momentum_is_at_rest():
     assert not state.velocities.any() and not state.extra["degrees_of_freedom"].any()
 
 
+@pytest.mark.parametrize("pbc", [None, False, (False, True, False)])
+@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_a_molecule_at_rest_as_a_whole_has_as_many_degrees_of_freedom_as_directions(n, rotates, pbc):
+    """An isolated system stays without angular momentum: a thermostat that counts the rotation makes it too hot."""
+    masses, positions = 1.0 + numbers(n).abs(), 9.0 + numbers(n, 3, seed=1)
+
+    def still(velocities, may_rotate):
+        found = remove_momentum(velocities, masses)
+        return found if may_rotate else remove_rotation(found, positions, masses)
+
+    may_rotate = rotates or pbc == (False, True, False)  # images turn the system
+    basis = torch.eye(3 * n, dtype=float64).view(-1, n, 3)
+    directions = torch.stack([still(velocities, may_rotate).flatten() for velocities in basis])
+    system = System(positions, cell=None if pbc is None else 20.0 * torch.eye(3, dtype=float64), pbc=pbc)
+    state = csvr(0.1, 0.5).start(system, springs(1.0), masses=masses, velocities=still(numbers(n, 3, seed=2), rotates))
+    assert state.extra["degrees_of_freedom"] == torch.linalg.matrix_rank(directions, tol=1e-9)
+
+
 def test_momentum_and_rotation_are_removed():
     velocities, positions = numbers(N, 3), 3.0 * numbers(N, 3, seed=1)
     still = remove_momentum(velocities, MASSES, BATCH, 4)

@@ -25,6 +25,7 @@ from nvalchemiops.torch.dynamics.programs import as_programs
 from nvalchemiops.torch.dynamics.state import State
 from nvalchemiops.torch.dynamics.sums import Division
 from nvalchemiops.torch.dynamics.velocities import (
+    angular_momentum,
     check_slopes,
     degrees_of_freedom,
     inertia_of,
@@ -48,10 +49,11 @@ COUNTED = ("degrees_of_freedom", f"{PREFIX}centre degrees of freedom")
 """Names in ``State.extra`` of numbers of degrees of freedom: of all atoms, and of the centres of clusters."""
 
 OF_CENTRE = "degrees of the centre of mass"
-"""Name in ``State.extra`` of the degrees of freedom (n_systems, 1) that are missing since the centre of mass rests."""
+"""Name in ``State.extra`` of the degrees of freedom (n_systems, 1) that are missing since the centre of mass rests, and
+molecules do not rotate."""
 
 AT_REST = 1e-9
-"""Part of the kinetic energy below which the motion of the centre of mass is rounding."""
+"""Part of the kinetic energy below which the motion of the centre of mass, or the rotation, is rounding."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,7 +166,8 @@ class Integrator:
         removed : float or (n_systems,) tensor, optional
             Number of degrees of freedom that are missing beside those of frozen atoms and `constraints`. By default 3,
             for the centre of mass, in systems without frozen atoms whose centre of mass is at rest, if the integrator
-            does not move it; else 0. Choose 0 in external fields.
+            does not move it; else 0. If such a system has no periodic axis and does not rotate, 3 more (2 for two
+            atoms). Choose 0 in external fields.
 
         Raises
         ------
@@ -220,7 +223,7 @@ class Integrator:
         if self.constraints is not None:
             velocities = self.constraints.of(system.domain).tangent(system.positions, velocities, extra)
         all_of_them = degrees_of_freedom(masses, batch_idx, n_systems, domain=domain)
-        less = self._removed(masses, velocities, division) if removed is None else removed
+        less = self._removed(masses, velocities, system, division) if removed is None else removed
         degrees = (all_of_them.unsqueeze(1) - of_each("removed", less, n_systems, positions.device)).clamp(min=0.0)
         of_centre = all_of_them.unsqueeze(1) - degrees if removed is None else torch.zeros_like(degrees)
         extra |= {**_degrees_with(extra, degrees), OF_CENTRE: of_centre}
@@ -295,17 +298,24 @@ class Integrator:
         """The state with the stress of constraint forces, if there is a stress."""
         return state if self.constraints is None else self.constraints.with_stress(state)
 
-    def _removed(self, masses: torch.Tensor, velocities: torch.Tensor, division: Division) -> Number:
-        """3 for systems whose centre of mass is at rest and stays there, 0 for others."""
+    def _removed(self, masses: torch.Tensor, velocities: torch.Tensor, system: System, division: Division) -> Number:
+        """Degrees of freedom of centres of mass, and of open systems as a whole, that are at rest and stay so."""
         if not self.conserves_momentum:
             return 0.0
         with torch.no_grad():
             inertia, velocities = inertia_of(masses).to(torch.float64), velocities.to(torch.float64)
-            energies = (inertia * velocities.square()).sum(1, keepdim=True)
-            sums = division.sums(torch.cat([inertia * velocities, inertia, masses.isinf().unsqueeze(1), energies], 1))
-            twice = sums[:, :3].square().sum(1)
-            rests = (twice <= AT_REST * sums[:, 5] * sums[:, 3]) & (sums[:, 4] == 0.0)
-            return torch.where(rests, 3.0, 0.0).to(torch.float64)
+            arms, angular = angular_momentum(division, inertia, system.positions, velocities)
+            energies, seconds = (inertia * of.square().sum(1, keepdim=True) for of in (velocities, arms))
+            columns = inertia * velocities, inertia, masses.isinf().unsqueeze(1), energies, seconds, inertia > 0.0
+            momenta, *rest = division.sums(torch.cat(columns, 1)).split([3, 1, 1, 1, 1, 1], 1)
+            mass, frozen, twice, second, count = (column.squeeze(1) for column in rest)
+            rests = (momenta.square().sum(1) <= AT_REST * twice * mass) & (frozen == 0.0)
+            turns = angular.square().sum(1) > AT_REST * twice * second
+            pbc: Any = system.pbc if division.domain is None else division.domain.pbc
+            is_periodic = system.cell is not None and (pbc is None or pbc.reshape(-1, 3).any(1))
+            # two atoms turn about two axes, one does not
+            of_rotation = torch.where(turns | is_periodic, 0.0, (3.0 * count - 4.0).clamp(0.0, 3.0))
+            return torch.where(rests, 3.0 + of_rotation, 0.0)
 
     def step(self, state: State, model: Model) -> State:
         """The state after one step. The model is called once."""

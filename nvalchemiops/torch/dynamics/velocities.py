@@ -53,6 +53,15 @@ def mean_by_mass(division: Division, inertia: torch.Tensor, values: torch.Tensor
     return sums[:, :3] / torch.where(sums[:, 3:] > 0.0, sums[:, 3:], 1.0)
 
 
+def angular_momentum(
+    division: Division, inertia: torch.Tensor, positions: torch.Tensor, velocities: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places (n_atoms, 3) relative to the centre of mass, and the angular momentum (n_systems, 3) about it: float64."""
+    places = positions.to(torch.float64)
+    arms = places - division.of_atoms(mean_by_mass(division, inertia, places), len(places))
+    return arms, division.sums(inertia * torch.linalg.cross(arms, velocities.to(torch.float64)))
+
+
 def square_root(values: torch.Tensor) -> torch.Tensor:
     """Square roots, whose derivative at zero is zero instead of infinite. NaN for negative numbers and NaN.
 
@@ -267,9 +276,7 @@ def remove_rotation(
     division, inertia = Division.of(masses, batch_idx, num_systems, domain), inertia_of(masses).to(torch.float64)
     checks.check_tensor("velocities", velocities)
     checks.check_tensor("positions", positions)
-    places = positions.to(torch.float64)
-    arms = places - division.of_atoms(mean_by_mass(division, inertia, places), len(masses))
-    angular = division.sums(inertia * torch.linalg.cross(arms, velocities.to(torch.float64)))
+    arms, angular = angular_momentum(division, inertia, positions, velocities)
     products = inertia.unsqueeze(-1) * arms.unsqueeze(-1) * arms.unsqueeze(-2)
     second = division.sums(products)
     traces = second.diagonal(dim1=-2, dim2=-1).sum(-1)
