@@ -493,4 +493,4 @@ def test_unchecked_mistakes_stay_within_their_memory():
             assert int(matrix.min()) >= -1 and int(matrix.max()) < n
         print("survived")
     """
-    assert output_of(run_python(code, MALLOC_PERTURB_="90")).splitlines()[-1] == "survived"
+    assert output_of(run_python(code, fresh=True, MALLOC_PERTURB_="90")).splitlines()[-1] == "survived"

@@ -1,7 +1,6 @@
 """The import paths that clients use lead to the objects of this package, in whatever order they are imported."""
 
 import importlib
-import json
 import warnings
 
 import pytest
@@ -156,56 +155,19 @@ IMPORTS = {
         "from {path}.{name} import {name} as b",
     ],
 }
-NAMES = ["cell_list", "batch_cell_list"]
-FORKED = """
-    import json, os, sys
-
-    import torch
-    import warp  # which the imports below share: it takes longer than they do
-
-    assert not any(name.startswith("nvalchemiops") for name in sys.modules)
-    said = {}
-    for case, code in json.loads(sys.argv[1]).items():
-        reader, writer = os.pipe()
-        if os.fork() == 0:
-            try:
-                scope = {}
-                exec(code, scope)
-                answer = scope["answer"]
-            except BaseException as error:
-                answer = repr(error)
-            os.write(writer, json.dumps(answer).encode())
-            os._exit(0)
-        os.close(writer)
-        os.wait()
-        said[case] = json.loads(os.read(reader, 65536))
-    print(json.dumps(said))
-"""
 
 
-@pytest.fixture(scope="module")
-def said_by_imports():
-    """By name and way to import it. Each way has a process of its own, with torch and Warp and nothing of ours."""
-    codes = {
-        f"{name}, {way}": "\n".join(
-            [
-                *(line.format(path=PATH, name=name) for line in lines),
-                "import pickle, sys, types",
-                f"module = sys.modules['{PATH}.{name}']",
-                "same = a is b is pickle.loads(pickle.dumps(a)) is getattr(module, a.__name__)",
-                "answer = [same, isinstance(a, types.FunctionType), isinstance(module, types.ModuleType)]",
-            ]
-        )
-        for name in NAMES
-        for way, lines in IMPORTS.items()
-    }
-    return python_says(FORKED, json.dumps(codes))
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["cell_list", "batch_cell_list"])
 @pytest.mark.parametrize("way", IMPORTS)
-def test_function_with_the_name_of_its_module(name, way, said_by_imports):
-    assert said_by_imports[f"{name}, {way}"] == [True, True, True]
+def test_function_with_the_name_of_its_module(name, way):
+    code = [
+        *(line.format(path=PATH, name=name) for line in IMPORTS[way]),
+        "import json, pickle, sys, types",
+        f"module = sys.modules['{PATH}.{name}']",
+        "same = a is b is pickle.loads(pickle.dumps(a)) is getattr(module, a.__name__)",
+        "print(json.dumps([same, isinstance(a, types.FunctionType), isinstance(module, types.ModuleType)]))",
+    ]
+    assert python_says("\n".join(code)) == [True, True, True]
 
 
 def test_dftd3_is_a_function():
@@ -326,7 +288,7 @@ def test_old_paths_load_torch_only_when_they_are_used():
         "import nvalchemiops.interactions.electrostatics, nvalchemiops.interactions.dispersion\n"
         "print(json.dumps('torch' in sys.modules))"
     )
-    assert python_says(code) is False
+    assert python_says(code, fresh=True) is False
 
 
 def test_star_imports_of_an_older_release():

@@ -12,7 +12,7 @@ import torch
 
 import nvalchemiops
 from nvalchemiops import _warp, cli
-from tests.support.processes import command, output_of, run_interpreter, run_python
+from tests.support.processes import command, output_of, run_interpreter, run_python, run_script
 
 
 def test_without_docstrings():
@@ -123,7 +123,7 @@ def warmup(tmp_path):
     script.write_text(KERNELS)
 
     def run(*arguments):
-        return run_interpreter(script, *arguments, WARP_CACHE_PATH=tmp_path / "cache")
+        return run_script(script, *arguments, WARP_CACHE_PATH=tmp_path / "cache")
 
     run.cache = tmp_path / "cache"
     return run
@@ -242,8 +242,7 @@ def test_warmup_builds_every_kernel_of_the_library(device, tmp_path):
     assert again.returncode == 0
     assert len(list(tmp_path.rglob("wp_*"))) == compiled, "a warm cache is complete"
     if device == "cpu":
-        calls = FIRST_CALL + FIRST_ORDER
-        output_of(run_python(calls, tmp_path / "a file", WARP_CACHE_PATH=tmp_path, preexec_fn=write_nothing))
+        writes_nothing(FIRST_CALL + FIRST_ORDER, tmp_path)
 
 
 FIRST_CALL = """
@@ -263,9 +262,10 @@ else:
 """
 
 
-def write_nothing():
-    """As if every file could only be read, for all users."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+def writes_nothing(code, folder):
+    """It runs as if every file could only be read, for all users."""
+    no_files = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))}
+    output_of(run_python(code, folder / "a file", fresh=True, WARP_CACHE_PATH=folder, **no_files))
 
 
 @pytest.mark.later
@@ -273,4 +273,4 @@ def test_after_warmup_a_first_call_writes_and_compiles_nothing(tmp_path):
     names = ("search_neighbors", "compact_neighbors", "prepare_search", "shortest_vectors")
     finished = command("warmup", "--device", "cpu", *names, WARP_CACHE_PATH=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    output_of(run_python(FIRST_CALL, tmp_path / "a file", WARP_CACHE_PATH=tmp_path, preexec_fn=write_nothing))
+    writes_nothing(FIRST_CALL, tmp_path)

@@ -50,7 +50,7 @@ print(json.dumps([numbers, sorted({name.split(".")[0] for name in sys.modules})]
 
 def python_says(code: str, absent: list[str]):
     """What a fresh interpreter prints last, as JSON, if it cannot import these."""
-    return processes.python_says(ABSENT.replace("ABSENT", repr(absent)) + textwrap.dedent(code))
+    return processes.python_says(ABSENT.replace("ABSENT", repr(absent)) + textwrap.dedent(code), fresh=True)
 
 
 @pytest.mark.later

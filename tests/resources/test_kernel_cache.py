@@ -50,7 +50,7 @@ def result_of(folder, code=ONCE, **options):
 
 
 def results_at_once(folder, number):
-    return in_threads(lambda _: result_of(folder), range(number))
+    return in_threads(lambda _: result_of(folder, fresh=True), range(number))
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def read_only(folder) -> Iterator[Callable[[], None]]:
         for path in everything:
             path.chmod(0o555 if path.is_dir() else 0o444)
         probe = f"import json, os; print(json.dumps(os.access({str(folder)!r}, os.W_OK)))"
-        if result_of(folder, probe, preexec_fn=obey_permissions):
+        if result_of(folder, probe, fresh=True, preexec_fn=obey_permissions):
             pytest.skip("this user may write anywhere")
 
     yield close
@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_written(complete, folder, filled, read_only):
     if not complete:
         shutil.rmtree(compiled(folder)[-1].parent)
     read_only()
-    finished = run(folder, preexec_fn=obey_permissions)
+    finished = run(folder, fresh=True, preexec_fn=obey_permissions)
     if complete:
         assert json.loads(output_of(finished).splitlines()[-1]) == filled[1]
     else:
@@ -245,7 +245,7 @@ def test_damaged_files_that_cannot_be_removed(folder, read_only):
     victim = compiled(folder)[0]
     cut(victim)
     read_only()
-    finished = run(folder, preexec_fn=obey_permissions)
+    finished = run(folder, fresh=True, preexec_fn=obey_permissions)
     assert finished.returncode == 1
     last = finished.stderr.splitlines()[-1]
     assert last.startswith("RuntimeError") and str(victim.parent) in last and "delete that folder" in last, last

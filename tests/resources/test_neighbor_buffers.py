@@ -383,7 +383,7 @@ def measured():
     """What the process says of each of these, by name."""
     parts = (f"{code}measured[{name!r}] = out\n" for name, code in MEASURED.items())
     code = MEASURE + "measured = {}\n" + "".join(parts) + "print(json.dumps(measured))"
-    return python_says(code, **OWN_PAGES)
+    return python_says(code, fresh=True, **OWN_PAGES)
 
 
 @measures

@@ -1,9 +1,11 @@
-"""Python code in an interpreter that has imported nothing yet, and in several threads at once."""
+"""Python code in other processes, and in several threads at once."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,12 +13,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def variables(environment):
+    """Those of this process with changes; None takes one away."""
+    every = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return {name: str(value) for name, value in every.items() if value is not None}
+
+
 def run_interpreter(*arguments, cwd=ROOT, timeout=300, preexec_fn=None, **environment):
-    """A finished process; ``environment`` changes that of this one, None takes a variable away."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    """A finished process that has imported nothing at its start."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env={name: str(value) for name, value in variables.items() if value is not None},
+        env=variables(environment),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -25,8 +32,51 @@ def run_interpreter(*arguments, cwd=ROOT, timeout=300, preexec_fn=None, **enviro
     )
 
 
-def run_python(code, *arguments, **options):
-    return run_interpreter("-c", textwrap.dedent(code), *arguments, **options)
+# The copy leaves the loop, so that it ends as any interpreter does.
+TEMPLATE = """
+import json, os, signal, sys
+
+import torch, warp
+
+for line in sys.stdin:
+    code, sys.argv[1:], environment, folder, timeout, *files = json.loads(line)
+    if (child := os.fork()) == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    os._exit(0)
+signal.alarm(timeout)
+os.environ.clear()
+os.environ.update(environment)
+os.chdir(folder)
+for number, name in enumerate((os.devnull, *files)):
+    os.dup2(os.open(name, os.O_RDWR), number)
+exec(code, {"__name__": "__main__"})
+"""
+
+
+@functools.cache
+def template():
+    """A process that has imported torch and Warp and waits: to import them takes longer than most that tests do."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", TEMPLATE], env=variables({}), cwd=ROOT, **pipes)
+
+
+def run_python(code, *arguments, fresh=False, cwd=ROOT, timeout=300, **options):
+    """Code in a copy of `template`; in a ``fresh`` interpreter where imports, or what it reads at its start, matter."""
+    code, arguments = textwrap.dedent(code), [*map(str, arguments)]
+    if fresh:
+        return run_interpreter("-c", code, *arguments, cwd=cwd, timeout=timeout, **options)
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as error:
+        asked = code, arguments, variables(options), str(cwd), timeout, out.name, error.name
+        print(json.dumps(asked), file=template().stdin, flush=True)
+        return subprocess.CompletedProcess(code, int(template().stdout.readline()), out.read(), error.read())
+
+
+def run_script(path, *arguments, **options):
+    """A file, by `run_python`."""
+    code = f"import runpy, sys; sys.argv[0] = {str(path)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return run_python(code, *arguments, **options)
 
 
 def output_of(finished):
@@ -54,5 +104,6 @@ def in_threads(work, arguments):
 
 
 def command(*arguments, **environment):
-    """``python -m nvalchemiops`` in a process of its own, as the command silences Warp there."""
-    return run_interpreter("-m", "nvalchemiops", *arguments, timeout=600, **environment)
+    """``python -m nvalchemiops`` in another process, as the command silences Warp there."""
+    code = "import runpy; runpy.run_module('nvalchemiops', run_name='__main__', alter_sys=True)"
+    return run_python(code, *arguments, timeout=600, **environment)

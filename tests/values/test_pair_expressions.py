@@ -603,7 +603,7 @@ def processes(tmp_path_factory):
     reports = []
     cache = str(tmp_path_factory.mktemp("kernels"))
     for seed in ("1", "2"):
-        reports.append(python_says(SCRIPT, PYTHONHASHSEED=seed, WARP_CACHE_PATH=cache))
+        reports.append(python_says(SCRIPT, fresh=True, PYTHONHASHSEED=seed, WARP_CACHE_PATH=cache))
     return reports
 
 
