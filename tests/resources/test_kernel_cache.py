@@ -18,7 +18,7 @@ import warp as wp
 from nvalchemiops._warp_internals import compiled_folder
 from nvalchemiops.launch import load
 from nvalchemiops.neighbors.grid import prepare_search
-from tests.support.processes import in_threads, output_of, run_python
+from tests.support.processes import in_threads, output_of, python_says, run_python
 
 # What most programs do first: a list, and the sum of a potential over it.
 WORK = """
@@ -53,11 +53,29 @@ def results_at_once(folder, number):
     return in_threads(lambda _: result_of(folder, fresh=True), range(number))
 
 
+USED = """
+from nvalchemiops import loading
+from nvalchemiops._warp_internals import compiled_folder
+
+find, used = loading.find_kernel, set()
+
+def watch(kernel, *where):
+    used.add(compiled_folder(kernel, 1))
+    return find(kernel, *where)
+
+loading.find_kernel = watch
+print(json.dumps([work(), *map(str, used)]))
+"""
+
+
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory) -> tuple[Path, list[float]]:
-    """A folder with the kernels of the work, to be copied; and its result."""
+    """A folder with the kernels of the work, to be copied; and its result. They are copies from the usual folder."""
+    result, *paths = python_says(WORK + USED)
     folder = tmp_path_factory.mktemp("filled")
-    return folder, result_of(folder)
+    for path in map(Path, paths):
+        shutil.copytree(path, folder / path.parent.name / path.name)
+    return folder, result
 
 
 @pytest.fixture
