@@ -23,7 +23,15 @@ from tests.support.cases import (
     each,
     member,
 )
-from tests.support.comparing import close, compiled, derivative_along, random_like, same_bits, weighted
+from tests.support.comparing import (
+    assert_second_gradient,
+    close,
+    compiled,
+    derivative_along,
+    random_like,
+    same_bits,
+    weighted,
+)
 from tests.support.systems import System, triclinic
 
 
@@ -58,15 +66,8 @@ def test_first_derivatives_of_every_output(case):
 @each_output(*SUMS, *PARTS, *PAIRS, D3)
 def test_second_derivatives_of_every_output(case, output):
     """On a mesh with splines of order 6, which have them for forces as well."""
-    inputs, near = case.inputs(SMALL).leaves(), case.near(SMALL)
-
-    def function(*inputs):
-        return output_of(case, output, *inputs, near)
-
-    cotangents = tuple(w.requires_grad_() for w in random_like([function(*inputs)]))
-    assert torch.autograd.gradgradcheck(
-        function, tuple(inputs), cotangents, eps=1e-5, atol=1e-5, rtol=1e-5, fast_mode=output != "energies"
-    )
+    near = case.near(SMALL)
+    assert_second_gradient(lambda *inputs: output_of(case, output, *inputs, near), case.inputs(SMALL))
 
 
 # -- what is returned, and what autograd gives ----------------------------------------------------

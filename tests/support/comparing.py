@@ -46,6 +46,37 @@ def derivative_along(function, x, direction, step=1e-4):
     return (at[0] - 8 * at[1] + 8 * at[2] - at[3]) / (12 * step)
 
 
+def assert_gradient(function, inputs, tolerance=1e-7):
+    """That of all results, with random weights, along one direction in all inputs at once, against differences.
+
+    In a fraction of the time that `gradcheck` takes, which goes through pairs of inputs and results.
+    """
+    direction, leaves = random_like(inputs, 1), leaves_of(inputs)
+    slopes = torch.autograd.grad(weighted(as_tuple(function(*leaves))), leaves, materialize_grads=True)
+
+    def value(step):
+        return weighted(as_tuple(function(*leaves_of([t + step * d for t, d in zip(inputs, direction)])))).detach()
+
+    found = sum((slope * d).sum() for slope, d in zip(slopes, direction))
+    torch.testing.assert_close(found, derivative_along(value, 0.0, 1.0), rtol=tolerance, atol=tolerance)
+
+
+def assert_second_gradient(function, inputs, tolerance=1e-7):
+    """That of the first one, also by the weights of the results."""
+
+    def slopes(*values):
+        inputs, weights = values[:n], values[n:]
+        results = as_tuple(function(*inputs))
+        return torch.autograd.grad(results, inputs, weights, create_graph=True, materialize_grads=True)
+
+    n, results = len(inputs), as_tuple(function(*leaves_of(inputs)))
+    assert_gradient(slopes, (*inputs, *random_like(results)), tolerance)
+
+
+def as_tuple(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
 def leaves_of(tensors):
     """Copies that require gradients."""
     return [t.detach().clone().requires_grad_() for t in tensors]
@@ -60,8 +91,7 @@ def assert_compiled_equals_eager(function, inputs, backend="aot_eager"):
     """Results, flags, and gradients of a loss that sees all results; the same graph then takes other values."""
 
     def loss(*inputs):
-        results = function(*inputs)
-        results = results if isinstance(results, tuple) else (results,)
+        results = as_tuple(function(*inputs))
         return weighted([r.sin() for r in results]), results
 
     def evaluated(call, inputs):

@@ -9,7 +9,7 @@ import torch
 
 from nvalchemiops.torch.interactions import electrostatics
 from tests.reference.ewald import ewald
-from tests.support.comparing import close
+from tests.support.comparing import assert_gradient, assert_second_gradient, close
 from tests.support.sums import METHODS, SUMS, summed
 from tests.support.systems import ALL, System, batch, csr, triclinic, water
 
@@ -237,9 +237,8 @@ def test_second_derivatives(method):
     def energy(positions, charges, cell):
         return SUMS[method](positions, charges, cell, **options, energy_reduction="system")
 
-    inputs = [t.clone().requires_grad_() for t in system[:3]]
-    assert torch.autograd.gradcheck(energy, inputs, eps=1e-5, atol=1e-6, rtol=1e-6)
-    assert torch.autograd.gradgradcheck(energy, inputs, eps=1e-5, atol=1e-6, rtol=1e-6)
+    assert_gradient(energy, system[:3])
+    assert_second_gradient(energy, system[:3])
 
 
 def test_exclusions_of_float32():

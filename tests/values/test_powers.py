@@ -167,7 +167,7 @@ def test_gradcheck_of_forces_and_virial(power, method):
         return SUMS[method](positions, charges, cell, alpha, **options)
 
     inputs = [t.clone().requires_grad_() for t in (*system[:3], torch.tensor([0.8], dtype=torch.float64))]
-    assert torch.autograd.gradcheck(function, inputs, eps=1e-5, atol=1e-6, rtol=1e-5)
+    assert torch.autograd.gradcheck(function, inputs, eps=1e-5, atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
 # -- what holds for all ---------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_second_derivatives_of_the_potential_of_a_user(method):
     def loss(positions, charges, cell):
         return (weights * SUMS[method](positions, charges, cell, compute_forces=True, **options)[1]).sum()
 
-    assert torch.autograd.gradcheck(loss, inputs, eps=1e-5, atol=1e-6, rtol=1e-5)
+    assert torch.autograd.gradcheck(loss, inputs, eps=1e-5, atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
 def test_a_potential_of_a_user_without_screening_is_coulomb():
