@@ -32,14 +32,14 @@ def fixed(method, system, cutoff=5.0):
 IMAGES = torch.tensor(list(itertools.product(range(-6, 7), repeat=3)), dtype=torch.float64)
 
 
-def of_pairs(system, pairs, factors, power=1):
+def of_pairs(system, pairs, factors, power=1, images=IMAGES):
     """Energies, forces, dE/dq and virial that pairs lose: (1 - f) q1 q2 / r at the nearest image."""
     strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
     x, q = (t.clone().requires_grad_() for t in system[:2])
     deform = torch.eye(3, dtype=torch.float64) + strain
     energies = torch.zeros_like(q)
     for (i, j), factor in zip(pairs, factors, strict=True):
-        apart = x[j] - x[i] + IMAGES @ system.cell[0]
+        apart = x[j] - x[i] + images @ system.cell[0]
         apart = apart[apart.square().sum(1).argmin()] @ deform
         energy = (1.0 - factor) * q[i] * q[j] / apart.norm() ** power
         energies = energies.index_add(0, torch.tensor([i, j]), 0.5 * energy.expand(2))
@@ -146,6 +146,27 @@ def test_the_nearest_image_is_found_in_very_skewed_cells(method):
         # between the smooth part and all of the interaction of the nearest image, by its distance
         lost = (full - energies).sum().item() / qq
         assert math.erf(0.9 * r) / r - 1e-9 <= lost <= 1.0 / r + 1e-9
+
+
+@METHODS
+@pytest.mark.parametrize("with_moments", [False, True])
+def test_a_slab_has_no_images_along_its_open_axis(with_moments, method):
+    """Excluded atoms may be farther apart along it than half of the cell. Beside another one, and a crystal."""
+    systems, axes = [triclinic(6, seed=seed) for seed in (3, 4, 5)], (0, None, 2)
+    for system, axis in zip(systems, axes):
+        away = 0.8 * system.cell[0, axis or 0] + 2.1 * system.cell[0, 1]
+        system.positions[1] = system.positions[0] + away + 0.1
+    together, n = batch(*systems), torch.arange(3)
+    pbc = torch.stack([n != (3 if axis is None else axis) for axis in axes])
+    options = {"alpha": 0.9, "cutoff": 5.0, "slab_correction": True, "pbc": pbc, **ALL}
+    options |= {"k_cutoff": 5.0} if method == "ewald" else {"mesh_dimensions": (24, 24, 24)}
+    options |= {"dipoles": torch.zeros_like(together.positions)} if with_moments else {}
+    pairs = torch.cat([EXCLUDED["exclusions"] + 6 * number for number in range(3)], 1)
+    found = summed(method, together, exclusions=pairs, exclusion_factors=torch.tensor(3 * FACTORS).double(), **options)
+    images = [IMAGES if axis is None else IMAGES[IMAGES[:, axis] == 0.0] for axis in axes]
+    lost = [of_pairs(system, PAIRS, FACTORS, images=near) for system, near in zip(systems, images)]
+    everything = summed(method, together, **options)
+    close(found, [whole - torch.cat(less) for whole, less in zip(everything, zip(*lost))], TOLERANCE[method])
 
 
 @METHODS

@@ -195,19 +195,22 @@ if (has_shift && (shift[0] | shift[1] | shift[2])) {{
 """
 
 IS_NEAREST = """
-// Whether no other image of the same neighbor is closer. Of two at one distance, both atoms choose the same.
-const auto is_nearest = [&](long long slot) {
+// Whether no other image of the same neighbor is closer. Of two at one distance, both atoms choose the same. Those
+// along an open axis, 0 to 2, do not count; it is -1 if all are periodic.
+const auto is_nearest = [&](long long slot, int open) {
     const auto squared_at = [&](long long place) {
         one d[3];
         displacement(neighbors.data[place], shifts.data + 3 * place, true, d);
         return d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
     };
     const int j = neighbors.data[slot], *shift = shifts.data + 3 * slot;
+    if (open >= 0 && shift[open]) return false;
     for (long long place = begin; place < end; ++place) {
         if (place == slot || neighbors.data[place] != j) continue;
         const one mine = squared_at(slot), other = squared_at(place);
         if (j == i && other == one(0)) continue;  // padding
         const int *image = shifts.data + 3 * place;
+        if (open >= 0 && image[open]) continue;
         int order = 0;
         for (int a = 2; a >= 0; --a) order = image[a] < shift[a] ? -1 : image[a] > shift[a] ? 1 : order;
         if (other < mine || (other == mine && order == (i < j ? -1 : 1))) return false;
@@ -216,7 +219,10 @@ const auto is_nearest = [&](long long slot) {
 };
 """
 
-ALWAYS_NEAREST = "const auto is_nearest = [](long long) { return true; };"
+ALWAYS_NEAREST = "const auto is_nearest = [](long long, int) { return true; };"
+
+OPEN_AXIS = 29
+"""The bit of an excluded atom's number from which on the open axis is, from 1 to 3; 0 if all axes are periodic."""
 
 
 def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any]) -> list[str]:
@@ -419,7 +425,8 @@ def _look(form: Form) -> list[str]:
             "it.factor = one(1.0);",
             "for (int e = excluded_begin.data[i]; e < excluded_begin.data[i + 1]; ++e)",
             f"    if (excluded.data[e] < 0) broken = {NO_NUMBER};",
-            "    else if (excluded.data[e] == it.j && is_nearest(slot)) it.factor = excluded_factors.data[e];",
+            f"    else if ((excluded.data[e] & {2**OPEN_AXIS - 1}) == it.j"
+            f" && is_nearest(slot, (excluded.data[e] >> {OPEN_AXIS}) - 1)) it.factor = excluded_factors.data[e];",
             "if (it.factor == one(0.0)) {",
             "    it.j = i;",
             "    return false;",

@@ -71,6 +71,13 @@ class ChargedSystem(NamedTuple):
         ones = torch.ones(self.n_atoms, dtype=torch.float64, device=self.positions.device)
         return system_sums(ones, self.batch_idx, self.n_systems)
 
+    def of_atoms(self, values: torch.Tensor, atoms: torch.Tensor) -> torch.Tensor:
+        """Values (n, ...) of the systems of these atoms (n,), which may be ghosts, from those of all systems."""
+        batch_idx = self.batch_idx if self.domain is None else self.domain.batch_idx_with_ghosts
+        if batch_idx is None:
+            return values.expand(atoms.shape[0], *values.shape[1:])
+        return values.index_select(0, batch_idx.index_select(0, atoms))
+
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (n_systems, ...) of values (n_atoms, ...) over all atoms of each system, in a fixed order."""
         found = system_sums(values, self.batch_idx, self.n_systems)

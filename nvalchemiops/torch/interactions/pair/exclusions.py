@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.arguments import ValuesError
+from nvalchemiops.interactions.pair.loop import OPEN_AXIS
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.cache import cached_by_value
@@ -28,6 +29,12 @@ class ExclusionRows(NamedTuple):
     order: torch.Tensor
     pairs: torch.Tensor  # (2, n_pairs) int64, as given; those that are out of range have other atoms in their place
     given_factors: torch.Tensor | None  # (n_pairs,), as given; None if all are zero
+
+    def with_open_axes(self, periodic: torch.Tensor) -> "ExclusionRows":
+        """The same pairs, for kernels: ``periodic`` (2 n_pairs, 3) are the axes of each, of which one may be open."""
+        numbers = torch.arange(1, 4, dtype=torch.int32, device=periodic.device)
+        open_axis = (~periodic * numbers).sum(1, dtype=torch.int32) * 2**OPEN_AXIS
+        return self._replace(atoms=torch.where(self.atoms < 0, self.atoms, self.atoms + open_axis))
 
     def remainder(self) -> "ExclusionRows | None":
         """The same pairs with 1 minus the factors; None if no factors were given."""

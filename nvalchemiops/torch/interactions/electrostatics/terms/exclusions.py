@@ -16,7 +16,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.interactions.pair.exclusions import NO_ATOM
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
-from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
+from nvalchemiops.torch.operators.lattice import shortest_vectors
 from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read
 
 
@@ -52,23 +52,26 @@ def _is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Shifts (n, 3) of the images of the second atoms that are closest to the first ones."""
+    """Shifts (n, 3) of the images of the second atoms that are closest to the first ones; none along open axes."""
     with torch.no_grad():
         positions = beside_ghosts(system.domain, system.positions.detach()).to(torch.float64)
-        batch_idx = system.batch_idx if system.domain is None else system.domain.batch_idx_with_ghosts
+        apart = positions.index_select(0, second) - positions.index_select(0, first)
         cell = system.cell.detach().to(torch.float64)
+        if system.slab_axes is not None:
+            # a vector normal to the others, along which nothing is apart
+            normal = torch.linalg.cross(cell.roll(-1, 1), cell.roll(-2, 1))
+            normal = normal / normal.norm(dim=2, keepdim=True)
+            is_open = ~system.slab_axes.unsqueeze(2)
+            cell = torch.where(is_open, normal, cell)
+            normal = system.of_atoms((is_open * normal).sum(1), first)
+            apart = apart - (apart * normal).sum(1, keepdim=True) * normal
         # along the shortest lattice vectors, where the nearest image differs from the rounded one by at most one
         short = shortest_vectors(cell).to(torch.float64)
-        cell = short @ cell
-        coordinates = lattice_of(cell, batch_idx, positions.shape[0]).fractional(positions)
-        rounded = -(coordinates.index_select(0, second) - coordinates.index_select(0, first)).round()
+        cell, short = (system.of_atoms(vectors, first) for vectors in (short @ cell, short))
+        rounded = -(apart.unsqueeze(1) @ torch.linalg.inv_ex(cell).inverse).squeeze(1).round()
         near = torch.arange(-1, 2, dtype=torch.float64, device=cell.device)
         around = torch.cartesian_prod(near, near, near)
         shifts = rounded.unsqueeze(1) + around
-        if batch_idx is not None:
-            of_pair = batch_idx.index_select(0, first)
-            cell, short = cell.index_select(0, of_pair), short.index_select(0, of_pair)
-        apart = positions.index_select(0, second) - positions.index_select(0, first)
         nearest = (apart.unsqueeze(1) + shifts @ cell).square().sum(-1).argmin(1)
         found = rounded + around.index_select(0, nearest)
         return (found.unsqueeze(1) @ short).squeeze(1).to(torch.int32)
