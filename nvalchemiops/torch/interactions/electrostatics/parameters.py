@@ -279,7 +279,8 @@ def estimate_errors(
     -------
     ErrorEstimate
         Tensors (n_systems,) in float64. Measured errors agree with estimates below about 0.1 within a factor of 3. They
-        may be smaller for splines of order 2 and 3, few atoms, and cells with much vacuum.
+        may be smaller for splines of order 2 and 3, few atoms, and cells with much vacuum; and ten times as large if
+        forces on a few charges among neutral atoms nearly cancel, since errors are relative to forces.
 
     Notes
     -----
