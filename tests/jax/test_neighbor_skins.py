@@ -94,6 +94,18 @@ def test_another_pbc_or_batch_makes_a_list_stale():
     assert call(pbc, systems[::-1], state).rebuilt.all()
 
 
+def test_a_search_of_one_system_forgets_no_strain_of_another():
+    """Atoms near the origin hardly move with their cell, but their images do."""
+    systems, x = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 2), jnp.array([[0.0, 0.0, 0.1 * n] for n in range(4)])
+    cells = jnp.tile(4.0 * jnp.eye(3), (2, 1, 1))
+    state = neighbors.prepare_neighbor_list(x, 4.5, cells, None, systems, skin=0.5, max_neighbors=30)
+    call = jax.jit(lambda x, cells, state: neighbors.neighbor_list(x, cell=cells, state=state)[1])
+    state = call(x, cells, state)
+    for strain, moved, expected in ((0.06, 0.3, [False, True]), (0.12, 0.3, [True, False])):
+        state = call(x.at[3, 0].add(moved), cells.at[0, 0, 0].multiply(1.0 + strain), state)
+        np.testing.assert_array_equal(state.rebuilt, expected)
+
+
 def test_systems_by_pointers_have_searches_and_room_of_their_own():
     """Open ones, the second without atoms; ``batch_idx`` alone says how many there are outside of `jit`."""
     pointers, of = jnp.array([0, 8, 8, 20]), np.repeat([0, 2], [8, 12])
