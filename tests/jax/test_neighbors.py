@@ -376,12 +376,15 @@ class TestState:
         np.testing.assert_array_equal(after.neighbor_matrix_shifts, found[2])
         neighbors.check_neighbor_list_state(after)
 
-    def test_overflow_stays_in_it(self):
-        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, max_neighbors=2)
+    @pytest.mark.parametrize(
+        "options", [{"max_neighbors": 2}, {"max_neighbors1": 2, "cutoff2": 4.0, "max_neighbors2": 300}]
+    )
+    def test_overflow_stays_in_it(self, options):
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, **options)
         step = jax.jit(lambda x, s, cell: neighbors.neighbor_list(x, cell=cell, state=s)[1])
         state = step(X * 20, step(X, state, CELL), CELL * 20)
         assert state.num_neighbors.max() <= 2 and not state.valid.any()
-        most = int(in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:])[1].max())
+        most = int(in_torch.neighbor_list(TORCH[0], options.get("cutoff2", 3.0), *TORCH[1:])[1].max())
         with pytest.raises(neighbors.NeighborOverflowError, match=f"system 0 has {most} neighbors"):
             neighbors.check_neighbor_list_state(state)
 
