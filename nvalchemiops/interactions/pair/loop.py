@@ -208,7 +208,6 @@ const auto is_nearest = [&](long long slot, int open) {
     for (long long place = begin; place < end; ++place) {
         if (place == slot || neighbors.data[place] != j) continue;
         const one mine = squared_at(slot), other = squared_at(place);
-        if (j == i && other == one(0)) continue;  // padding
         const int *image = shifts.data + 3 * place;
         if (open >= 0 && image[open]) continue;
         int order = 0;
