@@ -157,6 +157,7 @@ IMPORTS = {
 }
 
 
+@pytest.mark.later_cases("*-batch_cell_list")
 @pytest.mark.parametrize("name", ["cell_list", "batch_cell_list"])
 @pytest.mark.parametrize("way", IMPORTS)
 def test_function_with_the_name_of_its_module(name, way):
