@@ -49,6 +49,13 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor, what: Any, toleran
         assert error < tolerance, (what, error)
 
 
+def computed_once(group: Any, function: Callable[[], Any]) -> Any:
+    """What a function returns, which the first rank calls; the others wait for it, and leave it the cores."""
+    found = [function() if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]
+
+
 def raises(call: Callable[[], Any], text: str) -> None:
     """Raise unless all ranks raise, with this text: the one that is wrong, and those that learn of it."""
     try:
@@ -135,12 +142,17 @@ def compare(
         return sum((1.0 + s).log() for s in sums)
 
     given = (atoms.positions, atoms.charges, atoms.cell, *own, *others)
-    whole = [t.clone().requires_grad_() for t in given]
-    where = {} if atoms.batch_idx is None else {"batch_idx": atoms.batch_idx}
     cells = (lambda cell: cell) if atoms.batch_idx is None else (lambda cell: torch.stack([cell, cell]))
-    expected = energies_of(whole[0], whole[1], cells(whole[2]), *whole[3:], **where)
-    first = torch.autograd.grad(loss(expected), whole, create_graph=True, allow_unused=True, materialize_grads=True)
-    second = torch.autograd.grad(size(first), whole, allow_unused=True, materialize_grads=True)
+
+    def of_one_process() -> Any:
+        whole = [t.clone().requires_grad_() for t in given]
+        where = {} if atoms.batch_idx is None else {"batch_idx": atoms.batch_idx}
+        results = energies_of(whole[0], whole[1], cells(whole[2]), *whole[3:], **where)
+        first = torch.autograd.grad(loss(results), whole, create_graph=True, allow_unused=True, materialize_grads=True)
+        second = torch.autograd.grad(size(first), whole, allow_unused=True, materialize_grads=True)
+        return {name: t.detach() for name, t in results.items()}, [t.detach() for t in first], second
+
+    expected, first, second = computed_once(group, of_one_process)
 
     leaves = [t.clone().requires_grad_() for t in held(given)]
     batch_idx = None if atoms.batch_idx is None else atoms.batch_idx[mine]
