@@ -130,24 +130,26 @@ def test_a_tensor_in_several_places_has_one_gradient():
 
 @pytest.mark.parametrize("given", [{"mesh_dimensions": (12, 10, 9)}, {"miller_bounds": (4, 4, 4)}, {"k_cutoff": 4.0}])
 def test_lattice_sums_in_a_cell_that_is_an_argument(given):
-    """It is checked in each replay. K-vectors up to a length follow from values, which a recording cannot read."""
+    """It is checked in each replay, as is alpha. K-vectors up to a length follow from values, which are not read."""
     found = triclinic(12, charged=True)
     x, q, cell = found.positions, found.charges, found.cell
     names = ("neighbor_list", "neighbor_ptr", "neighbor_shifts")
     near = dict(zip(names, neighbor_list(x, 3.0, cell, return_neighbor_list=True)))
     function = particle_mesh_ewald if "mesh_dimensions" in given else ewald_summation
 
-    def step(x, cell):
-        return function(x, q, cell, 0.8, compute_forces=True, compute_virial=True, **given, **near)
+    def step(x, cell, alpha):
+        return function(x, q, cell, alpha, compute_forces=True, compute_virial=True, **given, **near)
 
     again = record(step)
     if "k_cutoff" in given:
         with pytest.raises(RecordingError, match="gives values of a tensor"):
-            again(x, cell)
+            again(x, cell, 0.8)
         return
     for scale in (1.0, 1.01, 1.02, 1.03):
-        results = again(scale * x, scale * cell)
-        assert all(map(torch.equal, results, step(scale * x, scale * cell)))
+        arguments = (scale * x, scale * cell, torch.tensor(0.8 / scale))
+        assert all(map(torch.equal, again(*arguments), step(*arguments)))
     assert "replayed" in again.explain()
     with pytest.raises(ValueError, match="`cell` is singular"):
-        again(x, cell[..., [0, 0, 2]])
+        again(x, cell[..., [0, 0, 2]], torch.tensor(0.8))
+    with pytest.raises(ValueError, match="`alpha` must be positive"):
+        again(x, cell, torch.tensor(-0.8))

@@ -19,7 +19,8 @@ from nvalchemiops.torch.interactions.pair.parameters import parameter_arrays
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
-from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.recorder import read_flag
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -249,8 +250,7 @@ def _damping(alpha: Any) -> Any:
     elif not may_read(alpha):
         return nan_unless_allowed(alpha)
     else:
-        numbers = on_host(alpha)
-        allowed = bool(((numbers >= 0.0) & (numbers < math.inf)).all())
+        allowed = not read_flag(~((alpha >= 0.0) & (alpha < math.inf)).all())
     if not allowed:
         raise ValueError("`alpha` must be finite and non-negative")
     return alpha
