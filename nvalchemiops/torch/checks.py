@@ -196,9 +196,8 @@ def is_real(value: torch.Tensor) -> bool:
 def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
     """A parameter in the dtype of ``beside``; raises unless it is a tensor of real numbers on the same device.
 
-    Parameters may come with another precision than the system, or as integers, such as atomic numbers; the positions,
-    charges and cells of a system have one dtype. As in operations of torch, one without axes may be on the CPU beside
-    tensors of a GPU.
+    Parameters may also come as integers, such as atomic numbers, or in half precision. As in operations of torch, one
+    without axes may be on the CPU beside tensors of a GPU.
     """
     check_tensor(name, value)
     if is_real(value):
@@ -210,9 +209,21 @@ def as_real(name: str, value: Any, beside: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def as_float_tensor(name: str, value: Any, positions: torch.Tensor) -> torch.Tensor:
+    """``value`` in the dtype of the positions; raises unless it is float32 or float64 and on their device.
+
+    Half precision, as autocast leaves it, has too few digits for cells and charges.
+    """
+    check_tensor(name, value)
+    if value.dtype in FLOATS:
+        value = value.to(positions.dtype)
+    check_real(name, value, positions)
+    return value
+
+
 def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
-    """The cell or cells; raises unless shape, dtype and device fit the positions."""
-    check_real("cell", cell, positions)
+    """The cell or cells in the dtype of the positions; raises unless shape, dtype and device fit."""
+    cell = as_float_tensor("cell", cell, positions)
     if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
         raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
     # torch 2.13 gets the determinant of a negative view wrong

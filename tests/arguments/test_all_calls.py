@@ -99,7 +99,7 @@ def of_geometry():
         yield TypeError, "positions", {"positions": value}
     for value in (X[:, :2], X.flatten(), X[None]):
         yield ValueError, "positions", {"positions": value}
-    for value in (CELL.float(), CELL[:, [0, 0, 1]].bfloat16(), CELL.tolist()):
+    for value in (CELL.half(), CELL[:, [0, 0, 1]].bfloat16(), CELL.tolist()):
         yield TypeError, "cell", {"cell": value}
     for value in (CELL[0][:2], CELL.flatten(), CELL.to(OTHER), CELL * NAN, CELL[:, [0, 0, 1]]):
         yield ValueError, "cell", {"cell": value}

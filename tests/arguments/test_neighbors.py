@@ -74,7 +74,7 @@ def bad_values(batched):
     for value in ("long", [1.0, 2.0], X, 1j):
         yield TypeError, "cutoff", {"cutoff": value}
 
-    for value in (CELL.float(), CELL.int(), CELL.numpy(), CELL.tolist()):
+    for value in (CELL.half(), CELL.int(), CELL.numpy(), CELL.tolist()):
         yield TypeError, "cell", {"cell": value}
     yield ValueError, "cell", {"cell": CELL.to("meta")}  # any other device
     for value in (CELL[:2], CELL[None, None], CELL.flatten()):

@@ -11,12 +11,41 @@ from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, dftd3
 from nvalchemiops.torch.interactions.lj import lj_energy
 from nvalchemiops.torch.interactions.pair import lennard_jones
-from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors import naive_neighbor_list, neighbor_list
 from nvalchemiops.torch.runtime.context import hidden_values
 from tests.lanes.fibers import gpu_layout
 from tests.support.systems import batch, crystal, triclinic
 
 MESH = (6, 7, 8)
+
+
+# -- precision ------------------------------------------------------------------------------------
+
+ACCURATE = {"alpha": 0.5, "k_cutoff": 4.0, "compute_charge_gradients": True, "compute_virial": True}
+MIXED = {
+    "list": lambda x, q, c: naive_neighbor_list(x, 4.0, c, return_distances=True)[-1:],
+    "Coulomb": lambda x, q, c: electrostatics.coulomb_energy_forces(x, q, c, 4.0, 0.3),
+    "dipoles": lambda x, q, c: [electrostatics.coulomb_energy(x, q, c, 4.0, 0.3, dipoles=0.1 * x)],
+    "DSF": lambda x, q, c: electrostatics.dsf_coulomb(x, q, 4.0, cell=c, compute_virial=True),
+    "Ewald": lambda x, q, c: electrostatics.ewald_summation(x, q, c, **ACCURATE),
+    "molecule": lambda x, q, c: electrostatics.ewald_summation(x, q, None, pbc=False, compute_forces=True),
+}
+
+
+@pytest.mark.parametrize("single", [0, 1, 2])
+@pytest.mark.parametrize("name", MIXED)
+def test_cells_and_charges_of_another_precision_are_taken_in_that_of_the_positions(name, single):
+    """0.5.0 takes both in Coulomb sums, and cells in naive lists; each gradient has the dtype of its input."""
+    system = [value.float().double() for value in triclinic(6)[:3]]
+    given = [value.float() if n == single else value.clone() for n, value in enumerate(system)]
+    alike = [value.to(given[0].dtype) for value in system]
+    expected = MIXED[name](*alike)
+    for _ in range(3):  # of which the last repeats a plan
+        torch.testing.assert_close(MIXED[name](*given), expected, rtol=0, atol=0)
+    energies = MIXED[name](*(value.requires_grad_() for value in given))[0]
+    gradients = torch.autograd.grad(energies.sum(), given, allow_unused=True)
+    for value, gradient in zip(given, gradients):
+        assert gradient is None or gradient.dtype == value.dtype
 
 
 # -- shifts without a cell ------------------------------------------------------------------------

@@ -289,9 +289,9 @@ def test_coulomb_energies_have_the_channels_of_charges():
 
 
 MESSAGES = {
-    "sums": (lambda x, q, c: electrostatics.ewald_summation(x, q.astype("f4"), c), r"`charges` has dtype float32"),
-    "lists": (lambda x, q, c: neighbors.neighbor_list(x, 3.0, c.astype("f4")), "`cell` has dtype float32"),
-    "choices": (lambda x, q, c: electrostatics.estimate_pme_parameters(x, c.astype("f4")), "`cell` has dtype float32"),
+    "sums": (lambda x, q, c: electrostatics.ewald_summation(x, q.astype("f2"), c), r"`charges` has dtype float16"),
+    "lists": (lambda x, q, c: neighbors.neighbor_list(x, 3.0, c.astype("f2")), "`cell` has dtype float16"),
+    "choices": (lambda x, q, c: electrostatics.estimate_pme_parameters(x, c.astype("f2")), "`cell` has dtype float16"),
     "potentials": (
         lambda x, q, c: pair.lennard_jones(3.0)(x, c, sigma=None, epsilon=1.0, **to_jax(NEAR)),
         r"a number or a jax\.Array",

@@ -188,7 +188,7 @@ def _lattice(
         if shifts is not None:
             raise ValueError("`cell` is needed with `shifts`, which count its lattice vectors")
         return None, None
-    checks.check_lattice(cell, positions)
+    cell = checks.check_lattice(cell, positions)
     if shifts is None:
         raise ValueError("`shifts` are needed with `cell`: without them neighbors in other images are misplaced")
     cell = cell.reshape(-1, 3, 3)

@@ -195,14 +195,14 @@ def _moments(
 
     def system_of(here: System, near: GivenNeighbors) -> PairSystem:
         checks.check_positions(here.positions, finite=False)
-        check_charges(here.charges, here.positions, channels=True)
         return pair_system(here, near, cutoff=_reach(cutoff), by_system=alpha is not None)
 
     def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
         here: Any = atoms._replace(**values)
-        positions, charges = here.positions, here.charges
+        positions = here.positions
         with shares.together(domain):
             system, alpha = system_of(here, near), None if alpha is None else _damping(alpha)
+            charges = check_charges(here.charges, positions, channels=True)
             widths = shares.of_all_atoms(domain, here.widths)
             moments, widths = check_sources(charges, here.dipoles, here.quadrupoles, widths, positions)
             kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range

@@ -304,11 +304,10 @@ def open_system(
     atoms: System, exclusions: Any = None, exclusion_factors: Any = None, n_systems: int | None = None
 ) -> ChargedSystem:
     """Checked systems without cells; by default their number follows from ``batch_idx``."""
-    positions, charges, domain = atoms.positions, atoms.charges, atoms.domain
-    assert charges is not None
+    positions, domain = atoms.positions, atoms.domain
     with shares.together(domain):
         checks.check_positions(positions, finite=False)
-        check_charges(charges, positions, channels=True)
+        charges = check_charges(atoms.charges, positions, channels=True)
         if domain is None:
             batch_idx, n_systems = checks.check_batch(atoms.batch_idx, positions, n_systems)
         else:

@@ -102,15 +102,15 @@ class ChargedSystem(NamedTuple):
         return shares.rows_of_domain(self.domain, self.positions, self.cell, cutoff, neighbors, alpha)
 
 
-def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False) -> None:
-    """Raise unless there is one charge for each atom (or several), of the dtype and on the device of the positions."""
+def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False) -> torch.Tensor:
+    """Charges in the dtype of the positions; raises unless there is one (or several) for each atom, on their device."""
     checks.check_tensor("charges", charges)
     # formatted only for an error: it would fix the number of atoms in a compiled graph
     fits = charges.ndim in (1, 1 + channels) and charges.shape[0] == positions.shape[0]
     if not fits or (charges.ndim == 2 and charges.shape[1] == 0):
         expected = f"(n_atoms,) = ({positions.shape[0]},)" + " or (n_atoms, n_channels)" * channels
         raise ValueError(f"`charges` must have shape {expected}, got {tuple(charges.shape)}")
-    checks.check_real("charges", charges, positions)
+    return checks.as_float_tensor("charges", charges, positions)
 
 
 def check_system(
@@ -134,9 +134,8 @@ def check_system(
             rows = shares.exclusions_of_share(domain, *excluded, atoms.positions, at_any_distance=True)
         return system._replace(cell=shares.replicated(domain, system.cell), exclusions=rows, domain=domain)
     positions: Any = atoms.positions
-    charges: Any = atoms.charges
     checks.check_positions(positions, finite=False)
-    check_charges(charges, positions, channels=True)
+    charges = check_charges(atoms.charges, positions, channels=True)
     cell = check_periodic_cells(atoms.cell, positions, atoms.pbc)
     # before the values of the cell: a system with open axes may have vectors of zeros
     slab_axes, valid = _check_periodicity(atoms.pbc, positions, cell.shape[0], slab_correction, of_coulomb)
