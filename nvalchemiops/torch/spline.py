@@ -304,9 +304,11 @@ def spline_gather_channels(
     return _gathered(_Atoms(positions, cell, spline_order, batch_idx), mesh, 0, before=1)[0][..., 0]
 
 
-def _check_charges(charges: Any, positions: torch.Tensor) -> None:
+def _check_charges(charges: Any, positions: torch.Tensor) -> torch.Tensor:
     checks.check_positions(positions, finite=False)
+    charges = checks.as_float_tensor("charges", charges, positions)
     _check_values("charges", charges, positions, (positions.shape[0],))
+    return charges
 
 
 def spline_gather_vec3(
@@ -331,7 +333,7 @@ def spline_gather_vec3(
     -------
     (n_atoms, 3) tensor
     """
-    _check_charges(charges, positions)
+    charges = _check_charges(charges, positions)
     gathered, _ = _gathered(_Atoms(positions, cell, spline_order, batch_idx, cell_inv_t), mesh, 0, after=1)
     return charges.unsqueeze(1) * gathered[..., 0]
 
@@ -362,7 +364,7 @@ def spline_gather_with_force(
     forces : (n_atoms, 3) tensor
         ``-q_i`` times the gradient of the potential with respect to the position of the atom.
     """
-    _check_charges(charges, positions)
+    charges = _check_charges(charges, positions)
     gathered, plan = _gathered(_Atoms(positions, cell, spline_order, batch_idx, cell_inv_t), mesh, 1)
     gradient = plan.lattice.cartesian(gathered[:, 0, 1:] * plan.mesh).to(positions.dtype)
     return gathered[:, 0, 0], -charges.unsqueeze(1) * gradient

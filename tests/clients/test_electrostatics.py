@@ -28,6 +28,7 @@ MIXED = {
     "dipoles": lambda x, q, c: [electrostatics.coulomb_energy(x, q, c, 4.0, 0.3, dipoles=0.1 * x)],
     "DSF": lambda x, q, c: electrostatics.dsf_coulomb(x, q, 4.0, cell=c, compute_virial=True),
     "Ewald": lambda x, q, c: electrostatics.ewald_summation(x, q, c, **ACCURATE),
+    "mesh": lambda x, q, c: [spline.spline_gather_gradient(x, q, x.new_ones(MESH).cumsum(0), c)],
     "molecule": lambda x, q, c: electrostatics.ewald_summation(x, q, None, pbc=False, compute_forces=True),
 }
 
