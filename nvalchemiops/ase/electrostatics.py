@@ -36,6 +36,7 @@ from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_so
 from nvalchemiops.torch.interactions.electrostatics.driver import ewald_sum, sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
+from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_slabs
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
@@ -331,12 +332,15 @@ class LatticeSum:
             check_request(**options, energy_reduction="atom"),
             SumOptions(chosen.alpha, self.accuracy, chosen.cutoff),
         )
+        complete = asked._replace(
+            atoms=asked.atoms._replace(domain=near.get("domain"), pbc=axes),
+            options=asked.options._replace(slab_correction=axes is not None),
+        )
         if "domain" in near:
-            atoms = asked.atoms._replace(domain=near["domain"], pbc=axes)
-            asked = asked._replace(atoms=atoms, options=asked.options._replace(slab_correction=axes is not None))
-            found: Any = ewald_sum(asked)
+            found: Any = ewald_sum(complete)
             return Found.of(found, names, system.wants_virial)
         found = sum_of_parts(asked)
+        warn_of_slabs(complete, ewald_sum)
         if axes is not None:
             correction = compute_slab_correction(positions, cell=cell, pbc=axes, **sources, **options)
             found = tuple(one + other for one, other in zip(found, correction))

@@ -319,7 +319,7 @@ def test_parameters_of_three_systems_stay_those_of_three(method, batch):
         ("neighbor_ptr", {"neighbor_list": torch.ones(2, 7).int(), "neighbor_ptr": torch.full((23,), 7).int()}),
         ("batch_idx", {"batch_idx": None}),
         ("cell", {"cell": torch.zeros(0, 3, 3, dtype=torch.float64), "pbc": False}),
-        ("cell", {"cell": torch.zeros(4, 3, 3), "pbc": False}),
+        ("cell", {"cell": torch.zeros(4, 3, 3, dtype=torch.bfloat16), "pbc": False}),
         ("positions", {"positions": [[0.0, 0.0, 0.0]]}),
         ("charges", {"charges": torch.ones(3, dtype=torch.float64)}),
         ("dipoles", {"dipoles": torch.ones(3, 3, dtype=torch.float64)}),

@@ -1,13 +1,14 @@
 """Slabs: periodic along two axes, computed as if along three, and corrected; against a sum over two axes alone."""
 
 import math
+import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.notices import NeighborListWarning
+from nvalchemiops.notices import AccuracyWarning, NeighborListWarning
 from nvalchemiops.torch import record
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics import slab_lists
@@ -291,6 +292,38 @@ def test_bad_periodicity_of_the_correction_is_an_error():
         electrostatics.compute_slab_correction(*system[:3], None)
 
 
+@pytest.mark.parametrize("call", [*SUMS.values(), electrostatics.electrostatic_potential])
+def test_a_narrow_vacuum_is_told(call):
+    """With the part of the forces that copies of the slab across it have; also of a slab that the cell cuts in two."""
+    x = torch.rand(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 4.0
+    system = System(x, x[:, 0] - 2.0, torch.eye(3).double().expand(3, 3, 3), torch.arange(3).int().repeat_interleave(8))
+    pbc = torch.tensor([[True, False, True], [True] * 3, [False] * 3])
+
+    def cells(height):
+        sides = torch.tensor([[4.0, height, 4.0], [4.0, 4.0, 4.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+        return torch.diag_embed(sides)
+
+    exact = corrected("ewald", system._replace(cell=cells(30.0)), pbc, compute_forces=True)[1][:8]
+    shares = []
+    for height, shift in ((4.7, 0.0), (6.0, 0.0), (8.5, 0.0), (8.5, 6.5)):
+        here = system._replace(cell=cells(height), positions=x + shift * torch.tensor([0.0, 1.0, 0.0]))
+        here.positions[:8, 1] %= height
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            forces = corrected("ewald", here, pbc, compute_forces=True)[1][:8]
+            told.clear()
+            call(here.positions, here.charges, here.cell, batch_idx=here.batch_idx, pbc=pbc, slab_correction=True)
+        shares.append((forces - exact).norm() / exact.norm())
+        if shares[-1] < 1e-3:
+            assert not told
+        else:
+            (warning,) = told
+            assert warning.category is AccuracyWarning and warning.filename == __file__
+            share = float(re.search(r"forces by (\S+) ", str(warning.message))[1])
+            assert 0.1 * shares[-1] < share < 1.2 * shares[-1], "one digit; of forces between neighbors, too"
+    assert shares[0] > shares[1] > 1e-3 > shares[2] and shares[3] > 1e-3
+
+
 @pytest.mark.parametrize("call", [electrostatics.ewald_summation, electrostatics.electrostatic_potential])
 def test_a_list_without_pairs_across_a_narrow_vacuum_is_told(call):
     """Of a slab beside a molecule; the sum itself is periodic along all axes."""
@@ -307,6 +340,7 @@ def test_a_list_without_pairs_across_a_narrow_vacuum_is_told(call):
                 near = {"neighbor_matrix": found[0], "neighbor_matrix_shifts": found[2], "half_list": True}
             with warnings.catch_warnings(record=True) as told, torch.device("meta"):  # the default of new tensors
                 warnings.simplefilter("always")
+                warnings.simplefilter("ignore", AccuracyWarning)
                 call(x, x[:, 0], cell, **given, **near)
             assert [w.category for w in told] == [NeighborListWarning] * count
 

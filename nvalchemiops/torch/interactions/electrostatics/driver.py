@@ -30,7 +30,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import (
     is_coulomb,
 )
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Term, check_gradients
-from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_missing_images
+from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_slabs
 from nvalchemiops.torch.interactions.electrostatics.sums import body_of, evaluate, one_or_several
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
@@ -53,8 +53,7 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
     asked = in_graph(asked.of_constants())
     with shares.whole_call(asked.atoms.domain):
         found = one_or_several(_ewald_sum(asked))
-    if asked.options.slab_correction is True and is_listed(asked.neighbors) and not torch.compiler.is_compiling():
-        warn_of_missing_images(asked)
+    warn_of_slabs(asked, ewald_sum)
     return found
 
 

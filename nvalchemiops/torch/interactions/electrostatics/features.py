@@ -31,6 +31,7 @@ from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.interactions.electrostatics.driver import (
     check_dielectric,
     check_split,
+    ewald_sum,
     in_graph,
     long_range_of,
     split,
@@ -38,7 +39,7 @@ from nvalchemiops.torch.interactions.electrostatics.driver import (
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
-from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_missing_images
+from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_slabs
 from nvalchemiops.torch.interactions.electrostatics.sources import nan_unless_allowed
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm
@@ -192,8 +193,7 @@ def electrostatic_potential(
     kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
     asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
     found = Potentials(*_of_systems(in_graph(asked), _Seen(_together(receiver_widths), derivatives)))
-    if slab_correction is True and is_listed(neighbors) and not torch.compiler.is_compiling():
-        warn_of_missing_images(asked)
+    warn_of_slabs(asked, ewald_sum)
     return found
 
 

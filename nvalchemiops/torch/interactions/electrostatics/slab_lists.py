@@ -1,37 +1,101 @@
-"""Lists of slabs that a caller gives: a sum that is corrected for slabs needs images across the vacuum as well."""
+"""What makes sums of slabs wrong without an error: a narrow vacuum, and lists without images across it."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from nvalchemiops.notices import NeighborListWarning, notify
+from nvalchemiops.interactions.electrostatics.error_models import TYPICAL_FORCE
+from nvalchemiops.notices import AccuracyWarning, NeighborListWarning, is_first, notify, unsaid
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
-from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum
-from nvalchemiops.torch.neighbors.rows import Rows, build_rows, listed_slots, pair_distances, row_indices, rows_of
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
+from nvalchemiops.torch.neighbors.rows import (
+    GivenNeighbors,
+    Rows,
+    build_rows,
+    is_listed,
+    listed_slots,
+    pair_distances,
+    row_indices,
+    rows_of,
+)
 from nvalchemiops.torch.runtime.cache import cached_by_identity
-from nvalchemiops.torch.runtime.context import may_read, may_recognize
+from nvalchemiops.torch.runtime.context import is_eager, may_read, may_recognize
 from nvalchemiops.torch.runtime.recorder import current_recorder, read_number
+from nvalchemiops.torch.systems import System
 
 LOOKED_AT = 64
 """Atoms whose rows tell how far a list reaches."""
 
+MOST = 1e-3
+"""Part of the forces on a slab that its copies across the vacuum may have without a warning."""
 
-def warn_of_missing_images(asked: EwaldSum) -> None:
+
+def warn_of_slabs(asked: EwaldSum, evaluate: Callable[[EwaldSum], Any]) -> None:
+    """Warn of a list that lacks images across the vacuum of a slab, and of a narrow vacuum.
+
+    The arguments are valid. Values are read on a CPU and outside of recordings only; ``evaluate`` is `ewald_sum`.
+    """
+    atoms = asked.atoms
+    if asked.options.slab_correction is not True or torch.compiler.is_compiling() or current_recorder() is not None:
+        return  # a plan holds nothing but the sum
+    if atoms.cell is None or isinstance(atoms.pbc, bool) or atoms.domain is not None:
+        return  # all systems are molecules, or crystals
+    if is_listed(asked.neighbors):
+        _warn_of_missing_images(asked)
+    tensors: Any = {name: value for name, value in atoms._asdict().items() if isinstance(value, torch.Tensor)}
+    if is_eager(*tensors.values()) and may_read(*tensors.values()) and is_first(AccuracyWarning, "vacuum"):
+        plain = atoms._replace(**{name: value.detach() for name, value in tensors.items()})
+        with torch.no_grad(), unsaid():
+            change = _share_of_copies(plain, asked.options, evaluate)
+        if change > MOST:
+            notify(
+                f"the vacuum of a slab is so narrow, or the cell so placed, that copies across it change the forces "
+                f"by {change:.1g} of their size: make the cell taller along this axis, and do not wrap the atoms",
+                AccuracyWarning,
+                kind="vacuum of a slab",
+            )
+
+
+def _share_of_copies(atoms: System, given: SumOptions, evaluate: Callable[[EwaldSum], Any]) -> float:
+    """The relative change of forces, the largest of all systems, if the cells of slabs become taller.
+
+    Zero, without a sum, where the vacuum is wider than the cell: copies have some exp(-2π) of the forces at most.
+    """
+    x, cell, of, is_open = _geometry(atoms)
+    widest = torch.where(is_open, 0.0, cell.norm(dim=2)).amax(1, keepdim=True)
+    if not is_open.any() or not _may_see_images(x, cell, of, is_open, widest):
+        return 0.0
+    taller = torch.where(is_open, 1.0 + 2.0 * widest * torch.linalg.inv(cell).norm(dim=1), 1.0).unsqueeze(2)
+    options = SumOptions(None, 0.1 * MOST, None, given.potential, given.exclusions, given.exclusion_factors, True)
+    request, mesh = SumRequest(Derivatives(forces=True), "atom"), (None, None, None, Precomputed(), None)
+    cells = atoms.cell.reshape(-1, 3, 3)  # type: ignore[union-attr]  # slabs have cells
+    (_, forces), (energies, right) = (
+        evaluate(EwaldSum(MeshSum, mesh, atoms._replace(cell=heights), GivenNeighbors(), request, options))
+        for heights in (cells, cells * taller.to(cells.dtype))
+    )
+    of_atoms = [(right - forces).square(), right.square(), energies, atoms.charges.square()]  # type: ignore[union-attr]
+    columns = [column.double().reshape(len(x), -1).sum(1) for column in of_atoms]
+    change, force, energy, charge = x.new_zeros(4, len(cell)).index_add(1, of, torch.stack(columns))
+    n_atoms = torch.bincount(of, minlength=len(cell))
+    # the forces of neighbors at the distance that their energies have; in a perfect crystal they cancel
+    typical = TYPICAL_FORCE * (energy / n_atoms).square() / (charge / n_atoms)
+    found = change.sqrt() / (force.sqrt() + n_atoms.sqrt() * typical)
+    return float(found[is_open.any(1)].nan_to_num(nan=0.0).amax())
+
+
+def _warn_of_missing_images(asked: EwaldSum) -> None:
     """Warn if the list was searched with the open axis of a slab, whose vacuum is narrower than the sum over pairs.
 
-    The arguments are valid. Values are read once for each list, on a CPU and outside of recordings only. A list of
-    inference mode would be looked at in each call, and is not.
+    Each list is looked at once. One of inference mode would be looked at in each call, and is not.
     """
     near = asked.neighbors
     shifts = near.shifts if near.neighbor_list is not None else near.matrix_shifts
-    atoms = asked.atoms
-    if atoms.cell is None or isinstance(atoms.pbc, bool):
-        return  # all systems are molecules, or crystals
-    if shifts is None or atoms.domain is not None or not may_recognize(shifts) or not may_read(shifts):
+    if shifts is None or not may_recognize(shifts) or not may_read(shifts):
         return
-    if current_recorder() is not None:
-        return  # a plan holds nothing but the sum
     (lacks,) = cached_by_identity("images of a slab", shifts, (), lambda: (_lacks_images(asked),))
     if bool(lacks):
         notify(
@@ -47,34 +111,38 @@ def _lacks_images(asked: EwaldSum) -> torch.Tensor:
     none = torch.zeros((), dtype=torch.bool, device="cpu")
     if not may_read(*[t for t in (*asked.neighbors, *atoms[:5]) if isinstance(t, torch.Tensor)]):
         return none
-    x, cell = atoms.positions.detach().double(), atoms.cell.detach().double().reshape(-1, 3, 3)  # type: ignore[union-attr]
-    n_systems = cell.shape[0]
+    x, cell, of, open_axes = _geometry(atoms)
+    n_systems, is_open = len(cell), open_axes[of]
     rows = rows_of(asked.neighbors._replace(half_list=False), x, periodic=True)
-    pbc = checks.pbc_tensor(atoms.pbc, x.device).expand(n_systems, 3)
-    of = torch.zeros_like(x[:, 0], dtype=torch.int64) if atoms.batch_idx is None else atoms.batch_idx.long()
-    is_slab = (pbc.sum(1, keepdim=True) == 2).expand(n_systems, 3)
-    is_open = (~pbc & is_slab)[of]  # (n_atoms, 3)
     in_slabs = is_open.any(1).nonzero().squeeze(1)
     if rows is None or rows.shifts is None or not in_slabs.numel():
         return none
-    identity = torch.eye(3, dtype=cell.dtype, device=cell.device)
-    cell = torch.where(is_slab.unsqueeze(-1), cell, identity)  # those of molecules may be zeros
     i, slots = _rows_of_atoms(rows, in_slabs[:: -(-in_slabs.numel() // LOOKED_AT)])
     j = rows.neighbors[slots].long().clamp(0, len(x) - 1)  # of atoms that do not exist the sum is NaN
     apart = x[j] - x[i] + (rows.shifts[slots].double().unsqueeze(1) @ cell[of[i]]).squeeze(1)
     reach = min(read_number(apart.norm(dim=1).amax()) if slots.numel() else 0.0, _needed(asked, n_systems))
-    if reach == 0.0 or not _may_see_images(x, cell, of, is_open, reach):
+    if reach == 0.0 or not _may_see_images(x, cell, of, open_axes, reach):
         return none
     listed = listed_slots(rows).nonzero().squeeze(1)
     first = row_indices(rows, len(x))[listed]
     if read_number(((rows.shifts[listed] != 0) & is_open[first]).any()):
         return none
     batch_idx = None if atoms.batch_idx is None else of.int()
-    found = build_rows(x, reach, cell, batch_idx, is_slab)
+    found = build_rows(x, reach, cell, batch_idx, open_axes.any(1, keepdim=True).expand(n_systems, 3))
     first, distances = pair_distances(found, x, cell, batch_idx)
     assert found.shifts is not None
     across = ((found.shifts != 0) & is_open[first.long()]).any(1)
     return (across & (distances < (1.0 - 1e-6) * reach)).any()
+
+
+def _geometry(atoms: System) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions, cells, the system of each atom (n_atoms,), and open axes of slabs (n_systems, 3), as plain tensors."""
+    x, cell = atoms.positions.detach().double(), atoms.cell.detach().double().reshape(-1, 3, 3)  # type: ignore[union-attr]
+    pbc = checks.pbc_tensor(atoms.pbc, x.device).expand(len(cell), 3)
+    of = torch.zeros_like(x[:, 0], dtype=torch.int64) if atoms.batch_idx is None else atoms.batch_idx.long()
+    is_slab = pbc.sum(1, keepdim=True) == 2
+    identity = torch.eye(3, dtype=cell.dtype, device=cell.device)
+    return x, torch.where(is_slab.unsqueeze(-1), cell, identity), of, ~pbc & is_slab  # cells of molecules may be zeros
 
 
 def _needed(asked: EwaldSum, n_systems: int) -> float:
@@ -100,7 +168,9 @@ def _rows_of_atoms(rows: Rows, atoms: torch.Tensor) -> tuple[torch.Tensor, torch
     return atoms.repeat_interleave(length)[inside], slots[inside]
 
 
-def _may_see_images(x: torch.Tensor, cell: torch.Tensor, of: torch.Tensor, is_open: torch.Tensor, reach: float) -> bool:
+def _may_see_images(
+    x: torch.Tensor, cell: torch.Tensor, of: torch.Tensor, is_open: torch.Tensor, reach: float | torch.Tensor
+) -> bool:
     """Whether the vacuum of a slab is narrower than this, or atoms are spread over more than the cell."""
     along = (x.unsqueeze(1) @ torch.linalg.inv(cell)[of]).squeeze(1)  # fractional coordinates
     index = of.unsqueeze(1).expand(-1, 3)
@@ -108,4 +178,4 @@ def _may_see_images(x: torch.Tensor, cell: torch.Tensor, of: torch.Tensor, is_op
     low = along.new_full((len(cell), 3), torch.inf).scatter_reduce(0, index, along, "amin")
     heights = 1.0 / torch.linalg.inv(cell).norm(dim=1)
     narrow = (1.0 - (high - low)) * heights < reach
-    return bool(read_number((narrow[of] & is_open).any()))
+    return bool(read_number((narrow & is_open).any()))
