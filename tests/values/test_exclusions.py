@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
 from tests.reference.ewald import ewald
 from tests.support.comparing import assert_gradient, assert_second_gradient, close
 from tests.support.sums import METHODS, SUMS, summed
@@ -300,3 +301,9 @@ def test_wrong_atoms_of_exclusions_under_vmap_are_named():
     options = {"alpha": 0.8, "k_cutoff": 2.0, **csr(system, 3.0)}
     with pytest.raises(ValueError, match="`exclusions` must hold pairs of two atoms"):
         torch.func.vmap(lambda pairs: summed("ewald", system, **options, exclusions=pairs))(pairs)
+
+
+def test_numbers_of_atoms_leave_bits_for_the_open_axis():
+    """`OPEN_AXIS` is in the same int32: larger systems are refused."""
+    with pytest.raises(ValueError, match="`exclusions` are for at most 536870912 atoms"):
+        exclusion_rows(EXCLUDED["exclusions"], None, torch.zeros(1, 3).expand(2**29 + 1, 3))

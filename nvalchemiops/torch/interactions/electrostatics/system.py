@@ -78,6 +78,12 @@ class ChargedSystem(NamedTuple):
             return values.expand(atoms.shape[0], *values.shape[1:])
         return values.index_select(0, batch_idx.index_select(0, atoms))
 
+    def excluding(self, rows: ExclusionRows | None) -> "ChargedSystem":
+        """The system with these exclusions, which then say where its slabs are open."""
+        if rows is not None and self.slab_axes is not None:
+            rows = rows.with_open_axes(self.of_atoms(self.slab_axes, rows.first))
+        return self._replace(exclusions=rows)
+
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (n_systems, ...) of values (n_atoms, ...) over all atoms of each system, in a fixed order."""
         found = system_sums(values, self.batch_idx, self.n_systems)
@@ -132,7 +138,7 @@ def check_system(
             system = check_system(domain._alone(atoms), slab_correction=slab_correction, of_coulomb=of_coulomb)
             excluded = exclusions, exclusion_factors
             rows = shares.exclusions_of_share(domain, *excluded, atoms.positions, at_any_distance=True)
-        return system._replace(cell=shares.replicated(domain, system.cell), exclusions=rows, domain=domain)
+        return system._replace(cell=shares.replicated(domain, system.cell), domain=domain).excluding(rows)
     positions: Any = atoms.positions
     checks.check_positions(positions, finite=False)
     charges = check_charges(atoms.charges, positions, channels=True)
@@ -144,9 +150,10 @@ def check_system(
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0])
     rows = exclusion_rows(exclusions, exclusion_factors, positions, batch_idx)
     moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
-    system = ChargedSystem(positions, moments, charges.ndim == 2, cell, batch_idx, rows)
+    system = ChargedSystem(positions, moments, charges.ndim == 2, cell, batch_idx)
     of_points = widths is None and moments.shape[-1] == 1
-    return system._replace(slab_axes=slab_axes, valid=valid, widths=widths, of_points=of_points)
+    system = system._replace(slab_axes=slab_axes, valid=valid, widths=widths, of_points=of_points)
+    return system.excluding(rows)
 
 
 def check_periodic_cells(cell: Any, positions: torch.Tensor, pbc: Any = None) -> torch.Tensor:

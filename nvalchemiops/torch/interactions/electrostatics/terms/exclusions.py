@@ -16,7 +16,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.interactions.pair.exclusions import NO_ATOM
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
-from nvalchemiops.torch.operators.lattice import shortest_vectors
+from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
 from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read
 
 
@@ -38,7 +38,7 @@ class ExclusionTerm(NamedTuple):
             raise ValuesError("`exclusions` must hold pairs of two atoms of a system, each pair once")
         shifts = nearest_images(system, *exclusions.pairs)
         shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
-        rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
+        rows = Rows(exclusions.pointers, exclusions.plain_atoms(), shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
         return PairTerm(self.potential.excluded, self.alpha, rows, exclusions.remainder(), radial=moment_excluded)
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
@@ -67,8 +67,10 @@ def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Ten
             apart = apart - (apart * normal).sum(1, keepdim=True) * normal
         # along the shortest lattice vectors, where the nearest image differs from the rounded one by at most one
         short = shortest_vectors(cell).to(torch.float64)
-        cell, short = (system.of_atoms(vectors, first) for vectors in (short @ cell, short))
-        rounded = -(apart.unsqueeze(1) @ torch.linalg.inv_ex(cell).inverse).squeeze(1).round()
+        cell = short @ cell
+        of_systems = cell, lattice_of(cell, None, 0).inverse, short
+        cell, inverse, short = (system.of_atoms(values, first) for values in of_systems)
+        rounded = -(apart.unsqueeze(1) @ inverse).squeeze(1).round()
         near = torch.arange(-1, 2, dtype=torch.float64, device=cell.device)
         around = torch.cartesian_prod(near, near, near)
         shifts = rounded.unsqueeze(1) + around

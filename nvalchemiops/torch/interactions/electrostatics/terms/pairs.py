@@ -39,9 +39,7 @@ class PairTerm(NamedTuple):
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
         pairs = PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows, system.domain)
-        parameter, exclusions = self.parameter.to(system.positions.dtype), self.exclusions
-        if exclusions is not None and system.slab_axes is not None:
-            exclusions = exclusions.with_open_axes(system.of_atoms(system.slab_axes, exclusions.first))
+        parameter = self.parameter.to(system.positions.dtype)
         if not system.of_points:
             radial, widths = self.radial(system.widths is not None), system.widths
             sums = sum_moments(
@@ -54,7 +52,7 @@ class PairTerm(NamedTuple):
                 gradients=derivatives.charge_gradients,
                 virial=derivatives.virial,
                 cutoff=self.cutoff,
-                exclusions=exclusions,
+                exclusions=self.exclusions,
             )
             return Contribution(*sums)
         charges = system.charges
@@ -80,7 +78,7 @@ class PairTerm(NamedTuple):
             {names: charges, of_pair.global_parameters[0]: parameter},
             PairRequest(derivatives.forces, gradients, derivatives.virial),
             cutoff=self.cutoff,
-            exclusions=exclusions,
+            exclusions=self.exclusions,
         )
         found = iter(results)
         energies = next(found).unsqueeze(1)
