@@ -16,6 +16,7 @@ import torch
 
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.neighbors.rows import HOW_TO_SORT
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
@@ -470,7 +471,7 @@ def _check_rows(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None
         i, j = neighbor_list[:, first].tolist()
         raise ValueError(
             f"`neighbor_list` must be sorted by its first row, as `neighbor_ptr` says: pair {first}, (i, j) = "
-            f"({i}, {j}), is in the row of atom {int(row[first])}"
+            f"({i}, {j}), is in the row of atom {int(row[first])}" + HOW_TO_SORT
         )
 
 
