@@ -109,9 +109,10 @@ def sums_of_all_sources_with_all_terms(group: Any) -> None:
     """Self energies, background, surface, slab and exclusions are counted once; a charged cell."""
     pairs = torch.stack([torch.arange(0, 24, 7), torch.arange(0, 24, 7) + 2])
     open_axis = torch.tensor([True, True, False])
+    excluded = {"exclusions": pairs, "exclusion_factors": torch.full((4,), 0.25, dtype=F64)}
     terms: tuple[dict[str, Any], ...] = (
-        {"self_interaction": True, "exclusions": pairs, "exclusion_factors": torch.full((4,), 0.25, dtype=F64)},
-        {"slab_correction": True, "pbc": open_axis},
+        {"self_interaction": True, **excluded},
+        {"slab_correction": True, "pbc": open_axis, **excluded},
         {"surface_dielectric": 2.0},
     )
     for batch, call, more in (

@@ -38,7 +38,8 @@ class ExclusionTerm(NamedTuple):
             raise ValuesError("`exclusions` must hold pairs of two atoms of a system, each pair once")
         shifts = nearest_images(system, *exclusions.pairs)
         shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
-        rows = Rows(exclusions.pointers, exclusions.plain_atoms(), shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
+        first, second = exclusions.first.to(torch.int32), exclusions.plain_atoms()
+        rows = Rows(exclusions.pointers, second, shifts, 0, NO_PADDING, first)
         return PairTerm(self.potential.excluded, self.alpha, rows, exclusions.remainder(), radial=moment_excluded)
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
