@@ -167,7 +167,7 @@ class Integrator:
             Number of degrees of freedom that are missing beside those of frozen atoms and `constraints`. By default 3,
             for the centre of mass, in systems without frozen atoms whose centre of mass is at rest, if the integrator
             does not move it; else 0. If such a system has no periodic axis and does not rotate, 3 more (2 for two
-            atoms). Choose 0 in external fields.
+            atoms); with one axis, about which it does not rotate, 1 more. Choose 0 in external fields.
 
         Raises
         ------
@@ -310,11 +310,17 @@ class Integrator:
             momenta, *rest = division.sums(torch.cat(columns, 1)).split([3, 1, 1, 1, 1, 1], 1)
             mass, frozen, twice, second, count = (column.squeeze(1) for column in rest)
             rests = (momenta.square().sum(1) <= AT_REST * twice * mass) & (frozen == 0.0)
-            turns = angular.square().sum(1) > AT_REST * twice * second
             pbc: Any = system.pbc if division.domain is None else division.domain.pbc
-            is_periodic = system.cell is not None and (pbc is None or pbc.reshape(-1, 3).any(1))
+            periods = inertia.new_zeros(1, 3, 3) if system.cell is None else system.cell.to(torch.float64)
+            if pbc is not None:
+                periods = periods * pbc.reshape(-1, 3, 1)
+            n_axes = periods.any(2).sum(1)
+            # images turn a system, but those along a single axis not about this axis
+            along = (angular * torch.nn.functional.normalize(periods.sum(1))).sum(1)
+            square = torch.where(n_axes == 1, along.square(), angular.square().sum(1))
             # two atoms turn about two axes, one does not
-            of_rotation = torch.where(turns | is_periodic, 0.0, (3.0 * count - 4.0).clamp(0.0, 3.0))
+            ways = torch.where(n_axes == 1, count - 1.0, 3.0 * count - 4.0).minimum(3.0 - 2.0 * n_axes).clamp(min=0.0)
+            of_rotation = torch.where(square > AT_REST * twice * second, 0.0, ways)
             return torch.where(rests, 3.0 + of_rotation, 0.0)
 
     def step(self, state: State, model: Model) -> State:
