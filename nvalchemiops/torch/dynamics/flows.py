@@ -28,6 +28,7 @@ class Flow:
     needs_stress : bool
         Whether the model must give the stress.
     conserves_momentum : bool
+        Also the angular momentum of systems without a periodic axis.
     per_atom : tuple of str
         Those of its variables that have a row for each atom. On ranks they move with the atoms.
     projected : tuple of str, or None
