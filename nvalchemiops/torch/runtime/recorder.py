@@ -20,7 +20,7 @@ from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import NvalchemiopsWarning, line_of_caller, notify
 from nvalchemiops.torch.runtime._torch_internals import CHECK_OF_LINALG, followed_by, places_written
-from nvalchemiops.torch.runtime.context import is_mapped
+from nvalchemiops.torch.runtime.context import is_mapped, on_host
 from nvalchemiops.torch.runtime.operations import (
     COLLECTIVES,
     OF_SHAPES,
@@ -576,6 +576,13 @@ def read_number(value: torch.Tensor) -> Any:
 def read_flag(flag: torch.Tensor) -> bool:
     """Whether a flag is set, for which the call raises, warns or goes another way. A replay then leaves the call."""
     return bool(read_fault(flag.to(torch.int32)) if differ_in_replays(flag) else read_number(flag))
+
+
+def are_all(is_right: Callable[[Any], Any], values: torch.Tensor) -> bool:
+    """Whether all values are right. A replay with others looks again; numbers on the host take less time than flags."""
+    if differ_in_replays(values):
+        return not read_flag(~is_right(values).all())
+    return all(map(is_right, on_host(values).ravel().tolist()))
 
 
 def read_fault(fault: torch.Tensor, only_in_replays: bool = False) -> int:

@@ -20,7 +20,7 @@ from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, p
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read
-from nvalchemiops.torch.runtime.recorder import read_flag
+from nvalchemiops.torch.runtime.recorder import are_all
 from nvalchemiops.torch.systems import System
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _damping(alpha: Any) -> Any:
     elif not may_read(alpha):
         return nan_unless_allowed(alpha)
     else:
-        allowed = not read_flag(~((alpha >= 0.0) & (alpha < math.inf)).all())
+        allowed = are_all(lambda number: (number >= 0.0) & (number < math.inf), alpha)
     if not allowed:
         raise ValueError("`alpha` must be finite and non-negative")
     return alpha

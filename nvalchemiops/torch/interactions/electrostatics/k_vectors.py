@@ -22,7 +22,7 @@ from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, lattic
 from nvalchemiops.torch.runtime._torch_internals import named_in_files
 from nvalchemiops.torch.runtime.cache import KeptTensors
 from nvalchemiops.torch.runtime.context import eager, is_capturing, may_read, on_host
-from nvalchemiops.torch.runtime.recorder import read_flag
+from nvalchemiops.torch.runtime.recorder import are_all
 
 # -- k-vectors as points ----------------------------------------------------------------------------
 
@@ -551,7 +551,7 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device, wait
         raise TypeError(f"`{name}` must be real numbers, got {tensor.dtype}")
     if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
         raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
-    if may_read(tensor, wait=wait) and read_flag(~((tensor > 0.0) & (tensor < torch.inf)).all()):
+    if may_read(tensor, wait=wait) and not are_all(lambda number: (number > 0.0) & (number < math.inf), tensor):
         raise ValuesError(f"`{name}` must be positive and finite")
     tensor = tensor.to(torch.float64)
     return tensor if tensor.shape == (n_systems,) else tensor.expand(n_systems)
