@@ -259,7 +259,7 @@ PARAMETERS = {
     **{"PairPotential": ("q", "scale", "A"), "lj_energy": ("sigma", "epsilon"), "ewald_summation": ("alpha", "widths")},
     **dict.fromkeys(("coulomb_energy", "dsf_coulomb", "ewald_real_space", "particle_mesh_ewald"), ("alpha",)),
 }
-"""Parameters, whose precision is their own. (Charges are data of a system, with the dtype of its positions.)"""
+"""Parameters, whose precision is their own."""
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -282,6 +282,8 @@ def test_parameters_of_another_precision_are_converted(name):
         ones = torch.ones_like(value)
         of_ones, of_integers = (call(**{parameter: given}) for given in (ones, ones.int()))
         assert all(map(torch.equal, of_ones, of_integers))
+        with pytest.raises(TypeError, match=f"`{parameter}`"):
+            call(**{parameter: ones + 0j})
 
 
 @pytest.mark.parametrize("name", ["dsf_coulomb", "ewald_real_space"])

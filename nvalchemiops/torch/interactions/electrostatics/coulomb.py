@@ -247,6 +247,8 @@ def _damping(alpha: Any) -> Any:
     """Alpha; raise unless it is finite and non-negative. In a tensor that cannot be read, bad values become NaN."""
     if not isinstance(alpha, torch.Tensor):
         allowed = 0.0 <= checks.as_float("alpha", alpha) < math.inf
+    elif not checks.is_real(alpha):
+        return alpha  # refused where parameters are
     elif not may_read(alpha):
         return nan_unless_allowed(alpha)
     else:
