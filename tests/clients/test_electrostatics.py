@@ -14,7 +14,8 @@ from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import naive_neighbor_list, neighbor_list
 from nvalchemiops.torch.runtime.context import hidden_values
 from tests.lanes.fibers import gpu_layout
-from tests.support.systems import batch, crystal, triclinic
+from tests.support.plans import way_of
+from tests.support.systems import batch, crystal, csr, triclinic
 
 MESH = (6, 7, 8)
 
@@ -47,6 +48,15 @@ def test_cells_and_charges_of_another_precision_are_taken_in_that_of_the_positio
     gradients = torch.autograd.grad(energies.sum(), given, allow_unused=True)
     for value, gradient in zip(given, gradients):
         assert gradient is None or gradient.dtype == value.dtype
+
+
+def test_lattice_sums_of_two_precisions_have_a_plan():
+    x, q, cell = (system := triclinic(6))[:3]
+    near = {"alpha": 0.5, "miller_bounds": (3, 3, 3), **csr(system, 4.0)}
+    expected = electrostatics.ewald_summation(x, q.float().double(), cell.float().double(), **near)
+    for _ in range(3):
+        assert torch.equal(electrostatics.ewald_summation(x, q.float(), cell.float(), **near), expected)
+    assert way_of("sum") == "plan (replayed)"
 
 
 # -- shifts without a cell ------------------------------------------------------------------------

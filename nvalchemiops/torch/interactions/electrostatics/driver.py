@@ -140,6 +140,11 @@ def _described(
     method, given, atoms, neighbors, request, options = asked
     if atoms.domain is not None or not asked.is_constant or (neighbors and not is_listed(neighbors)):
         return None
+    dtype = getattr(atoms.positions, "dtype", None)
+    for changing in ("charges", "cell"):  # to one precision, as checks do
+        value: Any = getattr(atoms, changing)
+        if getattr(value, "dtype", dtype) is not dtype and dtype in checks.FLOATS and value.dtype in checks.FLOATS:
+            atoms = atoms._replace(**{changing: value.to(dtype)})
     names: tuple[str, ...] = ("positions", "charges", "cell")
     inputs: Any = (atoms.positions, atoms.charges, atoms.cell)
     if atoms.dipoles is not None or atoms.quadrupoles is not None:
