@@ -152,6 +152,8 @@ def trajectories_are_those_of_one_process(group: Any) -> None:
         change = found.records["conserved"] - found.records["conserved"][0]
         assert float(change.abs().max()) < 0.02 * float(found.records["kinetic_energy"].mean())
     assert moves > 0
+    cluster = held.whole._replace(pbc=torch.tensor([False, False, False]))  # at rest: it does not rotate
+    Held(group, cluster, cutoff=5.5).run(argon(), nve(DT), 2)
 
 
 @case(2, 3)

@@ -319,7 +319,7 @@ class Integrator:
             along = (angular * torch.nn.functional.normalize(periods.sum(1))).sum(1)
             square = torch.where(n_axes == 1, along.square(), angular.square().sum(1))
             # two atoms turn about two axes, one does not
-            ways = torch.where(n_axes == 1, count - 1.0, 3.0 * count - 4.0).minimum(3.0 - 2.0 * n_axes).clamp(min=0.0)
+            ways = (3.0 * count - 4.0).minimum(3.0 - 2.0 * n_axes).clamp(min=0.0)
             of_rotation = torch.where(square > AT_REST * twice * second, 0.0, ways)
             return torch.where(rests, 3.0 + of_rotation, 0.0)
 
