@@ -324,6 +324,22 @@ def test_a_narrow_vacuum_is_told(call):
     assert shares[0] > shares[1] > 1e-3 > shares[2] and shares[3] > 1e-3
 
 
+@pytest.mark.parametrize("of", ["dipoles", "quadrupoles", "small charges in float32"])
+def test_a_narrow_vacuum_is_told_for_all_sources(of):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.rand(8, 3, dtype=torch.float64, generator=generator) * 4.0
+    charges, others = torch.zeros(8, dtype=torch.float64), {}
+    if of == "dipoles":
+        others = {of: x - 2.0}
+    elif of == "quadrupoles":
+        others = {of: torch.diag_embed(x - x.roll(1, 1))}
+    else:  # the squares of their forces are zero in float32
+        x, charges = x.float(), 1e-14 * (x[:, 0] - 2.0).float()
+    cell = torch.diag(torch.tensor([4.0, 4.0, 4.2], dtype=x.dtype))
+    with pytest.warns(AccuracyWarning, match="vacuum"):
+        electrostatics.ewald_summation(x, charges, cell, pbc=(True, True, False), slab_correction=True, **others)
+
+
 @pytest.mark.parametrize("call", [electrostatics.ewald_summation, electrostatics.electrostatic_potential])
 def test_a_list_without_pairs_across_a_narrow_vacuum_is_told(call):
     """Of a slab beside a molecule; the sum itself is periodic along all axes."""

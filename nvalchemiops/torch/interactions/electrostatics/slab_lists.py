@@ -77,12 +77,15 @@ def _share_of_copies(atoms: System, given: SumOptions, evaluate: Callable[[Ewald
         evaluate(EwaldSum(MeshSum, mesh, atoms._replace(cell=heights), GivenNeighbors(), request, options))
         for heights in (cells, cells * taller.to(cells.dtype))
     )
-    of_atoms = [(right - forces).square(), right.square(), energies, atoms.charges.square()]  # type: ignore[union-attr]
-    columns = [column.double().reshape(len(x), -1).sum(1) for column in of_atoms]
-    change, force, energy, charge = x.new_zeros(4, len(cell)).index_add(1, of, torch.stack(columns))
+    sources = {1: atoms.charges, 3: atoms.dipoles, 5: atoms.quadrupoles}
+    present = {power: source for power, source in sources.items() if source is not None}
+    columns = [c.double().reshape(len(x), -1).square().sum(1) for c in (right - forces, right, *present.values())]
+    columns.append(energies.reshape(len(x), -1).sum(1))
+    change, force, *strengths, energy = x.new_zeros(len(columns), len(cell)).index_add(1, of, torch.stack(columns))
     n_atoms = torch.bincount(of, minlength=len(cell))
     # the forces of neighbors at the distance that their energies have; in a perfect crystal they cancel
-    typical = TYPICAL_FORCE * (energy / n_atoms).square() / (charge / n_atoms)
+    apart = [(s / energy.abs()).nan_to_num(nan=0.0) ** (1.0 / power) for s, power in zip(strengths, present)]
+    typical = TYPICAL_FORCE * energy.abs() / n_atoms / torch.stack(apart).amax(0)
     found = change.sqrt() / (force.sqrt() + n_atoms.sqrt() * typical)
     return float(found[is_open.any(1)].nan_to_num(nan=0.0).amax())
 
