@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 
 from nvalchemiops.locks import set_within
 
-_NOT_CALLERS = ("nvalchemiops", "torch")
-"""Packages whose code does not count as the caller's. Torch is among them, since it calls modules."""
+_NOT_CALLERS = ("nvalchemiops", "torch", "ase")
+"""Packages whose code does not count as the caller's. Torch calls modules, and ASE calls calculators."""
 
 
 class NvalchemiopsWarning(UserWarning):

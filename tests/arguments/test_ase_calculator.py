@@ -207,8 +207,9 @@ def test_initial_charges_that_are_all_zero_are_told():
     atoms.set_initial_charges(np.zeros(len(atoms)))
     for widths in (None, 0.3):
         atoms.calc = Calculator(Electrostatics("ewald", widths=widths))
-        with pytest.warns(NvalchemiopsWarning, match="the initial charges of all atoms are zero"):
+        with pytest.warns(NvalchemiopsWarning, match="the initial charges of all atoms are zero") as told:
             assert atoms.get_potential_energy() == 0.0
+        assert told[0].filename == __file__, "not a line of ASE, which calculators of other atoms share"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for term in (Electrostatics("ewald", 0.0), Electrostatics("ewald", dipoles=np.ones((len(atoms), 3)))):
