@@ -69,7 +69,7 @@ def _share_of_copies(atoms: System, given: SumOptions, evaluate: Callable[[Ewald
     widest = torch.where(is_open, 0.0, cell.norm(dim=2)).amax(1, keepdim=True)
     if not is_open.any() or not _may_see_images(x, cell, of, is_open, widest):
         return 0.0
-    taller = torch.where(is_open, 1.0 + 2.0 * widest * torch.linalg.inv(cell).norm(dim=1), 1.0).unsqueeze(2)
+    taller = torch.where(is_open, 1.0 + widest * torch.linalg.inv(cell).norm(dim=1), 1.0).unsqueeze(2)
     options = SumOptions(None, 0.1 * MOST, None, given.potential, given.exclusions, given.exclusion_factors, True)
     request, mesh = SumRequest(Derivatives(forces=True), "atom"), (None, None, None, Precomputed(), None)
     cells = atoms.cell.reshape(-1, 3, 3)  # type: ignore[union-attr]  # slabs have cells
