@@ -304,6 +304,8 @@ def test_wrong_atoms_of_exclusions_under_vmap_are_named():
 
 
 def test_numbers_of_atoms_leave_bits_for_the_open_axis():
-    """`OPEN_AXIS` is in the same int32: larger systems are refused."""
-    with pytest.raises(ValueError, match="`exclusions` are for at most 536870912 atoms"):
-        exclusion_rows(EXCLUDED["exclusions"], None, torch.zeros(1, 3).expand(2**29 + 1, 3))
+    """`OPEN_AXIS` is in the same int32: larger slabs are refused."""
+    rows = exclusion_rows(EXCLUDED["exclusions"], None, torch.zeros(1, 3).expand(24, 3))
+    huge = rows._replace(pointers=rows.pointers[:1].expand(2**29 + 1))
+    with pytest.raises(ValueError, match="`exclusions` of slabs are for less than 536870912 atoms"):
+        huge.with_open_axes(torch.tensor([True, True, False]).expand(len(rows.atoms), 3))

@@ -220,8 +220,11 @@ const auto is_nearest = [&](long long slot, int open) {
 
 ALWAYS_NEAREST = "const auto is_nearest = [](long long, int) { return true; };"
 
+NO_ATOM = -1
+"""In the place of an excluded atom: kernels make the row NaN."""
+
 OPEN_AXIS = 29
-"""The bit of an excluded atom's number from which on the open axis is, from 1 to 3; 0 if all axes are periodic."""
+"""The bit of an excluded atom's number from which on the open axis is, 0 to 2, if the number is negative."""
 
 
 def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any]) -> list[str]:
@@ -422,10 +425,13 @@ def _look(form: Form) -> list[str]:
         lines += [
             "if (!is_atom) return false;",
             "it.factor = one(1.0);",
-            "for (int e = excluded_begin.data[i]; e < excluded_begin.data[i + 1]; ++e)",
-            f"    if (excluded.data[e] < 0) broken = {NO_NUMBER};",
-            f"    else if ((excluded.data[e] & {2**OPEN_AXIS - 1}) == it.j"
-            f" && is_nearest(slot, (excluded.data[e] >> {OPEN_AXIS}) - 1)) it.factor = excluded_factors.data[e];",
+            "for (int e = excluded_begin.data[i]; e < excluded_begin.data[i + 1]; ++e) {",
+            "    const int other = excluded.data[e];",
+            f"    if (other == {NO_ATOM}) broken = {NO_NUMBER};",
+            f"    else if ((other < 0 ? other & {2**OPEN_AXIS - 1} : other) == it.j",
+            f"        && is_nearest(slot, other < 0 ? (other >> {OPEN_AXIS}) & 3 : -1))",
+            "        it.factor = excluded_factors.data[e];",
+            "}",
             "if (it.factor == one(0.0)) {",
             "    it.j = i;",
             "    return false;",

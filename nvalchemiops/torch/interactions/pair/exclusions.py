@@ -5,23 +5,20 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.arguments import ValuesError
-from nvalchemiops.interactions.pair.loop import OPEN_AXIS
+from nvalchemiops.interactions.pair.loop import NO_ATOM, OPEN_AXIS
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.runtime.recorder import read_flag
 
-NO_ATOM = -1
-"""In the place of an atom: kernels make the row NaN."""
-
 
 class ExclusionRows(NamedTuple):
     """Checked excluded or scaled pairs, sorted into one row per atom; each pair is in the rows of both of its atoms."""
 
     pointers: torch.Tensor  # (n_atoms + 1,) int32, first entry of the row of each atom, then 2 n_pairs
-    # (2 n_pairs,) int32, the other atom of the pair, and in slabs the open axis in bits from `OPEN_AXIS` on; `NO_ATOM`
-    # where the pair is invalid and values cannot be read: the rows of both atoms are NaN then
+    # (2 n_pairs,) int32, the other atom of the pair; in slabs with the sign bit, and the open axis from `OPEN_AXIS` on;
+    # `NO_ATOM` where the pair is invalid and values cannot be read: the rows of both atoms are NaN then
     atoms: torch.Tensor
     factors: torch.Tensor  # (2 n_pairs,) float64, of the energies
     first: torch.Tensor  # (2 n_pairs,) int64, the atom to which the row belongs
@@ -32,13 +29,16 @@ class ExclusionRows(NamedTuple):
 
     def with_open_axes(self, periodic: torch.Tensor) -> "ExclusionRows":
         """The same pairs in slabs: ``periodic`` (2 n_pairs, 3) are the axes of each, of which one may be open."""
-        numbers = torch.arange(1, 4, dtype=torch.int32, device=periodic.device)
-        open_axis = (~periodic * numbers).sum(1, dtype=torch.int32) * 2**OPEN_AXIS
-        return self._replace(atoms=torch.where(self.atoms < 0, self.atoms, self.atoms + open_axis))
+        if may_read() and self.pointers.shape[0] > 2**OPEN_AXIS:
+            raise ValueError(f"`exclusions` of slabs are for less than {2**OPEN_AXIS} atoms")
+        numbers = torch.arange(3, dtype=torch.int32, device=periodic.device)
+        open_axis = (~periodic * numbers).sum(1, dtype=torch.int32) * 2**OPEN_AXIS + (-(2**31))
+        is_marked = (self.atoms != NO_ATOM) & ~periodic.all(1)
+        return self._replace(atoms=torch.where(is_marked, self.atoms + open_axis, self.atoms))
 
     def plain_atoms(self) -> torch.Tensor:
-        """``atoms`` without open axes; `NO_ATOM` is another negative number then."""
-        return self.atoms & ~(3 << OPEN_AXIS)
+        """``atoms`` without open axes."""
+        return torch.where(self.atoms < NO_ATOM, self.atoms & (2**OPEN_AXIS - 1), self.atoms)
 
     def remainder(self) -> "ExclusionRows | None":
         """The same pairs with 1 minus the factors; None if no factors were given."""
@@ -99,8 +99,6 @@ def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def _sorted_by_atom(exclusions: torch.Tensor, n_atoms: int) -> tuple[torch.Tensor, ...]:
     """``pointers``, ``atoms``, ``first``, ``order`` and ``pairs`` of `ExclusionRows`."""
-    if may_read(exclusions) and n_atoms > 2**OPEN_AXIS:
-        raise ValueError(f"`exclusions` are for at most {2**OPEN_AXIS} atoms, got {n_atoms}")
     checks.check_pairs("exclusions", exclusions, n_atoms, exclusions)
     given = exclusions.to(torch.int64)
     # what is out of range has raised, or is marked below

@@ -16,7 +16,7 @@ from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.pair import sum as core
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.interactions.pair.loop import FAULTS, Array
+from nvalchemiops.interactions.pair.loop import FAULTS, NO_ATOM, Array
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Lent
@@ -335,7 +335,7 @@ def _repeated_systems(given: dict[str, Any], mapped: Container[str], count: int)
             ends = n_atoms * torch.arange(1, count + 1, dtype=numbers.dtype, device=numbers.device)
             numbers = torch.where(unused, ends.unsqueeze(1) - 1, numbers)
         elif name == "excluded" and numbers is not None:  # `NO_ATOM` stays
-            numbers = torch.where(given[name] < 0, given[name], numbers)
+            numbers = torch.where(given[name] == NO_ATOM, given[name], numbers)
         folded[name] = None if numbers is None else numbers.flatten()
     for name, entries in (("row_begin", "neighbors"), ("excluded_begin", "excluded")):
         if given[name] is not None:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from nvalchemiops.arguments import ValuesError
+from nvalchemiops.interactions.pair.loop import NO_ATOM
 from nvalchemiops.interactions.pair.potentials import moment_excluded
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
-from nvalchemiops.torch.interactions.pair.exclusions import NO_ATOM
 from nvalchemiops.torch.interactions.pair.shares import beside_ghosts
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
