@@ -61,33 +61,43 @@ def warn_of_slabs(asked: EwaldSum, evaluate: Callable[[EwaldSum], Any]) -> None:
 
 
 def _share_of_copies(atoms: System, given: SumOptions, evaluate: Callable[[EwaldSum], Any]) -> float:
-    """The relative change of forces, the largest of all systems, if the cells of slabs become taller.
+    """The relative change of forces on the slab with the narrowest vacuum, for its width, if its cell becomes taller.
 
     Zero, without a sum, where the vacuum is wider than the cell: copies have some exp(-2π) of the forces at most.
     """
     x, cell, of, is_open = _geometry(atoms)
     widest = torch.where(is_open, 0.0, cell.norm(dim=2)).amax(1, keepdim=True)
-    if not is_open.any() or not _may_see_images(x, cell, of, is_open, widest):
+    vacuum = (_vacuum(x, cell, of, is_open) / widest).amin(1).nan_to_num(nan=torch.inf)
+    if not (vacuum < 1.0).any():
         return 0.0
-    taller = torch.where(is_open, 1.0 + widest * torch.linalg.inv(cell).norm(dim=1), 1.0).unsqueeze(2)
-    options = SumOptions(None, 0.1 * MOST, None, given.potential, given.exclusions, given.exclusion_factors, True)
+    number = vacuum.argmin()
+    here = (of == number).nonzero().squeeze(1)
+    pairs, factors = given.exclusions, given.exclusion_factors
+    if pairs is not None:
+        pairs = torch.as_tensor(pairs, device=x.device)
+        is_here = torch.isin(pairs, here).all(0)
+        pairs = torch.searchsorted(here, pairs[:, is_here].to(torch.int64))
+        factors = None if factors is None else torch.as_tensor(factors, device=x.device)[is_here]
+    of_atoms = {n: t for n, t in atoms._asdict().items() if isinstance(t, torch.Tensor) and t.shape[:1] == x.shape[:1]}
+    of_slab: Any = {name: values[here] for name, values in of_atoms.items()}
+    slab = atoms._replace(**of_slab)._replace(batch_idx=None, pbc=~is_open[number])
+    taller = 1.0 + widest[number] * torch.linalg.inv(cell[number]).norm(dim=0) * is_open[number]
+    options = SumOptions(None, 0.1 * MOST, None, given.potential, pairs, factors, True)
     request, mesh = SumRequest(Derivatives(forces=True), "atom"), (None, None, None, Precomputed(), None)
-    cells = atoms.cell.reshape(-1, 3, 3)  # type: ignore[union-attr]  # slabs have cells
     (_, forces), (energies, right) = (
-        evaluate(EwaldSum(MeshSum, mesh, atoms._replace(cell=heights), GivenNeighbors(), request, options))
-        for heights in (cells, cells * taller.to(cells.dtype))
+        evaluate(EwaldSum(MeshSum, mesh, slab._replace(cell=heights), GivenNeighbors(), request, options))
+        for heights in (cell[number], cell[number] * taller.unsqueeze(1))
     )
-    sources = {1: atoms.charges, 3: atoms.dipoles, 5: atoms.quadrupoles}
-    present = {power: source for power, source in sources.items() if source is not None}
-    columns = [c.double().reshape(len(x), -1).square().sum(1) for c in (right - forces, right, *present.values())]
-    columns.append(energies.reshape(len(x), -1).sum(1))
-    change, force, *strengths, energy = x.new_zeros(len(columns), len(cell)).index_add(1, of, torch.stack(columns))
-    n_atoms = torch.bincount(of, minlength=len(cell))
+    sources = {1: slab.charges, 3: slab.dipoles, 5: slab.quadrupoles}
+    change, force, *strengths = (
+        value.double().square().sum()
+        for value in (right - forces, right, *(source for source in sources.values() if source is not None))
+    )
     # the forces of neighbors at the distance that their energies have; in a perfect crystal they cancel
-    apart = [(s / energy.abs()).nan_to_num(nan=0.0) ** (1.0 / power) for s, power in zip(strengths, present)]
-    typical = TYPICAL_FORCE * energy.abs() / n_atoms / torch.stack(apart).amax(0)
-    found = change.sqrt() / (force.sqrt() + n_atoms.sqrt() * typical)
-    return float(found[is_open.any(1)].nan_to_num(nan=0.0).amax())
+    energy, powers = energies.sum().abs(), (power for power, source in sources.items() if source is not None)
+    apart = [(strength / energy).nan_to_num(nan=0.0) ** (1.0 / power) for strength, power in zip(strengths, powers)]
+    typical = TYPICAL_FORCE * energy / len(here) ** 0.5 / torch.stack(apart).amax()
+    return float((change.sqrt() / (force.sqrt() + typical)).nan_to_num(nan=0.0))
 
 
 def _warn_of_missing_images(asked: EwaldSum) -> None:
@@ -124,7 +134,7 @@ def _lacks_images(asked: EwaldSum) -> torch.Tensor:
     j = rows.neighbors[slots].long().clamp(0, len(x) - 1)  # of atoms that do not exist the sum is NaN
     apart = x[j] - x[i] + (rows.shifts[slots].double().unsqueeze(1) @ cell[of[i]]).squeeze(1)
     reach = min(read_number(apart.norm(dim=1).amax()) if slots.numel() else 0.0, _needed(asked, n_systems))
-    if reach == 0.0 or not _may_see_images(x, cell, of, open_axes, reach):
+    if reach == 0.0 or not read_number((_vacuum(x, cell, of, open_axes) < reach).any()):
         return none
     listed = listed_slots(rows).nonzero().squeeze(1)
     first = row_indices(rows, len(x))[listed]
@@ -171,14 +181,11 @@ def _rows_of_atoms(rows: Rows, atoms: torch.Tensor) -> tuple[torch.Tensor, torch
     return atoms.repeat_interleave(length)[inside], slots[inside]
 
 
-def _may_see_images(
-    x: torch.Tensor, cell: torch.Tensor, of: torch.Tensor, is_open: torch.Tensor, reach: float | torch.Tensor
-) -> bool:
-    """Whether the vacuum of a slab is narrower than this, or atoms are spread over more than the cell."""
+def _vacuum(x: torch.Tensor, cell: torch.Tensor, of: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
+    """The vacuum (n_systems, 3) of slabs along open axes, negative if atoms take more; infinite elsewhere."""
     along = (x.unsqueeze(1) @ torch.linalg.inv(cell)[of]).squeeze(1)  # fractional coordinates
     index = of.unsqueeze(1).expand(-1, 3)
     high = along.new_full((len(cell), 3), -torch.inf).scatter_reduce(0, index, along, "amax")
     low = along.new_full((len(cell), 3), torch.inf).scatter_reduce(0, index, along, "amin")
     heights = 1.0 / torch.linalg.inv(cell).norm(dim=1)
-    narrow = (1.0 - (high - low)) * heights < reach
-    return bool(read_number((narrow & is_open).any()))
+    return torch.where(is_open, (1.0 - (high - low)) * heights, torch.inf)
