@@ -512,7 +512,7 @@ SHIFTS = torch.zeros(2, 3, dtype=torch.int32)
         (ValueError, "positions", lambda: list_geometry(X[0], PAIRS)),
         (ValueError, "cell", lambda: list_geometry(X, PAIRS, SHIFTS)),
         (ValueError, "shifts", lambda: list_geometry(X, PAIRS, cell=CELL)),
-        (TypeError, "cell", lambda: list_geometry(X, PAIRS, SHIFTS, CELL.float())),
+        (TypeError, "cell", lambda: list_geometry(X, PAIRS, SHIFTS, CELL.bfloat16())),
         (TypeError, "cell", lambda: list_geometry(X, PAIRS, SHIFTS, CELL.numpy())),
         (ValueError, "cell", lambda: list_geometry(X, PAIRS, SHIFTS, CELL[:2])),
         (ValueError, "batch_idx", lambda: list_geometry(X, PAIRS, SHIFTS, CELL.expand(2, 3, 3))),

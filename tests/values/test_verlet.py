@@ -509,7 +509,7 @@ def test_a_failed_search_leaves_the_list_as_it_was():
         ("positions", (lost, cells, None, batch_idx)),
         ("positions", (lost.tolist(), cells, None, batch_idx)),
         ("cell", (x, flat, None, batch_idx)),
-        ("cell", (x, cells.float(), None, batch_idx)),
+        ("cell", (x, cells.bfloat16(), None, batch_idx)),
         ("`cell`", (x, cells.numpy(), None, batch_idx)),
         ("`batch_idx`", (x, cells, None, batch_idx.numpy())),
         ("batch_idx", (x, cells, None, batch_idx - 1)),
