@@ -36,7 +36,7 @@ from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_so
 from nvalchemiops.torch.interactions.electrostatics.driver import ewald_sum, sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
-from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_slabs
+from nvalchemiops.torch.interactions.electrostatics.slab_warnings import warn_of_slabs
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum

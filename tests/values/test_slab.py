@@ -11,7 +11,7 @@ import torch
 from nvalchemiops.notices import AccuracyWarning, NeighborListWarning
 from nvalchemiops.torch import record
 from nvalchemiops.torch.interactions import electrostatics
-from nvalchemiops.torch.interactions.electrostatics import slab_lists
+from nvalchemiops.torch.interactions.electrostatics import slab_warnings
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.support.comparing import close
 from tests.support.sums import FINE, METHODS, SUMS
@@ -382,7 +382,7 @@ def test_lists_of_slabs_are_looked_at_where_pairs_across_the_vacuum_count(monkey
         pairs, ptr, shifts = neighbor_list(x, 6.0, cell, pbc=pbc, return_neighbor_list=True)
         lists.append({"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts})
     options = {"pbc": open_along(2), "slab_correction": True, "compute_forces": True}
-    monkeypatch.setattr(slab_lists, "row_indices", None)  # nor are all pairs gone through
+    monkeypatch.setattr(slab_warnings, "row_indices", None)  # nor are all pairs gone through
     with warnings.catch_warnings():
         warnings.simplefilter("error", NeighborListWarning)
         for splitting in ({"cutoff": cutoff, "accuracy": 1e-4}, {"alpha": 1.0, "k_cutoff": 9.0, "accuracy": 1e-4}):
@@ -390,7 +390,7 @@ def test_lists_of_slabs_are_looked_at_where_pairs_across_the_vacuum_count(monkey
                 electrostatics.ewald_summation(x, x[:, 0], cell, **options, **near, **splitting)[1] for near in lists
             ]
             assert 0.0 < (found[0] - found[1]).norm() < 1e-4 * found[1].norm()
-        monkeypatch.setattr(slab_lists, "_lacks_images", None)  # in inference mode that would be in each call
+        monkeypatch.setattr(slab_warnings, "_lacks_images", None)  # in inference mode that would be in each call
         with torch.inference_mode():
             of_inference = {name: t.clone() for name, t in lists[0].items()}
             electrostatics.ewald_summation(x, x[:, 0], cell, alpha=0.5, k_cutoff=3.0, **options, **of_inference)

@@ -30,7 +30,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import (
     is_coulomb,
 )
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Term, check_gradients
-from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_slabs
+from nvalchemiops.torch.interactions.electrostatics.slab_warnings import warn_of_slabs
 from nvalchemiops.torch.interactions.electrostatics.sums import body_of, evaluate, one_or_several
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm

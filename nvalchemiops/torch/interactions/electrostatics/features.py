@@ -39,7 +39,7 @@ from nvalchemiops.torch.interactions.electrostatics.driver import (
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
-from nvalchemiops.torch.interactions.electrostatics.slab_lists import warn_of_slabs
+from nvalchemiops.torch.interactions.electrostatics.slab_warnings import warn_of_slabs
 from nvalchemiops.torch.interactions.electrostatics.sources import nan_unless_allowed
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import ExclusionTerm

@@ -88,16 +88,16 @@ def _share_of_copies(atoms: System, given: SumOptions, evaluate: Callable[[Ewald
         evaluate(EwaldSum(MeshSum, mesh, slab._replace(cell=heights), GivenNeighbors(), request, options))
         for heights in (cell[number], cell[number] * taller.unsqueeze(1))
     )
-    sources = {1: slab.charges, 3: slab.dipoles, 5: slab.quadrupoles}
-    change, force, *strengths = (
-        value.double().square().sum()
-        for value in (right - forces, right, *(source for source in sources.values() if source is not None))
-    )
     # the forces of neighbors at the distance that their energies have; in a perfect crystal they cancel
-    energy, powers = energies.sum().abs(), (power for power, source in sources.items() if source is not None)
-    apart = [(strength / energy).nan_to_num(nan=0.0) ** (1.0 / power) for strength, power in zip(strengths, powers)]
+    energy, sources = energies.sum().abs(), ((slab.charges, 1), (slab.dipoles, 3), (slab.quadrupoles, 5))
+    apart = [
+        (source.double().square().sum() / energy).nan_to_num(nan=0.0) ** (1.0 / power)
+        for source, power in sources
+        if source is not None
+    ]
     typical = TYPICAL_FORCE * energy / len(here) ** 0.5 / torch.stack(apart).amax()
-    return float((change.sqrt() / (force.sqrt() + typical)).nan_to_num(nan=0.0))
+    change, force = (values.double().norm() for values in (right - forces, right))
+    return float((change / (force + typical)).nan_to_num(nan=0.0))
 
 
 def _warn_of_missing_images(asked: EwaldSum) -> None:
@@ -150,7 +150,8 @@ def _lacks_images(asked: EwaldSum) -> torch.Tensor:
 
 def _geometry(atoms: System) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Positions, cells, the system of each atom (n_atoms,), and open axes of slabs (n_systems, 3), as plain tensors."""
-    x, cell = atoms.positions.detach().double(), atoms.cell.detach().double().reshape(-1, 3, 3)  # type: ignore[union-attr]
+    given: Any = atoms.cell  # there is one where there are slabs
+    x, cell = atoms.positions.detach().double(), given.detach().double().reshape(-1, 3, 3)
     pbc = checks.pbc_tensor(atoms.pbc, x.device).expand(len(cell), 3)
     of = torch.zeros_like(x[:, 0], dtype=torch.int64) if atoms.batch_idx is None else atoms.batch_idx.long()
     is_slab = pbc.sum(1, keepdim=True) == 2
@@ -183,9 +184,9 @@ def _rows_of_atoms(rows: Rows, atoms: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _vacuum(x: torch.Tensor, cell: torch.Tensor, of: torch.Tensor, is_open: torch.Tensor) -> torch.Tensor:
     """The vacuum (n_systems, 3) of slabs along open axes, negative if atoms take more; infinite elsewhere."""
-    along = (x.unsqueeze(1) @ torch.linalg.inv(cell)[of]).squeeze(1)  # fractional coordinates
+    inverse = torch.linalg.inv(cell)
+    along = (x.unsqueeze(1) @ inverse[of]).squeeze(1)  # fractional coordinates
     index = of.unsqueeze(1).expand(-1, 3)
     high = along.new_full((len(cell), 3), -torch.inf).scatter_reduce(0, index, along, "amax")
     low = along.new_full((len(cell), 3), torch.inf).scatter_reduce(0, index, along, "amin")
-    heights = 1.0 / torch.linalg.inv(cell).norm(dim=1)
-    return torch.where(is_open, (1.0 - (high - low)) * heights, torch.inf)
+    return torch.where(is_open, (1.0 - (high - low)) / inverse.norm(dim=1), torch.inf)
